@@ -1,0 +1,436 @@
+"""One function per figure: runs in, a matplotlib ``Figure`` out. Nothing is read or written.
+
+Figures are plain ``Figure`` objects, not pyplot's, so there is no global state. Widths are those of one
+column (84 mm) or of a page of a paper, where no text is smaller than 7 pt. Lag is in optimizer steps,
+and weighted by token where it is a mean. "Fig." in a docstring is the figure of the paper, arXiv 2509.19128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from analysis.runs import SECONDS, Comparison, RateCurves, RatePoint, Run, Timeline
+from analysis.style import (
+    ACTIVITY_COLORS,
+    COLUMN_IN,
+    INK,
+    MUTED,
+    PAGE_IN,
+    RC,
+    SeriesStyle,
+    series_styles,
+)
+from pipelinerl.errors import ConfigError
+
+_drawn = matplotlib.rc_context(RC)  # as a decorator: the house style holds while the function runs
+
+
+@_drawn
+def lag_by_position(runs: Sequence[Run]) -> Figure:
+    """Draw the mean lag of a token against its position in the answer (Fig. 3a): flat, or fresh at the end.
+
+    Args:
+        runs: At least one run.
+
+    Returns:
+        One panel, a line per run with its values at the middle of each bin.
+    """
+    figure, [[axes]] = _panels(COLUMN_IN, 1.9)
+    for run, style in _styled(runs):
+        bins = run.profile.lag_by_position
+        middle_tokens = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
+        axes.plot(middle_tokens, bins.lag_mean, color=style.color, linestyle=style.dash, label=run.name)
+    axes.set(xlabel="position in the answer (tokens)", ylabel="mean lag (optimizer steps)")
+    axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
+    axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.grid(axis="y")
+    _legend(figure, axes)
+    return figure
+
+
+@_drawn
+def lag_by_step(runs: Sequence[Run]) -> Figure:
+    """Draw mean and largest lag of each optimizer step (Fig. 6a), a row per run.
+
+    Runs of more than 150 steps get two panels: the whole run, smoothed so that a sawtooth becomes its envelope
+    (rolling mean, band from the least to the largest step mean, rolling maximum), and the last 100 steps as they are.
+
+    Args:
+        runs: At least one run.
+
+    Returns:
+        A row of one or two panels per run; all rows share their axes.
+    """
+    num_steps = max(len(run.steps["step"]) for run in runs)
+    columns = 2 if num_steps > 150 else 1
+    top = 1.05 * max(1.0, *(run.steps["lag_max"].max() for run in runs))
+    width = PAGE_IN if columns == 2 else COLUMN_IN
+    figure, panels = _panels(width, 0.55 + 0.95 * len(runs), rows=len(runs), columns=columns, sharex="col", sharey=True)
+    for row, (run, style) in zip(panels, _styled(runs), strict=True):
+        row[0].set_title(run.name)
+        if columns == 2:
+            _draw_envelopes(row[0], run, style)
+        _draw_each_step(row[-1], run, style, last=100 if columns == 2 else num_steps)
+        for axes in row:
+            axes.set(ylim=(0, top))
+            axes.grid(axis="y")
+            axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    figure.supylabel("lag (optimizer steps)")
+    panels[-1][0].set(xlabel="optimizer step")
+    if columns == 2:
+        panels[-1][1].set(xlabel="optimizer step, the last 100 in full")
+    handles: list[Artist] = [
+        Line2D([], [], color=INK, linewidth=0.6, label="largest lag of a token"),
+        Line2D([], [], color=INK, label="mean lag"),
+    ]
+    if columns == 2:
+        handles.append(Patch(color=MUTED, alpha=0.4, linewidth=0, label="range of the step means (left)"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    return figure
+
+
+@_drawn
+def lag_histogram(runs: Sequence[Run]) -> Figure:
+    """Draw how the lag of the trained tokens is distributed, and each of its two parts, a row per run.
+
+    Token by token the lag is the sum of its parts, so the means add up along a row; the histograms do not.
+
+    Args:
+        runs: At least one run.
+
+    Returns:
+        A row of three panels per run, on one lag axis: the lag, its part in flight, its part in queue.
+    """
+    figure, panels = _panels(PAGE_IN, 0.4 + 1.1 * len(runs), rows=len(runs), columns=3, sharex="row")
+    for row, (run, style) in zip(panels, _styled(runs), strict=True):
+        histogram = run.profile.lag_histogram
+        parts = (
+            (histogram.total, f"{run.name}\nlag", style.color),
+            (histogram.in_flight, "part in flight", ACTIVITY_COLORS["generating"]),
+            (histogram.in_queue, "part in queue", MUTED),
+        )
+        for axes, (tokens, what, color) in zip(row, parts, strict=True):
+            percent = 100 * tokens / tokens.sum()
+            mean = float(percent @ np.arange(len(percent))) / 100
+            axes.stairs(percent, np.arange(len(percent) + 1) - 0.5, fill=True, color=color, linewidth=0)
+            axes.set(title=f"{what}, mean {mean:.2f}", ylim=(0, None), xlim=(-0.7, max(len(histogram.total), 3) - 0.3))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.yaxis.set_major_locator(MaxNLocator(4))
+            axes.grid(axis="y")
+    figure.supxlabel("lag (optimizer steps)")
+    figure.supylabel("trained tokens (%)")
+    return figure
+
+
+@_drawn
+def throughput_against_max_lag(
+    points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
+) -> Figure:
+    """Draw throughput against the largest lag for each method (Fig. 9).
+
+    Args:
+        points: Runs; a thin line joins those of a method unless there are curves. May be empty if there are curves.
+        curves: The analytic model, in tokens/flash.
+        unit: Unit of the points; must be ``tokens/flash`` if there are curves.
+
+    Returns:
+        One panel.
+
+    Raises:
+        ConfigError: If there is nothing to draw, or points and curves have different units.
+    """
+    if curves is None and not points:
+        raise ConfigError("throughput against lag needs a point or a curve, got none")
+    if curves is not None and unit != "tokens/flash":
+        raise ConfigError(f"points must be in tokens/flash to be drawn with analytic curves, got {unit}")
+    figure, [[axes]] = _panels(COLUMN_IN, 2.0)
+    scale, word = _scale(max((point.rate for point in points), default=0.0))
+    if curves is not None:
+        for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
+            style = series_styles([method], [0.0])[0]
+            axes.plot(curves.max_lag, rate / scale, color=style.color, linestyle=style.dash, label=f"{method}, model")
+    for method in dict.fromkeys(point.method for point in points):
+        style = series_styles([method], [0.0])[0]
+        chosen = sorted((point.max_lag, point.rate / scale) for point in points if point.method == method)
+        axes.plot(
+            *zip(*chosen, strict=True),
+            color=style.color,
+            marker=style.marker,
+            markeredgecolor="white",
+            linewidth=0.7 if curves is None else 0.0,
+            label=f"{method}, simulated" if curves is not None else method,
+        )
+    axes.margins(0.08)
+    axes.set(
+        xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
+    )
+    axes.grid()
+    _legend(figure, axes)
+    return figure
+
+
+@_drawn
+def generation_phase(runs: Sequence[Run]) -> Figure:
+    """Draw sequences in progress and throughput over a generation phase (Fig. 2b, 2c): a drain, or none.
+
+    Args:
+        runs: Runs; those without a generation window are left out.
+
+    Returns:
+        Two panels above each other that share the time axis, a line per run with its values at the middle of each bin.
+
+    Raises:
+        ConfigError: If no run has a generation window.
+    """
+    shown = [(run, style) for run, style in _styled(runs) if len(run.profile.generation_window.in_progress)]
+    if not shown:
+        raise ConfigError(f"no generation window in {', '.join(run.name for run in runs)}")
+    windows = [run.profile.generation_window for run, _ in shown]
+    time_scale, time_unit = _time_unit(max(window.width_s * len(window.in_progress) for window in windows))
+    rate_scale, word = _scale(max(one.tokens_per_s.max() for one in windows))
+    figure, panels = _panels(COLUMN_IN, 2.6, rows=2, sharex=True)
+    upper, lower = panels.flat
+    for (run, style), window in zip(shown, windows, strict=True):
+        middle = (np.arange(len(window.in_progress)) + 0.5) * window.width_s / time_scale
+        look = {"color": style.color, "linestyle": style.dash}
+        upper.plot(middle, window.in_progress, label=run.name, **look)
+        lower.plot(middle, window.tokens_per_s / rate_scale, **look)
+    upper.set(ylabel="in progress\n(sequences)", ylim=(0, None))
+    lower.set(ylabel=f"generation\n({word}tokens/s)", ylim=(0, None))
+    lower.set(xlabel=f"time from the start of generation ({time_unit})", xlim=(0, None))
+    figure.align_ylabels()
+    for axes in (upper, lower):
+        axes.grid(axis="y")
+    _legend(figure, upper)
+    return figure
+
+
+@_drawn
+def samples_against_time(runs: Sequence[Run]) -> Figure:
+    """Draw samples trained against time (Fig. 5c).
+
+    Args:
+        runs: At least one run.
+
+    Returns:
+        One panel, a line per run from the origin through the end of every optimizer step.
+    """
+    figure, [[axes]] = _panels(COLUMN_IN, 1.9)
+    time_scale, time_unit = _time_unit(max(run.steps["time_s"][-1] for run in runs))
+    scale, word = _scale(max(run.steps["samples"].sum() for run in runs))
+    for run, style in _styled(runs):
+        time = np.concatenate([[0.0], run.steps["time_s"]]) / time_scale
+        samples = np.concatenate([[0.0], np.cumsum(run.steps["samples"])]) / scale
+        axes.plot(time, samples, color=style.color, label=run.name)
+    axes.set(xlabel=f"time ({time_unit})", ylabel=f"trained ({word}samples)", xlim=(0, None), ylim=(0, None))
+    axes.grid()
+    _legend(figure, axes)
+    return figure
+
+
+@_drawn
+def timeline(run: Run) -> Figure:
+    """Draw engines and trainer over the first part of a run, event by event.
+
+    Args:
+        run: A run whose profile has a timeline.
+
+    Returns:
+        One panel: a row per engine (filled: sequences in progress; dark: pause), a row for the trainer
+        (blocks; white: waiting), and a vertical line where a weight update was published.
+
+    Raises:
+        ConfigError: If the timeline holds no engine.
+    """
+    line = run.profile.timeline
+    if not line.engines:
+        raise ConfigError(f"no engine in the timeline of {run.name}")
+    scale, unit = _time_unit(line.until_s)
+    full = max(max((engine.in_progress.max() for engine in line.engines if len(engine.time_s)), default=1.0), 1.0)
+    rows = len(line.engines)
+    figure, [[axes]] = _panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
+    for row, engine in enumerate(line.engines):
+        if len(engine.time_s):
+            times = np.append(engine.time_s, line.until_s) / scale
+            heights = np.append(engine.in_progress, engine.in_progress[-1]) / full
+            axes.fill_between(
+                times,
+                rows - row,
+                rows - row + 0.8 * heights,
+                step="post",
+                color=ACTIVITY_COLORS["generating"],
+                linewidth=0,
+            )
+        for start_s, end_s in engine.paused_s:
+            axes.barh(rows - row + 0.4, (end_s - start_s) / scale, 0.8, start_s / scale, color=INK, linewidth=0)
+    for spans, what in ((line.training_s, "training"), (line.publishing_s, "publishing")):
+        bars = [(start / scale, (end - start) / scale) for start, end in spans]
+        axes.broken_barh(bars, (0, 0.8), facecolor=ACTIVITY_COLORS[what], edgecolor="white", linewidth=0.2)
+    _draw_updates(axes, line, scale, top=rows + 0.9)
+    axes.set(xlim=(0, line.until_s / scale), ylim=(-0.1, rows + 0.9), xlabel=f"time ({unit})")
+    axes.set_yticks(np.arange(rows, -1, -1) + 0.4, [*(f"engine {one.engine}" for one in line.engines), "trainer"])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    handles: list[Artist] = [
+        Patch(color=ACTIVITY_COLORS["generating"], linewidth=0, label=f"sequences in progress (full height: {full:g})"),
+        Patch(color=ACTIVITY_COLORS["training"], linewidth=0, label="training"),
+        Patch(color=ACTIVITY_COLORS["publishing"], linewidth=0, label="publishing"),
+    ]
+    if line.updates:
+        handles.append(Line2D([], [], color=MUTED, linewidth=0.6, label="weights published, with version"))
+    if any(len(engine.paused_s) for engine in line.engines):
+        handles.append(Patch(color=INK, linewidth=0, label="engine paused"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=5, title=run.name, alignment="left")
+    return figure
+
+
+@_drawn
+def time_split(runs: Sequence[Run]) -> Figure:
+    """Draw where the trainer's wall time goes: a bar per run, its length the seconds per 1000 trained samples.
+
+    Args:
+        runs: At least one run with a trained sample.
+
+    Returns:
+        One panel; the share of the wall time in each part that is wide enough, and beside the bars the utilisation
+        (busy fraction) of generation and training.
+    """
+    figure, [[axes]] = _panels(PAGE_IN, 0.75 + 0.3 * len(runs))
+    seconds = np.array([[run.number(f"seconds.{what}") for run in runs] for what in SECONDS])
+    wall = seconds.sum(axis=0)
+    lengths = seconds * 1000 / np.array([run.number("samples_trained") for run in runs])
+    longest = lengths.sum(axis=0).max()
+    rows = np.arange(len(runs))
+    starts = np.cumsum(lengths, axis=0) - lengths
+    for what, length, start, spent in zip(SECONDS, lengths, starts, seconds, strict=True):
+        bars = axes.barh(rows, length, 0.7, start, color=ACTIVITY_COLORS[what], label=what.replace("_", " "))
+        texts = [
+            f"{part:.0%}" if width > 0.05 * longest else "" for part, width in zip(spent / wall, length, strict=True)
+        ]
+        axes.bar_label(bars, texts, label_type="center", fontsize=7)
+    for offset_pt, kind in ((35, "generation"), (85, "training")):
+        column: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "annotation_clip": False}
+        for row, run in enumerate(runs):
+            text = f"{run.number(f'utilisation.{kind}'):.0%}"
+            axes.annotate(text, (longest, row), (offset_pt, 0), va="center", **column)
+        axes.annotate(f"{kind}\nutilisation", (longest, -0.5), (offset_pt, 2), va="bottom", color=MUTED, **column)
+    axes.set_yticks(rows, [run.name for run in runs])
+    axes.set(xlabel="trainer's wall time (s per 1000 trained samples)", xlim=(0, longest), ylim=(len(runs) - 0.5, -0.5))
+    axes.tick_params(axis="y", length=0)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(SECONDS))
+    return figure
+
+
+@_drawn
+def speedup_by_scenario(comparison: Comparison) -> Figure:
+    """Draw the speed-up of every arm over the baseline, a row per scenario.
+
+    Args:
+        comparison: At least one arm in one scenario.
+
+    Returns:
+        One panel: a marker per arm in the row of its scenario; the baseline is the vertical line at 1.
+    """
+    scenarios = list(comparison.scenarios)
+    arms = {arm.name: arm for name in scenarios for arm in comparison.scenarios[name]}
+    styles = series_styles([arm.method for arm in arms.values()], [arm.max_lag for arm in arms.values()])
+    figure, [[axes]] = _panels(COLUMN_IN, 0.5 + 0.2 * len(scenarios))
+    for name, style in zip(arms, styles, strict=True):
+        if name == comparison.baseline:
+            axes.axvline(1.0, color=style.color, linestyle=style.dash, linewidth=0.9, label=f"{name} (baseline)")
+            continue
+        cells = [
+            (arm.speedup, row)
+            for row, scenario in enumerate(scenarios)
+            for arm in comparison.scenarios[scenario]
+            if arm.name == name
+        ]
+        axes.plot(*zip(*cells, strict=True), style.marker, color=style.color, markeredgecolor="white", label=name)
+    axes.set(xlabel="speed-up (ratio of trained tokens/s)", xlim=(0, None))
+    axes.set(ylim=(len(scenarios) - 0.5, -0.5))
+    axes.set_yticks(range(len(scenarios)), scenarios)
+    axes.tick_params(axis="y", length=0)
+    axes.grid()
+    _legend(figure, axes)
+    return figure
+
+
+def _panels(width_in: float, height_in: float, rows: int = 1, columns: int = 1, **keywords: Any) -> tuple[Figure, Any]:
+    """Return a figure and its panels, an array of shape [rows, columns]."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **keywords)
+
+
+def _styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
+    """Return each run with its style, the same in every figure of these runs."""
+    return list(
+        zip(runs, series_styles([run.method for run in runs], [run.number("lag.max") for run in runs]), strict=True)
+    )
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Put a legend above the panels, in as many columns as its labels leave room for; the start of a long one goes."""
+    handles, labels = axes.get_legend_handles_labels()
+    room = int(17 * figure.get_figwidth())  # 17 letters of 7 pt per inch, 6 of them for the line and the gap
+    labels = [label if len(label) <= room - 6 else "…" + label[7 - room :] for label in labels]
+    for columns in range(len(labels), 0, -1):
+        widths = [max(len(label) for label in column) + 6 for column in np.array_split(labels, columns)]
+        if sum(widths) <= room:
+            break
+    figure.set_figheight(figure.get_figheight() + 0.15 * math.ceil(len(labels) / columns))  # panels keep their size
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+
+
+def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
+    """Draw a long run: windows hold whole sawteeth, so that they show as a band and not as a tangle."""
+    step, mean, largest = (run.steps[key] for key in ("step", "lag_mean", "lag_max"))
+    period = int(largest.max()) + 1
+    size = max(min(period * math.ceil(len(step) / 30 / period), len(step) // 4), 1)
+    steps, means, tops = (np.lib.stride_tricks.sliding_window_view(one, size) for one in (step, mean, largest))
+    middle = steps.mean(axis=1)
+    axes.fill_between(middle, means.min(axis=1), means.max(axis=1), color=style.color, alpha=0.25, linewidth=0)
+    axes.plot(middle, means.mean(axis=1), color=style.color)
+    axes.plot(middle, tops.max(axis=1), color=style.color, linewidth=0.6)
+
+
+def _draw_each_step(axes: Axes, run: Run, style: SeriesStyle, last: int) -> None:
+    """Draw the last steps as they are."""
+    step = run.steps["step"][-last:]
+    axes.plot(step, run.steps["lag_max"][-last:], color=style.color, linewidth=0.6)
+    axes.plot(step, run.steps["lag_mean"][-last:], color=style.color)
+
+
+def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
+    """Draw a line per weight update, and the version above about ten of them."""
+    every = math.ceil(len(line.updates) / 10) if line.updates else 1
+    for index, (version, published_s) in enumerate(line.updates):
+        axes.vlines(published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)
+        if index % every == 0:
+            axes.text(published_s / scale, top, f"{version}", ha="center", va="bottom", color=MUTED, fontsize=7)
+
+
+def _time_unit(longest_s: float) -> tuple[float, str]:
+    """Return the seconds of the unit in which this time is a handy number, and its symbol."""
+    for seconds, symbol in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if longest_s >= 3 * seconds:
+            return seconds, symbol
+    return 1.0, "s"
+
+
+def _scale(largest: float) -> tuple[float, str]:
+    """Return what to divide values by, and the word that says so before their unit."""
+    for factor, word in ((1e6, "million "), (1e3, "thousand ")):
+        if largest >= 5 * factor:
+            return factor, word
+    return 1.0, ""

@@ -1,0 +1,588 @@
+"""The paper's analytic model (arXiv 2509.19128, appendix A) as plain functions; ``docs/analytic.md`` is its guide.
+
+The unit of time is the flash: the least possible time per token on one accelerator (eq. 9). Rates are in
+tokens per flash, lags in optimizer steps. Everything is a mean-field formula: no queue, no draw, no event.
+This is the one module that speaks of the paper's letters:
+
+======  ===========================================================  ==============================
+letter  meaning                                                      here
+======  ===========================================================  ==============================
+N, I    accelerators in all; those that generate                     ``accelerators``,
+                                                                     ``generation_accelerators``
+B, G    sequences per optimizer step; optimizer steps per RL step    ``train_batch_size``,
+                                                                     ``optimizer_steps_per_rl_step``
+H       sequences in flight on one generating accelerator            ``generation_batch_size``
+L, L̄    longest and mean answer, in tokens                           ``Lengths.max_tokens``,
+                                                                     ``Lengths.mean_tokens``
+h(l)    sequences still unfinished at decode step l                  B·G times the share unfinished
+U(h)    share of peak FLOP/s at h sequences per accelerator          ``UtilisationCurve``
+τ       training time per token on one accelerator, in flashes       ``training_flashes_per_token``
+g       lag bound; rounded up it is g_max                            ``lag_estimate``, ``largest_lag``
+======  ===========================================================  ==============================
+
+Slips of the paper that are not copied: A.2 and A.3 bound the lag of conventional RL by S - 1, where S = B·G
+counts sequences; in optimizer steps it is G - 1. A.1 says K tokens "per optimizer step"; K = S·L̄ is per RL
+step. The matrix shapes printed for Fig. 8 make h the contraction size; h rows were probably meant.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from pipelinerl.errors import ConfigError
+
+FloatArray = npt.NDArray[np.float64]
+RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]
+
+
+# ----------------------------------------------------------------------------- cost of a decode step
+
+
+@dataclass(frozen=True, slots=True)
+class UtilisationCurve:
+    """What one decode step costs: U(h) of the paper, held as h/U(h), which is finite and never divides by 0."""
+
+    cost: Callable[[FloatArray], FloatArray]
+    """Flashes of a decode step with h > 0 sequences, elementwise."""
+
+    @overload
+    def step_flashes(self, h: float) -> float: ...
+    @overload
+    def step_flashes(self, h: RealArray) -> FloatArray: ...
+    def step_flashes(self, h: float | RealArray) -> float | FloatArray:
+        """Return h/U(h), the flashes of one decode step.
+
+        Args:
+            h: Sequences decoded together on one accelerator, at least 0; fractions are means. Any shape.
+
+        Returns:
+            Flashes, a float for a number and an array for an array. 0 sequences make no step and cost 0.
+
+        Raises:
+            ValueError: If any entry is negative or not finite.
+        """
+        batch = np.asarray(h, dtype=np.float64)
+        _check(bool(np.all((batch >= 0) & np.isfinite(batch))), "h must be finite and at least 0", h)
+        flashes = np.where(batch > 0, self.cost(batch), 0.0)
+        return flashes if flashes.ndim else float(flashes)
+
+    @overload
+    def utilisation(self, h: float) -> float: ...
+    @overload
+    def utilisation(self, h: RealArray) -> FloatArray: ...
+    def utilisation(self, h: float | RealArray) -> float | FloatArray:
+        """Return U(h), the share of peak FLOP/s: tokens per flash of one accelerator.
+
+        Args:
+            h: As for ``step_flashes``.
+
+        Returns:
+            A value in [0, 1], 0 only for 0 sequences; float or array as the input.
+
+        Raises:
+            ValueError: If any entry is negative or not finite.
+        """
+        batch = np.asarray(h, dtype=np.float64)
+        share = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
+        return share if share.ndim else float(share)
+
+
+def fitted_utilisation() -> UtilisationCurve:
+    """Return the smooth curve fitted to the paper: h/U(h) = (a^p + (h/0.61)^p)^(1/p), a = 467.1 flashes, p = 3.41.
+
+    The paper prints no table of U. a and p are fitted to two numbers of its case study (U(192) = 16.9/44 and
+    the conventional generation rate of 18.3 tokens/flash); the plateau of 0.61 is assumed. That the case study
+    comes out right is therefore a check of consistency, not independent evidence. Not fit for seconds: there is
+    no KV-cache traffic in it, and the true curve has steps at multiples of 64 and 128.
+    """
+    return UtilisationCurve(partial(_fitted_cost, floor_flashes=467.1, plateau=0.61, sharpness=3.41))
+
+
+def read_utilisation(path: str | Path) -> UtilisationCurve:
+    """Read a measured curve from a CSV file with the columns ``batch,utilisation``.
+
+    The step cost h/U(h) is interpolated linearly between the rows. Below the first row it stays as there (a
+    step costs the same however few sequences it holds); beyond the last row the utilisation stays as there.
+
+    Args:
+        path: The file: that header, then at least 2 rows with rising batch (sequences per accelerator, at least
+            1) and utilisation in (0, 1]. Empty lines are skipped.
+
+    Returns:
+        The curve.
+
+    Raises:
+        ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        lines = [[cell.strip() for cell in cells] for cells in csv.reader(text.splitlines())]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not CSV text in UTF-8"
+        raise ConfigError(f"cannot read utilisation table {path}: {reason}") from None
+    header, *rows = [(number, cells) for number, cells in enumerate(lines, start=1) if any(cells)] or [(1, [])]
+    if header[1] != ["batch", "utilisation"]:
+        raise ConfigError(f"{path} line {header[0]}: columns must be batch,utilisation, got {_shown(header[1])}")
+    points: list[tuple[float, float]] = []
+    for number, cells in rows:
+        points.append(_utilisation_row(cells, f"{path} line {number}", points[-1][0] if points else None))
+    if len(points) < 2:
+        last = rows[-1][0] if rows else header[0]
+        raise ConfigError(f"{path} line {last}: the table must have at least 2 rows, got {len(points)}")
+    batch, utilisation = np.array(points).T
+    return UtilisationCurve(partial(_table_cost, batch=batch, utilisation=utilisation))
+
+
+def _fitted_cost(h: FloatArray, *, floor_flashes: float, plateau: float, sharpness: float) -> FloatArray:
+    """Blend a constant cost per step (few sequences) with a constant cost per sequence (many)."""
+    cost: FloatArray = (floor_flashes**sharpness + (h / plateau) ** sharpness) ** (1 / sharpness)
+    return cost
+
+
+def _table_cost(h: FloatArray, *, batch: FloatArray, utilisation: FloatArray) -> FloatArray:
+    """Interpolate the step cost between the rows; outside them keep cost (below) or utilisation (above)."""
+    return np.where(h > batch[-1], h / utilisation[-1], np.interp(h, batch, batch / utilisation))
+
+
+def _utilisation_row(cells: list[str], where: str, previous: float | None) -> tuple[float, float]:
+    """Return batch and utilisation of one row, or raise ``ConfigError`` with the rule it breaks."""
+    try:
+        batch, utilisation = (float(cell) for cell in cells)
+    except ValueError:
+        raise ConfigError(f"{where}: a row must be two numbers batch,utilisation, got {_shown(cells)}") from None
+    if not 1 <= batch < math.inf:
+        raise ConfigError(f"{where}: batch must be finite and at least 1, got {cells[0]}")
+    if previous is not None and batch <= previous:
+        raise ConfigError(f"{where}: batch must rise from row to row, got {cells[0]} after {previous:g}")
+    if not 0 < utilisation <= 1:
+        raise ConfigError(f"{where}: utilisation must be above 0 and at most 1, got {cells[1]}")
+    return batch, utilisation
+
+
+def _shown(cells: list[str]) -> str:
+    """Return a CSV row as the user wrote it, cut to a readable length."""
+    text = ",".join(cells) or "nothing"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
+    """Return the seconds of one flash, F_gen/M (eq. 9).
+
+    Args:
+        flops_per_token: FLOPs of a one-token forward pass, about 2 per parameter.
+        peak_flops: Peak of one accelerator in FLOP/s.
+
+    Returns:
+        Seconds; K tokens need at least K flashes on one accelerator.
+
+    Raises:
+        ValueError: If either is not positive.
+    """
+    _check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
+    _check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
+    return flops_per_token / peak_flops
+
+
+# ----------------------------------------------------------------------------------- answer lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """How long answers are, as a survivor function in whole sequences, so that no bound suffers from rounding."""
+
+    unfinished: npt.NDArray[np.int64]
+    """Sequences with at least l tokens, for l = 1..L (so the first entry counts them all), shape [L]."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences described (count)."""
+        return int(self.unfinished[0])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them (count): each decode step gives one to every unfinished sequence."""
+        return int(self.unfinished.sum())
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest answer, L (tokens)."""
+        return len(self.unfinished)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean answer, L̄ (tokens)."""
+        return self.num_tokens / self.num_sequences
+
+    @property
+    def cv(self) -> float:
+        """Standard deviation over mean (no unit)."""
+        odd = np.arange(1, 2 * self.max_tokens, 2)  # n^2 is the sum of the first n odd numbers
+        squares = int(odd @ self.unfinished)
+        return math.sqrt((self.num_sequences * squares - self.num_tokens**2) / self.num_tokens**2)
+
+
+def uniform_lengths(max_tokens: int) -> Lengths:
+    """Return lengths equally likely on 1..L, exactly: h(l)/S = 1 - (l - 1)/L, mean (L + 1)/2 (the case study).
+
+    Args:
+        max_tokens: Longest answer L in tokens, at least 1.
+
+    Returns:
+        The lengths.
+
+    Raises:
+        ValueError: If ``max_tokens`` is below 1.
+    """
+    _check(max_tokens >= 1, "max_tokens must be at least 1", max_tokens)
+    return Lengths(np.arange(max_tokens, 0, -1, dtype=np.int64))
+
+
+def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
+    """Return the lengths of given answers; the longest of them is L.
+
+    Args:
+        tokens: Whole numbers of at least 1 token, one per answer, shape [n], n at least 1.
+
+    Returns:
+        The lengths.
+
+    Raises:
+        ValueError: If the array is empty, not one-dimensional, not of whole numbers, or has an entry below 1.
+    """
+    array = np.asarray(tokens)
+    whole = array.ndim == 1 and array.size > 0 and np.issubdtype(array.dtype, np.integer)
+    _check(bool(whole and array.min() >= 1), "tokens must be a list of whole numbers, each at least 1", array)
+    ending = np.bincount(array)[1:]
+    return Lengths(ending[::-1].cumsum()[::-1].astype(np.int64))
+
+
+# -------------------------------------------------------------------------------------------- rates
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What both methods have in common when they are compared.
+
+    Raises:
+        ValueError: If a count is below 1 or the training time is not positive.
+    """
+
+    curve: UtilisationCurve
+    """Cost of a decode step, U(h)."""
+    lengths: Lengths
+    """Lengths of the answers, h(l), L and L̄."""
+    accelerators: int
+    """Accelerators in all, N (count)."""
+    train_batch_size: int
+    """Sequences per optimizer step, B (count)."""
+    training_flashes_per_token: float
+    """Training time per token on one accelerator, τ (flashes)."""
+
+    def __post_init__(self) -> None:
+        _check(self.accelerators >= 1, "accelerators must be at least 1", self.accelerators)
+        _check(self.train_batch_size >= 1, "train_batch_size must be at least 1", self.train_batch_size)
+        tau = self.training_flashes_per_token
+        _check(0 < tau < math.inf, "training_flashes_per_token must be finite and above 0", tau)
+
+
+class Rates(NamedTuple):
+    """Throughputs in tokens per flash: r_gen, r_train and what both together reach."""
+
+    generation: float
+    training: float
+    total: float
+
+
+def conventional_rates(setting: Setting, *, optimizer_steps_per_rl_step: int) -> Rates:
+    """Return the rates of conventional RL (eq. 10-15): all N generate B·G sequences, then all N train on them.
+
+    t_gen is the sum over decode steps of h/U(h) at h(l)/N sequences per accelerator, K = B·G·L̄,
+    r_gen = K/t_gen, r_train = N/τ, r = 1/(1/r_gen + 1/r_train).
+
+    Args:
+        setting: What is compared.
+        optimizer_steps_per_rl_step: G, at least 1 (count).
+
+    Returns:
+        The rates.
+
+    Raises:
+        ValueError: If G is below 1.
+    """
+    steps = optimizer_steps_per_rl_step
+    _check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
+    lengths, sequences = setting.lengths, setting.train_batch_size * steps
+    per_accelerator = lengths.unfinished * (sequences / lengths.num_sequences / setting.accelerators)
+    generating_flashes = float(setting.curve.step_flashes(per_accelerator).sum())
+    generation = sequences * lengths.mean_tokens / generating_flashes
+    training = setting.accelerators / setting.training_flashes_per_token
+    return Rates(generation, training, 1 / (1 / generation + 1 / training))
+
+
+def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_accelerators: int) -> Rates:
+    """Return the rates of PipelineRL (eq. 16-18): r_gen = U(H)·I, r_train = (N - I)/τ, r the smaller one.
+
+    Args:
+        setting: What is compared.
+        generation_batch_size: H, at least 1 (sequences per generating accelerator).
+        generation_accelerators: I, at least 1 and below N (count).
+
+    Returns:
+        The rates.
+
+    Raises:
+        ValueError: If H or I is out of range.
+    """
+    batch, generators = generation_batch_size, generation_accelerators
+    _check(batch >= 1, "generation_batch_size must be at least 1", batch)
+    rule = f"generation_accelerators must be at least 1 and below accelerators={setting.accelerators}"
+    _check(1 <= generators < setting.accelerators, rule, generators)
+    generation = setting.curve.utilisation(batch) * generators
+    training = (setting.accelerators - generators) / setting.training_flashes_per_token
+    return Rates(generation, training, min(generation, training))
+
+
+# --------------------------------------------------------------------------------------------- lags
+
+
+def lag_estimate(
+    lengths: Lengths, *, train_batch_size: int, generation_batch_size: int, generation_accelerators: int
+) -> float:
+    """Return g = H·I·L/(L̄·B), the optimizer steps made while one sequence of L tokens decodes (A.3, form 2).
+
+    It holds where generation is the bottleneck. It is an estimate, not a bound: fluctuations pass it by one or
+    two steps, a trainer that is busy or has a queue adds more.
+
+    Args:
+        lengths: Lengths of the answers.
+        train_batch_size: B (sequences).
+        generation_batch_size: H (sequences per generating accelerator).
+        generation_accelerators: I (count).
+
+    Returns:
+        Optimizer steps, not rounded.
+    """
+    in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
+    return in_flight_tokens * lengths.num_sequences / (train_batch_size * lengths.num_tokens)
+
+
+def largest_lag(
+    lengths: Lengths, *, train_batch_size: int, generation_batch_size: int, generation_accelerators: int
+) -> int:
+    """Return g_max = ceil(H·I·L/(L̄·B)): ``lag_estimate``, same arguments, rounded up in whole numbers (A.3)."""
+    in_flight_tokens = generation_batch_size * generation_accelerators * lengths.max_tokens
+    return -(-in_flight_tokens * lengths.num_sequences // (train_batch_size * lengths.num_tokens))
+
+
+def mean_lag_pipeline(
+    *,
+    train_batch_size: int,
+    generation_batch_size: int,
+    generation_accelerators: int,
+    length_cv: float,
+    training_share: float = 0.0,
+) -> float:
+    """Return the mean token lag of PipelineRL, (H·I/B)·(1 + cv²)/2 + ρ.
+
+    Derived, not printed in the paper: steady state, generation the bottleneck, so that a token at position p
+    of l has lag (l - p)·g/L. Near ρ = 1 the queue wanders and the true mean is larger.
+
+    Args:
+        train_batch_size: B (sequences).
+        generation_batch_size: H (sequences per generating accelerator).
+        generation_accelerators: I (count).
+        length_cv: Standard deviation over mean of the lengths (no unit), ``Lengths.cv``.
+        training_share: ρ, share of the time in which the trainer is busy, in [0, 1]. 0: it takes no time.
+
+    Returns:
+        Optimizer steps.
+
+    Raises:
+        ValueError: If ``training_share`` is outside [0, 1].
+    """
+    _check(0 <= training_share <= 1, "training_share must be at least 0 and at most 1", training_share)
+    in_flight_steps = generation_batch_size * generation_accelerators / train_batch_size
+    return in_flight_steps * (1 + length_cv**2) / 2 + training_share
+
+
+def mean_lag_conventional(optimizer_steps_per_rl_step: int) -> float:
+    """Return the mean token lag of conventional RL, (G - 1)/2: batch k of 0..G-1 is trained at lag k (Algorithm 1).
+
+    Args:
+        optimizer_steps_per_rl_step: G, at least 1 (count).
+
+    Returns:
+        Optimizer steps; 0, on-policy, at G = 1.
+
+    Raises:
+        ValueError: If G is below 1.
+    """
+    steps = optimizer_steps_per_rl_step
+    _check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
+    return (steps - 1) / 2
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChoice:
+    """One way to split the accelerators and fill the generating ones."""
+
+    generation_batch_size: int
+    """H (sequences per generating accelerator)."""
+    generation_accelerators: int
+    """I (count)."""
+    largest_lag: int
+    """g_max (optimizer steps)."""
+    rates: Rates
+    """Tokens per flash."""
+
+
+@dataclass(frozen=True, slots=True)
+class LagPoint:
+    """Both methods at the same largest lag: one abscissa of the paper's Fig. 9."""
+
+    max_lag: int
+    """Lag both keep to (optimizer steps)."""
+    pipeline: PipelineChoice
+    """The fastest PipelineRL within it."""
+    conventional: Rates
+    """Conventional RL at G = ``max_lag`` + 1 (tokens per flash)."""
+
+    @property
+    def speedup(self) -> float:
+        """PipelineRL's rate over the conventional one (no unit)."""
+        return self.pipeline.rates.total / self.conventional.total
+
+
+def search_pipeline(
+    setting: Setting, *, max_lag: int, generation_batch_limit: int = 1024, generation_batch_multiple: int = 1
+) -> PipelineChoice:
+    """Return the fastest (H, I) with g_max within a bound, by exhaustive search (A.4).
+
+    Ties in the rate go to the least H·I (least lag), then to the least H. While generation is the bottleneck,
+    many (H, I) with the same product are near-ties, so the pair says less than the rate.
+
+    Args:
+        setting: What is compared.
+        max_lag: Largest g_max allowed (optimizer steps).
+        generation_batch_limit: Largest H tried (sequences per generating accelerator).
+        generation_batch_multiple: Only multiples of it are tried for H (count).
+
+    Returns:
+        The choice.
+
+    Raises:
+        ValueError: If there are fewer than 2 accelerators, no H to try, or nothing within ``max_lag``.
+    """
+    lengths, accelerators, multiple = setting.lengths, setting.accelerators, generation_batch_multiple
+    _check(accelerators >= 2, "accelerators must be at least 2 to generate and train at once", accelerators)
+    _check(multiple >= 1, "generation_batch_multiple must be at least 1", multiple)
+    rule = f"generation_batch_limit must be at least generation_batch_multiple={multiple}"
+    _check(generation_batch_limit >= multiple, rule, generation_batch_limit)
+    tokens_within = max_lag * setting.train_batch_size * lengths.num_tokens
+    most_in_flight = tokens_within // (lengths.max_tokens * lengths.num_sequences)  # the bound on g_max, for H·I
+    batches = np.arange(multiple, generation_batch_limit + 1, multiple)
+    per_generator = setting.curve.utilisation(batches)
+    candidates: list[tuple[float, int, int, int]] = []
+    for generators in range(1, accelerators):
+        num_within = most_in_flight // generators // multiple
+        if num_within < 1:
+            break  # more accelerators have even more in flight
+        training = (accelerators - generators) / setting.training_flashes_per_token
+        rate = np.minimum(per_generator[:num_within] * generators, training)
+        best = int(rate.argmax())  # the first of equals: the least H
+        batch = int(batches[best])
+        candidates.append((-float(rate[best]), batch * generators, batch, generators))
+    if not candidates:
+        sizes = {"generation_batch_size": multiple, "generation_accelerators": 1}
+        least = largest_lag(lengths, train_batch_size=setting.train_batch_size, **sizes)
+        raise ValueError(f"max_lag must be at least {least}, the g_max of H={multiple}, I=1, got {max_lag}")
+    _, _, batch, generators = min(candidates)
+    sizes = {"generation_batch_size": batch, "generation_accelerators": generators}
+    lag = largest_lag(lengths, train_batch_size=setting.train_batch_size, **sizes)
+    return PipelineChoice(batch, generators, lag, pipeline_rates(setting, **sizes))
+
+
+def throughput_against_lag(
+    setting: Setting, max_lags: Sequence[int], *, generation_batch_limit: int = 1024
+) -> list[LagPoint]:
+    """Return both methods at equal largest lag: the fastest (H, I), and G = g + 1 (A.4, Fig. 9).
+
+    Args:
+        setting: What is compared.
+        max_lags: The lags g (optimizer steps).
+        generation_batch_limit: Largest H tried (sequences per generating accelerator).
+
+    Returns:
+        A point per lag, in the given order.
+
+    Raises:
+        ValueError: If no PipelineRL keeps to one of the lags, as in ``search_pipeline``.
+    """
+    return [
+        LagPoint(
+            lag,
+            search_pipeline(setting, max_lag=lag, generation_batch_limit=generation_batch_limit),
+            conventional_rates(setting, optimizer_steps_per_rl_step=lag + 1),
+        )
+        for lag in max_lags
+    ]
+
+
+class Staleness(NamedTuple):
+    """Mean versions between the start of a group and its training: while it generates, and in the queue."""
+
+    pre_queue: float
+    in_queue: float
+
+    @property
+    def total(self) -> float:
+        """Both together (optimizer steps)."""
+        return self.pre_queue + self.in_queue
+
+
+def staleness_applied_compute(
+    *, in_flight: float, train_batch_size: int, rate_ratio: float, queue_batches: float, tailness: float
+) -> Staleness:
+    """Return Applied Compute's closed form for the mean staleness of groups, PQS + IQS.
+
+    PQS = C·M/(B·max(1, ρ)). IQS = ρ for ρ < 1, and (2q + ρ - 1)/(2ρ) for ρ > 1. The form jumps by q - 1 at
+    ρ = 1, where it says nothing; the value of the lower side is returned there.
+    Source: appliedcompute.com/research/staleness-in-fully-async-rl (2026); see ``docs/analytic.md`` for its fit.
+
+    Args:
+        in_flight: C, sequences generated at a time on all accelerators, H·I (sequences).
+        train_batch_size: B (sequences).
+        rate_ratio: ρ, sequences per second of generation over those of training, each running freely; above 0.
+        queue_batches: q, capacity of the ready queue over B; the oldest is dropped when it is full.
+        tailness: M, mean longest answer of a group over the mean answer, at least 1.
+
+    Returns:
+        Optimizer steps, counted from the start of the group: the lag of its first token.
+
+    Raises:
+        ValueError: If ``rate_ratio`` is not positive or ``tailness`` is below 1.
+    """
+    _check(rate_ratio > 0, "rate_ratio must be above 0", rate_ratio)
+    _check(tailness >= 1, "tailness must be at least 1", tailness)
+    pre_queue = in_flight * tailness / (train_batch_size * max(1.0, rate_ratio))
+    if rate_ratio <= 1:
+        return Staleness(pre_queue, rate_ratio)
+    return Staleness(pre_queue, (2 * queue_batches + rate_ratio - 1) / (2 * rate_ratio))
+
+
+def _check(holds: bool, rule: str, value: object) -> None:
+    """Raise ``ValueError`` with the rule and the value, unless the rule holds."""
+    if not holds:
+        raise ValueError(f"{rule}, got {value}")

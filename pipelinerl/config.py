@@ -1,0 +1,361 @@
+"""The keys of a run file: one strict model per table, for both worlds. ``runfile`` reads and writes them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pipelinerl.events import OnFull, OnStale, WeightUpdate
+
+
+class StrictModel(BaseModel):
+    """Strict types, no unknown keys, frozen, and the text under a field is its description."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ClusterConfig(StrictModel):
+    """How many accelerators there are and who uses them."""
+
+    accelerators: int = Field(ge=1)
+    """Accelerators in all (count). Paper symbol N."""
+    generation_accelerators: int | None = Field(default=None, ge=1)
+    """Accelerators that generate under the pipeline scheduler (count); the others train. Paper symbol I.
+    The conventional scheduler generates and trains on all of them in turn and does not read this."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Accelerators of one engine (count)."""
+
+
+class SchedulerConfig(StrictModel):
+    """What the scheduler needs; no hardware, no paths."""
+
+    kind: Literal["pipeline", "conventional"] = "pipeline"
+    """``pipeline`` (Algorithm 2: in-flight updates) or ``conventional`` (Algorithm 1: generate, then train)."""
+    train_batch_size: int = Field(ge=1)
+    """Sequences per optimizer step (count). Paper symbol B."""
+    generation_batch_size: int = Field(ge=1)
+    """Sequences in progress per engine, at most (count). Paper symbol H."""
+    optimizer_steps_per_rl_step: int = Field(default=1, ge=1)
+    """Optimizer steps per RL step (count), conventional only. Paper symbol G."""
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
+    max_lag: int | None = Field(default=None, ge=0)
+    """Largest lag of any trained token, in optimizer steps. None: unbounded."""
+    weight_update: WeightUpdate = Field(default=WeightUpdate.KEEP, strict=False)
+    """What happens to rollouts in progress when new weights arrive."""
+    on_stale: OnStale = Field(default=OnStale.TRAIN, strict=False)
+    """How ``max_lag`` is kept: by waiting (train), or by discarding (drop, requeue)."""
+    ready_queue_size: int | None = Field(default=None, ge=1)
+    """Finished rollouts that may wait for the trainer (sequences). None: 2 B."""
+    on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
+    """What happens when the ready queue is full."""
+    filter_no_signal: bool = False
+    """Discard groups whose rewards are all equal, and start others in their place."""
+    discard_limit: int = Field(default=1_000_000, ge=1)
+    """Rollouts discarded, aborted or failed between two optimizer steps before the run counts as stalled (count)."""
+
+    @property
+    def ready_queue_limit(self) -> int:
+        """Finished rollouts that may wait for the trainer (sequences)."""
+        return self.ready_queue_size if self.ready_queue_size is not None else 2 * self.train_batch_size
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per micro-batch (count)."""
+        return self.micro_batch_size if self.micro_batch_size is not None else self.train_batch_size
+
+
+class LengthConfig(StrictModel):
+    """How many tokens the answers have."""
+
+    kind: Literal["fixed", "uniform", "lognormal", "empirical"]
+    """``fixed``: always ``max``. ``uniform``: 1 .. ``max``. ``lognormal``: ``mean`` and ``cv``, cut at ``max``.
+    ``empirical``: whole groups of real answers from ``source``, scaled to ``mean``, cut at ``max``."""
+    max: int = Field(ge=1)
+    """Longest answer, where generation is cut (tokens). Paper symbol L."""
+    mean: float | None = Field(default=None, gt=0)
+    """Mean length after the cut (tokens): needed by lognormal; empirical: None keeps the lengths of the source."""
+    cv: float | None = Field(default=None, gt=0)
+    """Standard deviation over mean before the cut (no unit), lognormal only."""
+    source: str | None = None
+    """Empirical only: the name of a shipped set, or the path of a CSV file (relative to the run file)."""
+    growth: float = Field(default=1.0, gt=0)
+    """Factor on all lengths at the last optimizer step, reached linearly from 1 at the first (no unit)."""
+
+    @model_validator(mode="after")
+    def _kind_has_what_it_needs(self) -> Self:
+        if self.kind == "lognormal":
+            for name in ("mean", "cv"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is missing; kind='lognormal' needs mean and cv")
+        if self.kind == "empirical" and self.source is None:
+            raise ValueError("source is missing; kind='empirical' needs the name of a shipped set or a CSV file")
+        if self.kind in ("lognormal", "empirical") and self.mean is not None and self.mean >= self.max:
+            raise ValueError(f"mean must be below max, got mean={self.mean:g}, max={self.max}")
+        return self
+
+
+class WorkloadConfig(StrictModel):
+    """What is generated: prompts, answers, rewards."""
+
+    group_size: int = Field(default=1, ge=1)
+    """Rollouts per prompt (count)."""
+    prompt_tokens: int = Field(default=0, ge=0)
+    """Length of every prompt (tokens); a length source that has its own prompt lengths is not asked for them."""
+    success_rate: float = Field(default=0.5, ge=0, le=1)
+    """Probability that a rollout is rewarded with 1 and not 0, where the length source does not say."""
+    length: LengthConfig
+    """Lengths of the answers."""
+
+
+class UtilisationDecode(StrictModel):
+    """The paper's appendix A: a step of h sequences costs h/U(h) flashes, whatever their context."""
+
+    kind: Literal["utilisation"]
+    flash_s: float = Field(gt=0)
+    """Seconds of one flash: least time for one token on one accelerator, FLOPs per token / peak FLOP/s (eq. 9)."""
+    table: str | None = None
+    """CSV file with columns ``batch,utilisation`` measured by the user. None: the curve fitted to the paper."""
+
+
+class AffineDecode(StrictModel):
+    """A decode step costs step_s + sequence_s * b + context_token_s * (context tokens of all b sequences)."""
+
+    kind: Literal["affine"]
+    step_s: float = Field(gt=0)
+    """Seconds per step, whatever it holds."""
+    sequence_s: float = Field(default=0.0, ge=0)
+    """Seconds per step and sequence."""
+    context_token_s: float = Field(default=0.0, ge=0)
+    """Seconds per step and token of context."""
+
+
+class RooflineDecode(StrictModel):
+    """max(read the weights, multiply) + read the KV cache + overhead, from the figures of GPU and model."""
+
+    kind: Literal["roofline"]
+    peak_flops: float = Field(gt=0)
+    """Dense peak of one accelerator (FLOP/s)."""
+    bandwidth: float = Field(gt=0)
+    """Memory bandwidth of one accelerator (bytes/s)."""
+    parameters_read: float = Field(gt=0)
+    """Parameters read in every step: all but the input embedding (count)."""
+    parameters_active: float = Field(gt=0)
+    """Parameters that multiply for one token (count)."""
+    bytes_per_parameter: float = Field(default=2.0, gt=0)
+    """Bytes of one weight."""
+    kv_bytes_per_token: float = Field(ge=0)
+    """Bytes of KV cache per token of context: 2 * layers * KV heads * head size * bytes."""
+    weight_efficiency: float = Field(default=0.72, gt=0, le=1)
+    """Share of the bandwidth reached while reading weights (no unit)."""
+    kv_efficiency: float = Field(default=0.75, gt=0, le=1)
+    """Share of the bandwidth reached while reading the KV cache (no unit)."""
+    flops_efficiency: float = Field(default=0.7, gt=0, le=1)
+    """Share of the peak reached by the matrix products (no unit)."""
+    step_overhead_s: float = Field(default=1.2e-3, ge=0)
+    """Seconds per step of the engine itself."""
+    sequence_overhead_s: float = Field(default=1.07e-5, ge=0)
+    """Seconds per step and sequence of the engine itself."""
+
+
+Decode = Annotated[UtilisationDecode | AffineDecode | RooflineDecode, Field(discriminator="kind")]
+
+
+class PrefillConfig(StrictModel):
+    """Seconds to fill the KV cache of one sequence of n tokens: sequence_s + token_s * n + token_squared_s * n^2."""
+
+    sequence_s: float = Field(default=0.0, ge=0)
+    """Seconds per sequence."""
+    token_s: float = Field(default=0.0, ge=0)
+    """Seconds per token."""
+    token_squared_s: float = Field(default=0.0, ge=0)
+    """Seconds per squared token (attention)."""
+
+
+class TrainingConfig(StrictModel):
+    """Seconds of training: per optimizer step, per micro-batch, and per token over the accelerators that train."""
+
+    token_s: float = Field(ge=0)
+    """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Seconds per optimizer step, whatever it holds."""
+    micro_batch_s: float = Field(default=0.0, ge=0)
+    """Seconds per micro-batch, whatever it holds."""
+
+
+class WeightTransferConfig(StrictModel):
+    """Seconds between an optimizer step and engines that sample with its weights."""
+
+    publish_s: float = Field(default=0.0, ge=0)
+    """Seconds the trainer stands still to publish."""
+    transfer_s: float = Field(default=0.0, ge=0)
+    """Seconds from the publication until the weights are at the engines, which go on generating meanwhile."""
+    pause_s: float = Field(default=0.0, ge=0)
+    """Seconds an engine stands still, between two decode steps, to load them."""
+
+
+class PhaseSwitchConfig(StrictModel):
+    """Seconds in which colocated accelerators do neither: conventional only."""
+
+    to_training_s: float = Field(default=0.0, ge=0)
+    """Seconds from the end of generation to the start of training (offload the engine, load the trainer)."""
+    to_generation_s: float = Field(default=0.0, ge=0)
+    """Seconds from the end of publishing to the start of generation."""
+
+
+class LatencyConfig(StrictModel):
+    """Seconds that pass outside engines and trainer."""
+
+    dispatch_s: float = Field(default=0.0, ge=0)
+    """Seconds from the scheduler's decision to the arrival of a rollout at its engine, at least."""
+    dispatch_jitter_s: float = Field(default=0.0, ge=0)
+    """Mean of the exponential delay on top of ``dispatch_s``, drawn per rollout (seconds)."""
+    reward_s: float = Field(default=0.0, ge=0)
+    """Seconds to score a finished rollout."""
+    preprocess_s: float = Field(default=0.0, ge=0)
+    """Seconds to prepare a scored rollout for training (reference log-probabilities, packing)."""
+
+
+class HardwareConfig(StrictModel):
+    """How fast the cluster is. Read by the simulator only."""
+
+    decode: Decode
+    """One decode step of an engine."""
+    prefill: PrefillConfig = PrefillConfig()
+    """Filling the KV cache of a prompt."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """KV-cache capacity of one engine (tokens). None: unlimited."""
+    training: TrainingConfig
+    """The trainer's step."""
+    weights: WeightTransferConfig = WeightTransferConfig()
+    """The way of the weights."""
+    switch: PhaseSwitchConfig = PhaseSwitchConfig()
+    """The phase switch of colocated accelerators."""
+    latency: LatencyConfig = LatencyConfig()
+    """Everything else that takes time."""
+
+
+class Variant(StrictModel):
+    """A named list of overrides, each as after ``--set``."""
+
+    name: str = Field(min_length=1)
+    """What tables and figures call it."""
+    set: list[str] = []
+    """Overrides ``a.b=value``."""
+
+
+class CompareConfig(StrictModel):
+    """What ``compare`` runs: every arm in every scenario."""
+
+    arms: list[Variant] = Field(min_length=1)
+    """The schedulers to compare."""
+    scenarios: list[Variant] = [Variant(name="as given")]
+    """The circumstances to compare them in: hardware coefficients, length tails."""
+    baseline: str
+    """Name of the arm that speed-ups refer to."""
+
+    @model_validator(mode="after")
+    def _names_are_unique_and_known(self) -> Self:
+        for what, variants in (("arms", self.arms), ("scenarios", self.scenarios)):
+            names = [variant.name for variant in variants]
+            if len(set(names)) < len(names):
+                raise ValueError(f"{what} must have different names, got {names}")
+        names = [arm.name for arm in self.arms]
+        if self.baseline not in names:
+            raise ValueError(f"baseline must be the name of an arm, got {self.baseline!r}; allowed: {names}")
+        return self
+
+
+class RunConfig(StrictModel):
+    """One run: the root of the run file."""
+
+    seed: int = Field(default=0, ge=0)
+    """Seed of every random stream. The same seed gives the same bytes in simulation."""
+    optimizer_steps: int = Field(ge=1)
+    """Optimizer steps to make (count)."""
+    cluster: ClusterConfig
+    """How many accelerators there are and who uses them."""
+    scheduler: SchedulerConfig
+    """When what is generated and trained."""
+    workload: WorkloadConfig
+    """What is generated."""
+    hardware: HardwareConfig
+    """How fast the cluster is."""
+    compare: CompareConfig | None = None
+    """What ``compare`` runs."""
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that generate (count)."""
+        return self.generation_accelerators // self.cluster.tensor_parallel
+
+    @property
+    def generation_accelerators(self) -> int:
+        """Accelerators that generate (count): I for pipeline, N for conventional."""
+        if self.scheduler.kind == "conventional":
+            return self.cluster.accelerators
+        assert self.cluster.generation_accelerators is not None  # the validator has seen to it
+        return self.cluster.generation_accelerators
+
+    @property
+    def training_accelerators(self) -> int:
+        """Accelerators that train (count): N - I for pipeline, N for conventional."""
+        if self.scheduler.kind == "conventional":
+            return self.cluster.accelerators
+        return self.cluster.accelerators - self.generation_accelerators
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the same accelerators generate and train in turn."""
+        return self.scheduler.kind == "conventional"
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        cluster, scheduler, group = self.cluster, self.scheduler, self.workload.group_size
+        batch = scheduler.train_batch_size
+        if not self.colocated:
+            if cluster.generation_accelerators is None:
+                raise ValueError("cluster.generation_accelerators is missing; scheduler.kind='pipeline' needs it")
+            if cluster.generation_accelerators >= cluster.accelerators:
+                raise ValueError(
+                    "cluster.generation_accelerators must be below cluster.accelerators, got "
+                    f"generation_accelerators={cluster.generation_accelerators}, accelerators={cluster.accelerators}"
+                )
+        if self.generation_accelerators % cluster.tensor_parallel:
+            raise ValueError(
+                f"cluster.tensor_parallel must divide the {self.generation_accelerators} accelerators that generate, "
+                f"got tensor_parallel={cluster.tensor_parallel}"
+            )
+        if batch % group:
+            raise ValueError(
+                "scheduler.train_batch_size must be a multiple of workload.group_size, got "
+                f"train_batch_size={batch}, group_size={group}"
+            )
+        micro = scheduler.micro_batch
+        if batch % micro or micro % group:
+            raise ValueError(
+                "scheduler.micro_batch_size must divide train_batch_size and be a multiple of group_size, got "
+                f"micro_batch_size={micro}, train_batch_size={batch}, group_size={group}"
+            )
+        if scheduler.ready_queue_limit < batch:
+            raise ValueError(
+                "scheduler.ready_queue_size must be at least train_batch_size, got "
+                f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
+            )
+        rl_step = min(scheduler.optimizer_steps_per_rl_step, self.optimizer_steps)
+        if self.colocated and scheduler.max_lag is not None and scheduler.max_lag < rl_step - 1:
+            raise ValueError(
+                "scheduler.max_lag cannot be met: a conventional RL step trains its last batch at lag "
+                f"optimizer_steps_per_rl_step - 1 = {rl_step - 1}, got max_lag={scheduler.max_lag}"
+            )
+        capacity = self.hardware.kv_cache_tokens
+        longest = self.workload.prompt_tokens + self.workload.length.max
+        if capacity is not None and longest > capacity:
+            raise ValueError(
+                "hardware.kv_cache_tokens must hold the longest rollout, workload.prompt_tokens + "
+                f"workload.length.max = {longest} tokens, got kv_cache_tokens={capacity}"
+            )
+        return self

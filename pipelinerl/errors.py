@@ -1,0 +1,23 @@
+"""The errors a user can meet, one root, each also the standard error it stands in for."""
+
+from __future__ import annotations
+
+
+class PipelineRLError(Exception):
+    """Root of every error that PipelineRL raises on purpose."""
+
+
+class ConfigError(PipelineRLError, ValueError):
+    """The user's input is wrong. The message is one line per fault: key, value, what is allowed."""
+
+
+class SchedulerError(PipelineRLError, RuntimeError):
+    """The world reported an event that cannot have happened in the scheduler's state."""
+
+
+class TraceError(PipelineRLError, ValueError):
+    """A trace is missing, broken, or not a trace."""
+
+
+class RunFailedError(PipelineRLError, RuntimeError):
+    """The input was right, but the run could not reach its end."""

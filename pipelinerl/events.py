@@ -1,0 +1,242 @@
+"""What crosses between the scheduler and the world, and nothing else.
+
+Events go in, commands come out. Both are small frozen values of the standard library, so that a
+trace can hold them, a test can write them by hand, and a simulated and a real world can share them.
+The data of a rollout (tokens, log-probabilities) never passes through here: it stays in the world's
+store under its ``rollout_id``.
+
+=====================  ==========================================  ====================================
+command                the world                                   answered by
+=====================  ==========================================  ====================================
+``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, then
+                                                                   ``RolloutScored``; ``RolloutFailed``
+``AbortRollout``       ends the rollout early                      ``RolloutAborted``, or
+                                                                   ``RolloutFinished`` if that won
+``DiscardRollouts``    forgets finished rollouts                   --
+``StartTraining``      runs one micro-batch, and the optimizer     ``TrainingFinished``
+                       step after the last one of a step
+``PublishWeights``     sends the trainer's weights to all engines  ``WeightsPublished`` once, then
+                                                                   ``WeightsLoaded`` from each engine
+``Stop``               ends the run and aborts what is in flight   --
+=====================  ==========================================  ====================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WeightUpdate(StrEnum):
+    """What happens to the rollouts in progress on an engine that receives new weights."""
+
+    KEEP = "keep"
+    """They go on, on the KV cache of the old weights (the paper's in-flight update)."""
+    RECOMPUTE = "recompute"
+    """They go on, after their KV cache has been computed again with the new weights."""
+    ABORT = "abort"
+    """They end with what they have; the scheduler submits prompt and partial answer again."""
+    WAIT = "wait"
+    """They finish first; the engine loads when it is empty."""
+
+
+class OnStale(StrEnum):
+    """What happens to rollouts that would break ``max_lag``."""
+
+    TRAIN = "train"
+    """Nothing goes stale: admission is limited and the trainer waits, so that all can be trained in time."""
+    DROP = "drop"
+    """They are aborted or discarded; new prompts take their place."""
+    REQUEUE = "requeue"
+    """They are aborted or discarded; the same prompts are started again."""
+
+
+class OnFull(StrEnum):
+    """What happens when the ready queue is full."""
+
+    WAIT = "wait"
+    """No new group starts until the trainer has taken a batch."""
+    DROP_OLDEST = "drop_oldest"
+    """The group that has been in the queue longest is discarded."""
+
+
+class DiscardReason(StrEnum):
+    """Why finished rollouts are not trained on."""
+
+    STALE = "stale"
+    """Their oldest token would have a lag above ``max_lag``, or a sibling's would."""
+    NO_SIGNAL = "no_signal"
+    """All rewards of the group are equal: no group-relative advantage."""
+    QUEUE_FULL = "queue_full"
+    """The ready queue was full and they were the oldest in it."""
+    SIBLING_FAILED = "sibling_failed"
+    """Another rollout of the group failed."""
+
+
+class StopReason(StrEnum):
+    """Why the scheduler ended the run."""
+
+    DONE = "done"
+    """All optimizer steps are made."""
+    STALLED = "stalled"
+    """More rollouts than ``discard_limit`` were discarded without one optimizer step in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpans:
+    """Which weight version sampled which tokens of one rollout, as the engine reports it.
+
+    Span ``k`` holds the tokens at positions ``ends[k-1] .. ends[k]-1`` (``ends[-1]`` read as 0),
+    sampled at ``versions[k]``. Versions rise, ends rise, and the last end is the number of tokens.
+    """
+
+    versions: tuple[int, ...]
+    """Weight version of each span, in optimizer steps done; strictly increasing."""
+    ends: tuple[int, ...]
+    """Exclusive end position of each span, in tokens; strictly increasing."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return self.ends[-1] if self.ends else 0
+
+
+NO_TOKENS = VersionSpans((), ())
+"""The spans of a rollout that has not generated a token."""
+
+
+# ---------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFinished:
+    """An engine has generated the last token of a rollout; its slot is free."""
+
+    rollout_id: int
+    engine: int
+    spans: VersionSpans
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutScored:
+    """A finished rollout has passed reward and preprocessing; it can be trained on."""
+
+    rollout_id: int
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAborted:
+    """A rollout ended early: on ``AbortRollout``, on a weight update of kind ``abort``, or on ``Stop``."""
+
+    rollout_id: int
+    engine: int
+    spans: VersionSpans
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFailed:
+    """A rollout will never be scored: generation, reward or preprocessing raised."""
+
+    rollout_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFinished:
+    """The trainer has finished a micro-batch and, if that completed the step, the optimizer step."""
+
+    version: int
+    """Optimizer steps done now."""
+    train_s: float
+    """Seconds the trainer worked on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPublished:
+    """The trainer has handed over its weights and is free again; the engines load in their own time."""
+
+    version: int
+    publish_s: float
+    """Seconds the trainer stood still for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """An engine samples with ``version`` from now on."""
+
+    engine: int
+    version: int
+    pause_s: float
+    """Seconds the engine stood still for it, up to now."""
+
+
+Event = (
+    RolloutFinished
+    | RolloutScored
+    | RolloutAborted
+    | RolloutFailed
+    | TrainingFinished
+    | WeightsPublished
+    | WeightsLoaded
+)
+
+
+# -------------------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class StartRollout:
+    """Generate one answer to ``prompt_id`` on ``engine``.
+
+    A rollout that a weight update aborted is started again under the same ``rollout_id``; the world
+    then submits the prompt with the ``kept_tokens`` it already has.
+    """
+
+    rollout_id: int
+    prompt_id: int
+    engine: int
+    kept_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRollout:
+    """End a rollout in progress; its partial answer is not wanted."""
+
+    rollout_id: int
+    engine: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardRollouts:
+    """Forget these finished rollouts; they will never be trained on."""
+
+    rollout_ids: tuple[int, ...]
+    reason: DiscardReason
+
+
+@dataclass(frozen=True, slots=True)
+class StartTraining:
+    """Accumulate the gradient of these rollouts; make the optimizer step if they complete the batch."""
+
+    rollout_ids: tuple[int, ...]
+    version: int
+    """Optimizer steps done: the version of the policy being trained, the reference of every lag."""
+    completes_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    """Send the trainer's weights to every engine."""
+
+    version: int
+    weight_update: WeightUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run is over."""
+
+    reason: StopReason
+
+
+Command = StartRollout | AbortRollout | DiscardRollouts | StartTraining | PublishWeights | Stop

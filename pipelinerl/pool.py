@@ -1,0 +1,264 @@
+"""The rollouts that exist: which group they belong to, where they run, how far they are.
+
+Theory of operation. A *group* is ``group_size`` rollouts of one prompt; rollout ``r`` belongs to group
+``r // group_size``. A group is admitted as a whole, its rollouts start one by one where there is room,
+and it becomes ready when all of them are scored. A group that cannot be trained on any more is
+*doomed*: what is in progress is aborted, what is scored is discarded, and what is being scored is
+discarded when its score arrives, so that every started rollout ends exactly once.
+
+A started rollout is in one of four places::
+
+    in flight --finish--> being scored --score--> scored --(train or discard)--> gone
+        |  ^                   |
+        |  `--start again--- interrupted (a weight update aborted it)
+        `--abort or fail--> gone
+
+The pool decides nothing. It answers questions in O(log engines) and keeps the books.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from pipelinerl.errors import SchedulerError
+from pipelinerl.events import AbortRollout, Command, DiscardReason, DiscardRollouts, StartRollout, VersionSpans
+
+NEVER_REPORTED = 2**62
+"""Oldest version of a group no token of which has been reported: later than any."""
+
+
+class Group:
+    """Rollouts of one prompt (mutable; owned by the pool)."""
+
+    __slots__ = (
+        "doomed",
+        "group_id",
+        "num_in_flight",
+        "num_scoring",
+        "num_started",
+        "oldest_bound",
+        "oldest_reported",
+        "prompt_id",
+        "ready",
+        "rewards_differ",
+        "scored",
+        "scored_reward",
+    )
+
+    def __init__(self, group_id: int, prompt_id: int, oldest_bound: int) -> None:
+        self.group_id = group_id
+        self.prompt_id = prompt_id
+        self.oldest_bound = oldest_bound  # no token of the group is older than this version
+        self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
+        self.num_started = 0
+        self.num_in_flight = 0
+        self.num_scoring = 0
+        self.scored: list[int] = []
+        self.scored_reward = 0.0
+        self.rewards_differ = False
+        self.ready = False
+        self.doomed: DiscardReason | None = None
+
+
+class RolloutPool:
+    """Books of all rollouts and of the slots of all engines."""
+
+    def __init__(self, *, num_engines: int, slots_per_engine: int, group_size: int) -> None:
+        self.group_size = group_size
+        self.groups: dict[int, Group] = {}  # admitted and neither trained on nor gone, in order of admission
+        self.num_doomed = 0  # rollouts that ended without being trained on, ever
+        self._in_flight: dict[int, int] = {}  # rollout -> engine
+        self._scoring: set[int] = set()
+        self._interrupted: dict[int, int] = {}  # rollout -> tokens it has, oldest first
+        self._starting: Group | None = None  # the one admitted group with rollouts not yet started
+        self._next_group_id = 0
+        self._next_prompt_id = 0
+        self._prompts_again: deque[int] = deque()
+        self._free = [slots_per_engine] * num_engines
+        self._held = [False] * num_engines
+        # Engines by free slots, most first, lowest number first among equals. An entry is stale, and
+        # skipped, when the engine has another number of free slots by now.
+        self._roomy = [(-slots_per_engine, engine) for engine in range(num_engines)]
+
+    # ------------------------------------------------------------------------------------- starting
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rollouts in progress on the engines (count)."""
+        return len(self._in_flight)
+
+    def has_room(self) -> bool:
+        """Return whether an engine that is not held has a free slot."""
+        roomy, free, held = self._roomy, self._free, self._held
+        while roomy:
+            negative, engine = roomy[0]
+            if free[engine] == -negative and negative and not held[engine]:
+                return True
+            heapq.heappop(roomy)
+        return False
+
+    def has_rollout_to_start(self) -> bool:
+        """Return whether an admitted rollout waits for a slot."""
+        return self._starting is not None or bool(self._interrupted)
+
+    def admit(self, oldest_bound: int) -> None:
+        """Admit a new group; its prompt is one that is to be tried again, or else the next one.
+
+        Args:
+            oldest_bound: Version that none of its tokens will be older than (optimizer steps).
+        """
+        assert self._starting is None
+        if self._prompts_again:
+            prompt_id = self._prompts_again.popleft()
+        else:
+            prompt_id = self._next_prompt_id
+            self._next_prompt_id += 1
+        group = Group(self._next_group_id, prompt_id, oldest_bound)
+        self._next_group_id += 1
+        self.groups[group.group_id] = group
+        self._starting = group
+
+    def start_one(self) -> StartRollout:
+        """Start a waiting rollout, interrupted ones first, on the engine with most room."""
+        negative, engine = heapq.heappop(self._roomy)  # valid: has_room() has just said so
+        self._free[engine] -= 1
+        if negative < -1:
+            heapq.heappush(self._roomy, (negative + 1, engine))
+        if self._interrupted:
+            rollout_id = next(iter(self._interrupted))
+            kept_tokens = self._interrupted.pop(rollout_id)
+            group = self.groups[rollout_id // self.group_size]
+        else:
+            assert self._starting is not None  # has_rollout_to_start() has just said so
+            group, kept_tokens = self._starting, 0
+            rollout_id = group.group_id * self.group_size + group.num_started
+            group.num_started += 1
+            if group.num_started == self.group_size:
+                self._starting = None
+        group.num_in_flight += 1
+        self._in_flight[rollout_id] = engine
+        return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
+
+    def hold(self, engine: int) -> None:
+        """Start nothing on this engine until it is released."""
+        self._held[engine] = True
+
+    def release(self, engine: int) -> None:
+        """Let rollouts start on this engine again."""
+        if self._held[engine]:
+            self._held[engine] = False
+            heapq.heappush(self._roomy, (-self._free[engine], engine))
+
+    # --------------------------------------------------------------------------------------- ending
+
+    def finish(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
+        """Book the end of generation of a rollout."""
+        group = self._leave_engine(rollout_id, engine)
+        group.num_scoring += 1
+        self._scoring.add(rollout_id)
+        if spans.versions and spans.versions[0] < group.oldest_reported:
+            group.oldest_reported = spans.versions[0]
+
+    def score(self, rollout_id: int, reward: float, commands: list[Command]) -> Group | None:
+        """Book the score of a finished rollout.
+
+        Args:
+            rollout_id: The rollout.
+            reward: Its reward.
+            commands: Receives the discard of a doomed group's rollout.
+
+        Returns:
+            The group, if this was its last score and it is not doomed.
+        """
+        if rollout_id not in self._scoring:
+            raise SchedulerError(f"cannot handle the score of rollout {rollout_id}: it is not being scored")
+        self._scoring.remove(rollout_id)
+        group = self.groups[rollout_id // self.group_size]
+        group.num_scoring -= 1
+        if group.doomed:
+            commands.append(DiscardRollouts((rollout_id,), group.doomed))
+            self._forget_if_over(group)
+            return None
+        if group.scored and reward != group.scored_reward:
+            group.rewards_differ = True
+        group.scored_reward = reward
+        group.scored.append(rollout_id)
+        group.ready = len(group.scored) == self.group_size
+        return group if group.ready else None
+
+    def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
+        """Book a rollout that ended early: gone if that was wanted, else to be started again."""
+        group = self._leave_engine(rollout_id, engine)
+        if group.doomed:
+            self._forget_if_over(group)
+            return
+        if spans.versions and spans.versions[0] < group.oldest_reported:
+            group.oldest_reported = spans.versions[0]
+        self._interrupted[rollout_id] = spans.num_tokens
+
+    def fail(self, rollout_id: int) -> Group | None:
+        """Book a rollout that will never be scored.
+
+        Returns:
+            Its group, which can never be ready now, if it is not doomed already.
+        """
+        if rollout_id in self._in_flight:
+            group = self._leave_engine(rollout_id, self._in_flight[rollout_id])
+        elif rollout_id in self._scoring:
+            self._scoring.remove(rollout_id)
+            group = self.groups[rollout_id // self.group_size]
+            group.num_scoring -= 1
+        else:
+            raise SchedulerError(f"cannot handle the failure of rollout {rollout_id}: it has ended or never started")
+        if group.doomed:
+            self._forget_if_over(group)
+            return None
+        return group
+
+    def doom(self, group: Group, reason: DiscardReason, commands: list[Command]) -> None:
+        """Give a group up: abort what is in flight, discard what has ended.
+
+        Args:
+            group: A group in ``groups`` that is not doomed.
+            reason: Why.
+            commands: Receives the aborts and the discard.
+        """
+        group.doomed = reason
+        self.num_doomed += self.group_size
+        ended = list(group.scored)
+        first = group.group_id * self.group_size
+        for rollout_id in range(first, first + group.num_started):
+            if self._interrupted.pop(rollout_id, None) is not None:
+                ended.append(rollout_id)
+            elif rollout_id in self._in_flight:
+                commands.append(AbortRollout(rollout_id, self._in_flight[rollout_id]))
+        if ended:
+            commands.append(DiscardRollouts(tuple(ended), reason))
+        if self._starting is group:
+            self._starting = None
+        self._forget_if_over(group)
+
+    def again(self, group: Group) -> None:
+        """Have the prompt of a doomed group started again, before any new prompt."""
+        self._prompts_again.append(group.prompt_id)
+
+    def take(self, group: Group) -> list[int]:
+        """Hand a ready group over to training and return its rollouts."""
+        del self.groups[group.group_id]
+        first = group.group_id * self.group_size
+        return list(range(first, first + self.group_size))
+
+    def _leave_engine(self, rollout_id: int, engine: int) -> Group:
+        if self._in_flight.pop(rollout_id, None) != engine:
+            raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
+        self._free[engine] += 1
+        if not self._held[engine]:
+            heapq.heappush(self._roomy, (-self._free[engine], engine))
+        group = self.groups[rollout_id // self.group_size]
+        group.num_in_flight -= 1
+        return group
+
+    def _forget_if_over(self, group: Group) -> None:
+        if not group.num_in_flight and not group.num_scoring:
+            del self.groups[group.group_id]

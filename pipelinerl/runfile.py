@@ -1,0 +1,196 @@
+"""Read and write run files.
+
+``load_run`` reads a TOML file, applies ``a.b=value`` overrides, and returns a frozen ``RunConfig``.
+Everything wrong with it is reported at once, a line per fault, as a ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from pipelinerl.config import AffineDecode, RooflineDecode, RunConfig, UtilisationDecode
+from pipelinerl.errors import ConfigError
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> RunConfig:
+    """Read a run file, apply overrides in order, and check everything.
+
+    Args:
+        path: The TOML file.
+        overrides: ``a.b=value`` each; the value is read as TOML, and as a plain string where it is none.
+        seed: Replaces ``seed`` of the file.
+
+    Returns:
+        The checked configuration; paths in it are absolute.
+
+    Raises:
+        ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read run file {path}: {reason}") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if seed is not None:
+        data["seed"] = seed
+    data = with_overrides(data, overrides)
+    _make_paths_absolute(data, path.parent)
+    return parse_run(data, name=path.name)
+
+
+def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
+    """Check the tables of a run file given as Python values.
+
+    Args:
+        data: What ``tomllib`` gives.
+        name: What error messages call the input.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: If anything is wrong, one line per fault.
+    """
+    try:
+        return RunConfig.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{name}: {line}" for line in _fault_lines(error))) from None
+
+
+def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of ``data`` with every ``a.b=value`` set.
+
+    Args:
+        data: Nested tables.
+        overrides: ``a.b=value`` each, applied in order.
+
+    Returns:
+        New tables; ``data`` is left alone.
+
+    Raises:
+        ConfigError: If an override has no ``=`` or its key leads through something that is no table.
+    """
+    result: dict[str, Any] = json.loads(json.dumps(data, default=str))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not separator or not all(parts):
+            raise ConfigError(f"--set must be KEY=VALUE with a dotted key, got {override!r}")
+        try:
+            value: Any = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        table = result
+        for part in parts[:-1]:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"--set {override}: {part} is not a table")
+        table[parts[-1]] = value
+    return result
+
+
+def dump_run(config: RunConfig) -> str:
+    """Return the configuration as TOML that ``load_run`` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def _make_paths_absolute(data: dict[str, Any], folder: Path) -> None:
+    """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere."""
+    for keys in (("workload", "length", "source"), ("hardware", "decode", "table")):
+        table: Any = data
+        for key in keys[:-1]:
+            table = table.get(key) if isinstance(table, dict) else None
+        value = table.get(keys[-1]) if isinstance(table, dict) else None
+        if isinstance(value, str) and value.endswith(".csv"):
+            table[keys[-1]] = str((folder / value).resolve())
+
+
+_DECODE_MODELS = {"utilisation": UtilisationDecode, "affine": AffineDecode, "roofline": RooflineDecode}
+
+
+def _fault_lines(error: ValidationError) -> list[str]:
+    """Return one line per fault: key, rule, value."""
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"] if part not in _DECODE_MODELS)
+        lines.append(_fault_line(key, fault))
+    return lines
+
+
+def _fault_line(key: str, fault: ErrorDetails) -> str:
+    """Return the line for one fault that pydantic found."""
+    value, ctx = fault["input"], fault.get("ctx", {})
+    got = f"got {_shown(value)}"
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{key} is an unknown key; {_allowed_keys(fault['loc'])}"
+        case "missing":
+            return f"{key} is missing"
+        case "greater_than_equal":
+            return f"{key} must be at least {ctx['ge']:g}, {got}"
+        case "greater_than":
+            return f"{key} must be above {ctx['gt']:g}, {got}"
+        case "less_than_equal":
+            return f"{key} must be at most {ctx['le']:g}, {got}"
+        case "int_type" | "int_from_float":
+            return f"{key} must be a whole number, {got}"
+        case "float_type" | "finite_number":
+            return f"{key} must be a number, {got}"
+        case "string_type":
+            return f"{key} must be a string, {got}"
+        case "bool_type":
+            return f"{key} must be true or false, {got}"
+        case "list_type":
+            return f"{key} must be a list, {got}"
+        case "model_type" | "model_attributes_type":
+            return f"{key} must be a table, {got}"
+        case "literal_error" | "enum":
+            return f"{key} must be {ctx['expected']}, {got}"
+        case "union_tag_not_found" | "union_tag_invalid":
+            found = value.get("kind", "nothing") if isinstance(value, dict) else value
+            return f"{key}.kind must be one of {', '.join(_DECODE_MODELS)}, got {_shown(found)}"
+        case "value_error":
+            rule = str(ctx["error"])
+            return f"{key}.{rule}" if key else rule
+        case _:
+            return f"{key}: {fault['msg']}, {got}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a user would write it, cut to a readable length."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _allowed_keys(loc: tuple[Any, ...]) -> str:
+    """Return the nearest and all keys that the table at ``loc[:-1]`` knows."""
+    model: Any = RunConfig
+    for part in loc[:-1]:
+        if part in _DECODE_MODELS:
+            model = _DECODE_MODELS[part]
+        elif not isinstance(part, int):
+            model = _model_of(model.model_fields[part].annotation)
+    names = sorted(model.model_fields)
+    near = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{hint}allowed: {', '.join(names)}"
+
+
+def _model_of(annotation: Any) -> Any:
+    """Return the model inside ``Model | None`` and ``list[Model]``."""
+    arguments = [one for one in getattr(annotation, "__args__", ()) if one is not type(None)]
+    return _model_of(arguments[0]) if len(arguments) == 1 else annotation

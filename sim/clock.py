@@ -1,0 +1,70 @@
+"""Simulated time: whole picoseconds.
+
+With whole numbers, n decode steps at once and n decode steps one by one end at exactly the same instant.
+Floating-point seconds would differ in the last bit, and with them, sooner or later, the order of events.
+Coefficients are rounded to a picosecond each, 10^-10 of a decode step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import simpy
+from simpy.events import Event, EventPriority
+
+TICKS_PER_S = 10**12
+"""Ticks in one second."""
+
+WORLD_PRIORITY = EventPriority(2)
+"""Priority at which the world's own events run; engine ``i`` runs at ``WORLD_PRIORITY + 1 + i``.
+
+Events at the same tick run in this order, whenever they were scheduled. So the order does not depend on
+whether an engine schedules one wake-up per decode step or one per finished rollout.
+"""
+
+
+def to_ticks(seconds: float) -> int:
+    """Return seconds as ticks, rounded to the nearest."""
+    return round(seconds * TICKS_PER_S)
+
+
+def to_seconds(ticks: int) -> float:
+    """Return ticks as seconds."""
+    return ticks / TICKS_PER_S
+
+
+class Clock(simpy.Environment):
+    """A SimPy environment whose time is whole ticks."""
+
+    def __init__(self) -> None:
+        super().__init__(initial_time=0)
+
+    @property
+    def now(self) -> int:
+        """Ticks since the start."""
+        return int(self._now)
+
+
+class Wake(Event):
+    """A call after some ticks, in a fixed place among those at the same tick.
+
+    Args:
+        clock: Where it is scheduled.
+        delay: Ticks from now, at least 0.
+        priority: Its place among those at the same tick, low first.
+        tag: What the called one knows it by.
+        call: Called with this event.
+    """
+
+    __slots__ = ("tag",)
+
+    def __init__(
+        self, clock: Clock, delay: int, priority: EventPriority, tag: int, call: Callable[[Any], None]
+    ) -> None:
+        self.env = clock
+        self.callbacks = [call]
+        self._value = None
+        self._ok = True
+        self.tag = tag
+        clock.schedule(self, priority, delay)

@@ -1,0 +1,402 @@
+"""An inference engine with continuous batching, advanced in closed form from event to event.
+
+Theory of operation. The engine works in decode steps; between two steps is a *boundary*. At a boundary, in
+this order:
+
+1. rollouts that have all their tokens finish and leave;
+2. requests that have arrived since the last boundary are taken up: aborted rollouts leave, new ones join the
+   waiting queue, a weight update begins (rollouts that arrive after an update wait until it is done);
+3. while the next step would overflow the KV cache, the rollout admitted last is preempted: its cache is
+   dropped, it goes to the head of the waiting queue, and is prefilled again, tokens so far included, when it
+   is admitted again (vLLM's preemption by recomputation);
+4. unless something was just preempted, waiting rollouts are admitted first come first served while a slot is
+   free and their tokens, and one more step of everybody, fit into the cache;
+5. the next step starts. It lasts the prefill of what was admitted, plus ``batch_ticks[b] + context_ticks * C``.
+
+A weight update replaces 3-5 once: the engine stands still for the pause, then it has a boundary again.
+``wait`` first lets everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the
+prefill of everything in the batch to the next step.
+
+Between boundaries at which something happens, b is constant and C grows by b per step, so n steps last
+
+    t(n) = prefill + n * (batch_ticks[b] + context_ticks * C) + context_ticks * b * n (n - 1) / 2
+
+in whole ticks, exactly what n single steps last (``reference.py`` makes them one by one, to prove it).
+The engine sleeps until the first boundary at which a rollout finishes, the cache would overflow, or a
+request is to be taken up. One such boundary needs no wake-up of its own, because nobody outside sees it: a
+single rollout joining the batch. It is looked through (``_join``), and made up for when the engine is next
+awake or asked. So a rollout costs one wake-up and O(log H), whatever its length.
+
+A request that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes
+requests up at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections import deque
+from dataclasses import dataclass
+
+from simpy.events import EventPriority
+
+from pipelinerl.events import VersionSpans, WeightUpdate
+from sim.clock import WORLD_PRIORITY, Clock, Wake
+from sim.costs import DecodeCost, PrefillCost
+from sim.sequence import EngineHost, Sequence, joined
+
+NOT_PLANNED = -1
+"""Tick of a wake-up that does not exist."""
+UNLIMITED = 2**62
+"""Capacity of a KV cache that never fills (tokens)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is made of."""
+
+    decode: DecodeCost
+    prefill: PrefillCost
+    kv_cache_tokens: int | None
+    """Capacity (tokens); None: unlimited."""
+    pause_ticks: int
+    """Ticks the engine stands still to load weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Weights on their way."""
+
+    at: int
+    """Tick of their arrival."""
+    version: int
+    weight_update: WeightUpdate
+
+
+class Engine:
+    """An engine in closed form. See the top of this file."""
+
+    def __init__(self, clock: Clock, host: EngineHost, index: int, settings: EngineSettings) -> None:
+        self.version = 0
+        self._clock = clock
+        self._host = host
+        self._index = index
+        self._priority = EventPriority(WORLD_PRIORITY + 1 + index)
+        self._prefill = settings.prefill
+        self._pause_ticks = settings.pause_ticks
+        self._batch_ticks = settings.decode.batch_ticks
+        self._context_ticks = settings.decode.context_ticks
+        self._capacity = UNLIMITED if settings.kv_cache_tokens is None else settings.kv_cache_tokens
+        self._num_slots = len(settings.decode.batch_ticks) - 1
+        # Boundary: the last one, and what the batch looked like when it was left.
+        self._tick = 0
+        self._step = 0  # decode steps done
+        self._context = 0  # tokens in the KV cache
+        self._prefill_ticks = 0  # charged to the next step
+        self._running: dict[int, Sequence] = {}  # in order of admission
+        self._finishes: list[tuple[int, int, Sequence]] = []  # heap of (step, order of admission, sequence)
+        self._num_admitted = 0
+        self._waiting: deque[Sequence] = deque()
+        # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
+        self._version_steps = [0]
+        self._versions = [0]
+        self._pause_end: int | None = None
+        # Requests not yet taken up.
+        self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
+        self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
+        self._arrivals: list[tuple[int, int, Sequence]] = []  # heap of (tick, number, sequence)
+        self._num_arrivals = 0
+        # The wake-up that counts, and the steps from the boundary before it.
+        self._wake_at = NOT_PLANNED
+        self._wake_steps = 0
+        self._wake_tag = 0
+        self._join: tuple[int, int] | None = None  # steps to a planned join, and its tick
+        self._awake = False
+
+    # -------------------------------------------------------------------------------------- requests
+
+    def submit(self, sequence: Sequence, at: int) -> None:
+        """Have a rollout arrive at tick ``at``."""
+        heapq.heappush(self._arrivals, (at, self._num_arrivals, sequence))
+        self._num_arrivals += 1
+        self._requested()
+
+    def abort(self, rollout_id: int) -> None:
+        """End a rollout early; no effect if it has ended."""
+        self._aborts.append((self._clock.now, rollout_id))
+        self._requested()
+
+    def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
+        """Have new weights arrive at tick ``at``."""
+        assert self._update is None
+        self._update = Update(at, version, weight_update)
+        self._requested()
+
+    def end(self) -> list[tuple[int, VersionSpans]]:
+        """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
+        self._catch_up()
+        if self._running and self._pause_end is None:
+            self._step += self._steps_to_pass(self._clock.now - self._tick) - 1
+        ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
+        arriving = [sequence for _, _, sequence in self._arrivals]
+        ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
+        self._wake_tag += 1  # no more wake-ups
+        return sorted(ended, key=lambda pair: pair[0])
+
+    def _requested(self) -> None:
+        if not self._awake:  # else it plans at the end of the boundary
+            self._catch_up()
+            self._plan(self._clock.now)
+
+    # ------------------------------------------------------------------------------------ boundaries
+
+    def _woken(self, wake: Wake) -> None:
+        """Go through a boundary."""
+        if wake.tag != self._wake_tag:
+            return
+        self._awake = True
+        now = self._wake_at
+        if self._join is not None:
+            self._make_join(self._join)
+        self._tick = taken_until = now
+        if self._pause_end is not None:
+            taken_until = now - 1
+            self._finish_update()
+        elif self._running:
+            taken_until = now - 1
+            self._make_steps(self._wake_steps)
+            self._report_finished()
+        if self._arrivals or self._aborts or self._update is not None:
+            self._take_requests(taken_until)
+        if self._pause_end is None and not self._preempt() and self._waiting:
+            self._admit()
+        self._awake = False
+        self._wake_at = NOT_PLANNED
+        self._plan(now)
+
+    def _catch_up(self) -> None:
+        """Go through the planned join if its boundary has passed."""
+        if self._join is not None and self._join[1] <= self._clock.now:
+            self._make_join(self._join)
+
+    def _make_join(self, join: tuple[int, int]) -> None:
+        self._join = None
+        steps, self._tick = join
+        self._make_steps(steps)
+        self._join_batch(heapq.heappop(self._arrivals)[2])
+
+    def _make_steps(self, steps: int) -> None:
+        """Decode ``steps`` tokens of every running rollout."""
+        self._step += steps
+        self._context += steps * len(self._running)
+        self._prefill_ticks = 0
+
+    def _report_finished(self) -> None:
+        finishes, running, host, step = self._finishes, self._running, self._host, self._step
+        while finishes and finishes[0][0] <= step:
+            _, order, sequence = heapq.heappop(finishes)
+            if sequence.order != order:
+                continue  # it has left the batch before
+            del running[sequence.rollout_id]
+            self._context -= sequence.prompt_tokens + sequence.length
+            host.rollout_finished(self._index, sequence.rollout_id, self._spans(sequence))
+
+    def _take_requests(self, until: int) -> None:
+        """Take up what has arrived up to tick ``until``."""
+        while self._aborts and self._aborts[0][0] <= until:
+            self._abort(self._aborts.popleft()[1])
+        arrivals, update = self._arrivals, self._update
+        while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
+            self._waiting.append(heapq.heappop(arrivals)[2])
+        if update is not None and update.at <= until:
+            self._begin_update(update)
+
+    def _begin_update(self, update: Update) -> None:
+        match update.weight_update:
+            case WeightUpdate.ABORT:
+                for rollout_id in [*self._running, *(sequence.rollout_id for sequence in self._waiting)]:
+                    self._abort(rollout_id)
+            case WeightUpdate.WAIT if self._running or self._waiting:
+                return
+        self._pause_end = self._tick + self._pause_ticks
+
+    def _preempt(self) -> bool:
+        """Make room for the next step; return whether anything had to leave."""
+        if self._context + len(self._running) <= self._capacity:
+            return False
+        while self._context + len(self._running) > self._capacity:
+            _, sequence = self._running.popitem()
+            self._leave(sequence)
+            self._waiting.appendleft(sequence)
+        return True
+
+    def _admit(self) -> None:
+        """Let waiting rollouts join, first come first served, while they fit."""
+        waiting = self._waiting
+        while waiting and self._fits(waiting[0], self._context, len(self._running)):
+            self._join_batch(waiting.popleft())
+
+    def _join_batch(self, sequence: Sequence) -> None:
+        sequence.order = order = self._num_admitted
+        self._num_admitted += 1
+        sequence.start_step = step = self._step
+        self._running[sequence.rollout_id] = sequence
+        num_tokens = sequence.spans.num_tokens
+        heapq.heappush(self._finishes, (step + sequence.length - num_tokens, order, sequence))
+        self._context += sequence.prompt_tokens + num_tokens
+        self._prefill_ticks += self._prefill.ticks(sequence.prompt_tokens + num_tokens)
+
+    def _fits(self, sequence: Sequence, context: int, batch: int) -> bool:
+        """Return whether a rollout, and one more step of everybody, fit beside what is there."""
+        needed = context + sequence.prompt_tokens + sequence.spans.num_tokens + batch + 1
+        return needed <= self._capacity and batch < self._num_slots
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Note what a rollout has when it leaves the batch unfinished; it is out of ``_running`` already."""
+        self._context -= sequence.tokens_to_prefill + self._step - sequence.start_step
+        sequence.spans = self._spans(sequence)
+        sequence.order = -1
+
+    def _abort(self, rollout_id: int) -> None:
+        sequence = self._running.pop(rollout_id, None)
+        if sequence is not None:
+            self._leave(sequence)
+        else:
+            waiting = [one for one in self._waiting if one.rollout_id == rollout_id]
+            arriving = [entry for entry in self._arrivals if entry[2].rollout_id == rollout_id]
+            if waiting:
+                sequence = waiting[0]
+                self._waiting.remove(sequence)
+            elif arriving:
+                sequence = arriving[0][2]
+                self._arrivals.remove(arriving[0])
+                heapq.heapify(self._arrivals)
+            else:
+                return  # it has finished meanwhile
+        self._host.rollout_aborted(self._index, rollout_id, sequence.spans)
+
+    # --------------------------------------------------------------------------------------- weights
+
+    def _finish_update(self) -> None:
+        assert self._update is not None
+        update, self._update, self._pause_end = self._update, None, None
+        self.version = update.version
+        if self._version_steps[-1] == self._step:
+            self._versions[-1] = update.version
+        else:
+            self._version_steps.append(self._step)
+            self._versions.append(update.version)
+        if update.weight_update is WeightUpdate.RECOMPUTE:
+            for sequence in self._running.values():
+                tokens = sequence.tokens_to_prefill + self._step - sequence.start_step
+                self._prefill_ticks += self._prefill.ticks(tokens)
+        self._host.weights_loaded(self._index, update.version, self._pause_ticks)
+
+    def _spans(self, sequence: Sequence) -> VersionSpans:
+        """Return the spans of all tokens a running rollout has at this boundary."""
+        start, steps = sequence.start_step, self._version_steps
+        if self._step == start:
+            return sequence.spans
+        first = bisect_right(steps, start)
+        last = bisect_left(steps, self._step)
+        ends = (*[step - start for step in steps[first:last]], self._step - start)
+        return joined(sequence.spans, VersionSpans(tuple(self._versions[first - 1 : last]), ends))
+
+    # -------------------------------------------------------------------------------------- planning
+
+    def _plan(self, now: int) -> None:
+        """Schedule the wake-up at the next boundary at which something happens that others see."""
+        self._join = None
+        if self._pause_end is not None:
+            at = self._pause_end
+        elif self._running:
+            at = self._plan_steps()
+        else:
+            request = self._next_request()
+            if request is None:
+                return
+            at = max(request, now)
+        if at != self._wake_at:
+            self._wake_at = at
+            self._wake_tag += 1
+            Wake(self._clock, at - now, self._priority, self._wake_tag, self._woken)
+
+    def _plan_steps(self) -> int:
+        """Set the steps to the next wake-up, and the join before it, if any; return its tick."""
+        finishes, context, batch, tick = self._finishes, self._context, len(self._running), self._tick
+        while finishes[0][2].order != finishes[0][1]:
+            heapq.heappop(finishes)
+        finish_step = finishes[0][0]
+        steps = min(finish_step - self._step, (self._capacity - context) // batch)
+        request = self._next_request()
+        if request is not None:
+            steps_to_request = self._steps_to_pass(request - tick)
+            if steps_to_request < steps:
+                steps = steps_to_request
+                at = tick + self._duration(steps, context, batch, self._prefill_ticks)
+                context += steps * batch
+                if self._only_one_joins(at, context, batch):
+                    return self._plan_through_join(steps, at, context, batch, finish_step)
+                self._wake_steps = steps
+                return at
+        self._wake_steps = steps
+        return tick + self._duration(steps, context, batch, self._prefill_ticks)
+
+    def _plan_through_join(self, steps: int, at: int, context: int, batch: int, finish_step: int) -> int:
+        """Look through the boundary, ``steps`` steps ahead, at which the one arriving rollout joins."""
+        self._join = (steps, at)
+        sequence = self._arrivals[0][2]
+        tokens = sequence.tokens_to_prefill
+        context += tokens
+        batch += 1
+        finish_step -= self._step + steps
+        self._wake_steps = min(finish_step, sequence.num_left, (self._capacity - context) // batch)
+        return at + self._duration(self._wake_steps, context, batch, self._prefill.ticks(tokens))
+
+    def _only_one_joins(self, at: int, context: int, batch: int) -> bool:
+        """Return whether all that happens at the boundary at ``at`` is that the only arriving rollout joins."""
+        return (
+            len(self._arrivals) == 1
+            and not self._aborts
+            and not self._waiting
+            and self._update is None
+            and self._arrivals[0][0] < at
+            and self._fits(self._arrivals[0][2], context, batch)
+        )
+
+    def _next_request(self) -> int | None:
+        """Return the tick of the first request that can be taken up, if any."""
+        update = self._update
+        if update is None and not self._aborts:
+            return self._arrivals[0][0] if self._arrivals else None
+        ticks = [self._aborts[0][0]] if self._aborts else []
+        if self._arrivals and (update is None or self._arrivals[0][0] < update.at):
+            ticks.append(self._arrivals[0][0])
+        draining = update is not None and update.at < self._tick and update.weight_update is WeightUpdate.WAIT
+        if update is not None and not draining:
+            ticks.append(update.at)
+        return min(ticks) if ticks else None
+
+    def _duration(self, steps: int, context: int, batch: int, prefill_ticks: int) -> int:
+        """Return the ticks of ``steps`` steps, t(n) at the top of this file."""
+        first = self._batch_ticks[batch] + self._context_ticks * context
+        return prefill_ticks + steps * first + self._context_ticks * batch * (steps * (steps - 1) // 2)
+
+    def _steps_to_pass(self, ticks: int) -> int:
+        """Return the least number of steps that last longer than ``ticks``; O(1)."""
+        context, batch, prefill_ticks = self._context, len(self._running), self._prefill_ticks
+        first = self._batch_ticks[batch] + self._context_ticks * context
+        rest = ticks - prefill_ticks
+        if first > rest:
+            return 1
+        # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
+        # is a step off at most, which the two loops put right in whole numbers.
+        growth = self._context_ticks * batch
+        linear = first - growth / 2
+        steps = int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
+        while self._duration(steps, context, batch, prefill_ticks) > ticks:
+            steps -= 1
+        while self._duration(steps, context, batch, prefill_ticks) <= ticks:
+            steps += 1
+        return steps

@@ -1,0 +1,443 @@
+"""Prompts, answer lengths and rewards of a simulated run.
+
+Theory of operation
+-------------------
+The workload is a pure function of (configuration, seed, prompt, group): ``Workload.group`` answers for any
+ids in any order, and two runs that differ in scheduler or hardware meet the same groups (common random
+numbers). Draws come from named streams: the stream's name and the number of a block seed a generator that
+draws the whole block at once, in numpy. The last few blocks are kept; an older one is drawn again.
+
+=============  ===================  ====================================================================
+stream         indexed by           decides
+=============  ===================  ====================================================================
+``prompts``    ``prompt_id``        which prompt of an empirical source the whole group answers
+``answers``    ``group_id``         which answers of that prompt the rollouts give
+``lengths``    ``group_id``         lengths of the kinds ``uniform`` and ``lognormal``
+``rounding``   ``group_id``         whether a log-normal length is rounded up or down
+``rewards``    ``group_id``         rewards, where no source says what was correct
+=============  ===================  ====================================================================
+
+A length is a whole number of tokens from 1 to ``max``, and rounding does not move its mean: a log-normal
+length x becomes floor(x) or floor(x) + 1 at random with mean x; an empirical source is scaled so that the
+mean of the *rounded and cut* lengths is the one asked for, which leaves at most half a token.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import repeat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.config import LengthConfig, WorkloadConfig
+from pipelinerl.errors import ConfigError
+
+DRAWS_PER_BLOCK = 8192
+"""Random numbers that a stream draws at once (count): with 8 rollouts per group, 1024 groups."""
+BLOCKS_KEPT = 4
+"""Blocks of a stream that are kept, most recently used first (count)."""
+MAX_TOKENS = 10**9
+"""Largest number of tokens in a length source or configuration; more is taken for a mistake."""
+CV_RANGE = (1e-6, 1e3)
+"""Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
+
+SHIPPED_FOLDER = Path(__file__).parent / "data"
+"""Folder of the shipped length sets."""
+REQUIRED_COLUMNS = ("prompt_id", "response_tokens")
+"""Columns that a length source must have."""
+OPTIONAL_COLUMNS = ("prompt_tokens", "correct")
+"""Columns that a length source may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What the rollouts of one prompt will turn out to be; no scheduler may see it beforehand."""
+
+    prompt_tokens: int
+    """Length of the prompt (tokens)."""
+    lengths: tuple[int, ...]
+    """Length of each rollout's answer before growth, from 1 to ``max`` (tokens)."""
+    rewards: tuple[float, ...]
+    """Reward of each rollout, 0 or 1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourcePrompt:
+    """A prompt of a length source with all its answers."""
+
+    prompt_tokens: int
+    """Length of the prompt (tokens)."""
+    lengths: NDArray[np.int64]
+    """Length of each answer, at least 1, shape [number of answers] (tokens)."""
+    rewards: NDArray[np.float64] | None
+    """1 for a correct answer, 0 for a wrong one, same shape. None: the source does not say."""
+
+
+class Workload:
+    """The groups of a run, by random access.
+
+    Args:
+        config: What is generated.
+        seed: Seed of the run, at least 0.
+
+    Raises:
+        ConfigError: If the length source is unknown, cannot be read or has a fault, or if no distribution of
+            the kind asked for has the mean asked for.
+    """
+
+    def __init__(self, config: WorkloadConfig, *, seed: int) -> None:
+        if config.length.max > MAX_TOKENS:
+            raise ConfigError(f"workload.length.max must be at most {MAX_TOKENS}, got {config.length.max}")
+        self._config = config
+        self._seed = seed
+        self._groups_per_block = max(1, DRAWS_PER_BLOCK // config.group_size)
+        self._shape = (self._groups_per_block, config.group_size)
+        self._prompts: tuple[SourcePrompt, ...] = ()
+        self._location = 0.0
+        if config.length.kind == "empirical":
+            assert config.length.source is not None  # the configuration has seen to it
+            prompts = read_source(config.length.source, prompt_tokens=config.prompt_tokens)
+            self._prompts = _scaled(prompts, config.length)
+        elif config.length.kind == "lognormal":
+            self._location = _lognormal_location(config.length)
+        # Kept per number of answers as well, which is the same for all prompts of the shipped sets.
+        num_sizes = len({len(prompt.lengths) for prompt in self._prompts})
+        self._made = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_groups)
+        self._chosen_prompts = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_prompts)
+        self._chosen_answers = lru_cache(maxsize=BLOCKS_KEPT * num_sizes)(self._draw_answers)
+        self._rewards = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_rewards)
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Length of the longest prompt that a group can have (tokens)."""
+        return max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
+
+    def group(self, group_id: int, prompt_id: int) -> Group:
+        """Return what the rollouts of a group will be.
+
+        The prompt decides what is common to all groups that answer it, the group which answers are given, so
+        a prompt that is started again under a new group gets other answers to the same prompt.
+
+        Args:
+            group_id: Number of the group, at least 0.
+            prompt_id: Number of the prompt, at least 0.
+
+        Returns:
+            The group; equal arguments give equal groups, whatever was asked before.
+        """
+        block, row = divmod(group_id, self._groups_per_block)
+        if not self._prompts:
+            return self._made(block)[row]
+        prompt_block, prompt_row = divmod(prompt_id, DRAWS_PER_BLOCK)
+        prompt = self._prompts[self._chosen_prompts(prompt_block)[prompt_row]]
+        answers = self._chosen_answers(block, len(prompt.lengths))[row]
+        rewards = self._rewards(block)[row] if prompt.rewards is None else prompt.rewards[answers].tolist()
+        return Group(prompt.prompt_tokens, tuple(prompt.lengths[answers].tolist()), tuple(rewards))
+
+    def _stream(self, name: str, block: int) -> np.random.Generator:
+        """Return the generator of a block of a stream; the bit generator is named, as numpy's default may change."""
+        key = (zlib.crc32(name.encode()), block)
+        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=key)))
+
+    def _draw_groups(self, block: int) -> list[Group]:
+        """Return the groups of a block, for the kinds without a source."""
+        lengths = map(tuple, self._draw_lengths(block).tolist())
+        rewards = map(tuple, self._rewards(block))
+        return list(map(Group, repeat(self._config.prompt_tokens), lengths, rewards))
+
+    def _draw_lengths(self, block: int) -> NDArray[np.int64]:
+        """Return the lengths of a block, shape [groups, group_size] (tokens)."""
+        length = self._config.length
+        if length.kind == "fixed":
+            return np.full(self._shape, length.max)
+        stream = self._stream("lengths", block)
+        if length.kind == "uniform":
+            return stream.integers(1, length.max, size=self._shape, endpoint=True)
+        logarithm = self._location + _log_sd(length) * stream.standard_normal(self._shape)
+        exact = np.minimum(np.exp(logarithm), length.max)
+        whole = np.floor(exact)
+        up = self._stream("rounding", block).random(self._shape) < exact - whole
+        lengths: NDArray[np.int64] = np.maximum(whole + up, 1).astype(np.int64)
+        return lengths
+
+    def _draw_prompts(self, block: int) -> list[int]:
+        """Return which prompt of the source each prompt of a block is."""
+        prompts: list[int] = self._stream("prompts", block).integers(len(self._prompts), size=DRAWS_PER_BLOCK).tolist()
+        return prompts
+
+    def _draw_answers(self, block: int, num_answers: int) -> NDArray[np.int64]:
+        """Return which of a prompt's answers the rollouts of a block's groups give, shape [groups, group_size].
+
+        Without replacement where the prompt has enough answers: Floyd's algorithm on all groups at once
+        (Bentley and Floyd 1987, CACM 30 (9)), then a shuffle, since it favours late answers in late places.
+        """
+        stream = self._stream("answers", block)
+        groups, group_size = self._shape
+        if num_answers < group_size:
+            return stream.integers(num_answers, size=self._shape)
+        answers = np.empty((group_size, groups), dtype=np.int64)
+        for place, last in enumerate(range(num_answers - group_size, num_answers)):
+            drawn = stream.integers(last + 1, size=groups)
+            answers[place] = np.where((answers[:place] == drawn).any(axis=0), last, drawn)
+        return stream.permuted(answers.T, axis=1)
+
+    def _draw_rewards(self, block: int) -> list[list[float]]:
+        """Return Bernoulli rewards of a block, shape [groups, group_size]."""
+        uniform = self._stream("rewards", block).random(self._shape)
+        rewards: list[list[float]] = (uniform < self._config.success_rate).astype(float).tolist()
+        return rewards
+
+
+# ----------------------------------------------------------------------------------------- growth
+
+
+def growth_factor(config: LengthConfig, *, version: int, optimizer_steps: int) -> float:
+    """Return the factor on all lengths of rollouts that start at a version.
+
+    Linear from 1 at version 0, which the first optimizer step trains, to ``config.growth`` at version
+    ``optimizer_steps - 1``, which the last one trains; the version after that keeps the last factor.
+
+    Args:
+        config: Holds ``growth``.
+        version: Weight version of the engine when the rollout starts (optimizer steps done).
+        optimizer_steps: Optimizer steps of the run (count).
+
+    Returns:
+        A factor above 0; exactly 1 where ``growth`` is 1.
+    """
+    if optimizer_steps == 1:
+        return 1.0
+    return 1.0 + (config.growth - 1.0) * min(1.0, version / (optimizer_steps - 1))
+
+
+def grown_length(length_tokens: int, *, factor: float, max_tokens: int) -> int:
+    """Return a length after growth, rounded to a whole number and cut again.
+
+    An answer that was already cut at ``max_tokens`` counts as that long, so a factor below 1 shortens it.
+
+    Args:
+        length_tokens: Length before growth (tokens).
+        factor: From ``growth_factor``.
+        max_tokens: Longest answer (tokens).
+
+    Returns:
+        From 1 to ``max_tokens`` (tokens).
+    """
+    return min(max_tokens, max(1, round(length_tokens * factor)))
+
+
+# ----------------------------------------------------------------- distributions with a given mean
+
+
+def _lognormal_location(length: LengthConfig) -> float:
+    """Return the mean of log X for which the drawn lengths have the mean ``length.mean``.
+
+    Rounding at random keeps the mean, and the cuts at 1 and at L are whole numbers, so a drawn length has mean
+    E[max(1, min(X, L))] = 1 + E[min(X, L)] - E[min(X, 1)], which rises with the location.
+    """
+    _check_mean(length)
+    low, high = CV_RANGE
+    assert length.mean is not None  # the configuration has seen to it
+    assert length.cv is not None
+    if not low <= length.cv <= high:
+        raise ConfigError(f"workload.length.cv must be from {low:g} to {high:g}, got {length.cv}")
+    log_sd, longest = _log_sd(length), length.max
+
+    def mean_at(location: float) -> float:
+        cut_at_max = _mean_of_cut_lognormal(location, log_sd=log_sd, cut=longest)
+        return 1.0 + cut_at_max - _mean_of_cut_lognormal(location, log_sd=log_sd, cut=1)
+
+    # At 40 standard deviations below log 1 all lengths are 1, at 40 above log L all are L.
+    return _argument_nearest(mean_at, length.mean, low=-40 * log_sd, high=math.log(longest) + 40 * log_sd)
+
+
+def _log_sd(length: LengthConfig) -> float:
+    """Return the standard deviation of log X of a log-normal X with coefficient of variation ``length.cv``."""
+    assert length.cv is not None
+    return math.sqrt(math.log1p(length.cv**2))
+
+
+def _mean_of_cut_lognormal(location: float, *, log_sd: float, cut: float) -> float:
+    """Return E[min(X, c)] = exp(m + s^2/2) Phi(a - s) + c Phi(-a) with a = (log c - m) / s, X log-normal(m, s)."""
+    a = (math.log(cut) - location) / log_sd
+    return math.exp(location + log_sd**2 / 2) * _normal_cdf(a - log_sd) + cut * _normal_cdf(-a)
+
+
+def _normal_cdf(z: float) -> float:
+    """Return the probability that a standard normal is below ``z``."""
+    return math.erfc(-z / math.sqrt(2)) / 2
+
+
+def _argument_nearest(function: Callable[[float], float], target: float, *, low: float, high: float) -> float:
+    """Return where a non-decreasing function comes nearest to a target between ``low`` and ``high``.
+
+    Bisection down to neighbouring floats; at a jump over the target, the side that is nearer.
+    """
+    while low < (middle := (low + high) / 2) < high:
+        if function(middle) < target:
+            low = middle
+        else:
+            high = middle
+    return min((high, low), key=lambda argument: abs(function(argument) - target))
+
+
+def _scaled(prompts: Sequence[SourcePrompt], length: LengthConfig) -> tuple[SourcePrompt, ...]:
+    """Return the prompts with lengths scaled to the mean ``length.mean`` (None: by 1), rounded and cut.
+
+    Every prompt counts the same, however many answers it has, as it is drawn.
+    """
+    factor = 1.0
+    if length.mean is not None:
+        _check_mean(length)
+        tokens = np.concatenate([prompt.lengths for prompt in prompts])
+        sizes = np.array([len(prompt.lengths) for prompt in prompts])
+        starts = np.cumsum(sizes) - sizes
+
+        def mean_at(factor: float) -> float:
+            # Whole numbers and an exact sum: a tie between two factors falls the same way on every machine.
+            totals = np.add.reduceat(_rounded_and_cut(tokens, factor, length.max), starts)
+            return math.fsum((totals / sizes).tolist()) / len(prompts)
+
+        low, high = 0.5 / int(tokens.max()), length.max / int(tokens.min())
+        factor = _argument_nearest(mean_at, length.mean, low=low, high=high)
+    return tuple(
+        SourcePrompt(p.prompt_tokens, _rounded_and_cut(p.lengths, factor, length.max), p.rewards) for p in prompts
+    )
+
+
+def _rounded_and_cut(tokens: NDArray[np.int64], factor: float, longest: int) -> NDArray[np.int64]:
+    """Return scaled lengths as whole numbers from 1 to ``longest`` (tokens)."""
+    lengths: NDArray[np.int64] = np.clip(np.rint(tokens * factor), 1, longest).astype(np.int64)
+    return lengths
+
+
+def _check_mean(length: LengthConfig) -> None:
+    """Reject a mean that no lengths from 1 to ``max`` have; the configuration has rejected those from ``max`` on."""
+    if length.mean is not None and length.mean < 1:
+        raise ConfigError(
+            f"workload.length.mean must be at least 1 for kind={length.kind!r}, as an answer has at least one token, "
+            f"got {length.mean}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- sources
+
+
+def shipped_sets() -> tuple[str, ...]:
+    """Return the names of the sets that come with the package; ``sim/data/README.md`` describes them."""
+    return tuple(sorted(path.stem for path in SHIPPED_FOLDER.glob("*.csv")))
+
+
+def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, ...]:
+    """Read a length source: a CSV file with a row per answer; equal ``prompt_id`` makes a group.
+
+    Args:
+        source: The name of a shipped set, or the path of a file that ends in ``.csv``: UTF-8, commas, a header
+            with ``prompt_id, response_tokens`` and, if known, ``prompt_tokens, correct``; every cell filled.
+            0 ``response_tokens`` count as 1.
+        prompt_tokens: Length of every prompt if the source does not say (tokens).
+
+    Returns:
+        The prompts in the order of the file, unscaled.
+
+    Raises:
+        ConfigError: At the first fault: file, line, column, what is allowed, value.
+    """
+    shipped = shipped_sets()
+    hint = _did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
+    if source not in shipped and not source.endswith(".csv"):
+        raise ConfigError(
+            f"workload.length.source must be a shipped set or the path of a .csv file, got {source!r}; {hint}"
+        )
+    path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return _read_prompts(file, name=str(path), prompt_tokens=prompt_tokens)
+    except OSError as error:
+        raise ConfigError(f"workload.length.source: cannot read {path}: {error.strerror}; {hint}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"workload.length.source: cannot read {path}: it is not UTF-8 text") from None
+
+
+def _read_prompts(lines: Iterable[str], *, name: str, prompt_tokens: int) -> tuple[SourcePrompt, ...]:
+    """Return the prompts in the lines of a CSV file called ``name`` in error messages."""
+    reader = csv.reader(lines, strict=True)
+    answers: dict[str, list[dict[str, int]]] = {}
+    try:
+        columns = _checked_columns(next(reader, []), where=f"{name}, line 1")
+        for cells in reader:
+            if cells:  # an empty line is no answer
+                where = f"{name}, line {reader.line_num}"
+                prompt_id, answer = _checked_row(columns, cells, where=where)
+                siblings = answers.setdefault(prompt_id, [])
+                siblings.append(answer)
+                if answer.get("prompt_tokens") != siblings[0].get("prompt_tokens"):
+                    raise ConfigError(
+                        f"{where}: prompt_tokens must be the same in all rows of prompt_id {_shown(prompt_id)}, "
+                        f"{siblings[0]['prompt_tokens']}, got {answer['prompt_tokens']}"
+                    )
+    except csv.Error as error:
+        raise ConfigError(f"{name}, line {reader.line_num}: not a comma-separated table: {error}") from None
+    if not answers:
+        raise ConfigError(f"{name}, line {reader.line_num}: there must be an answer below the header, got none")
+    return tuple(_prompt_of(group, prompt_tokens=prompt_tokens) for group in answers.values())
+
+
+def _prompt_of(answers: Sequence[Mapping[str, int]], *, prompt_tokens: int) -> SourcePrompt:
+    """Return a prompt from its rows, with ``prompt_tokens`` if they do not say."""
+    lengths = np.array([max(1, answer["response_tokens"]) for answer in answers], dtype=np.int64)
+    rewards = np.array([float(answer["correct"]) for answer in answers]) if "correct" in answers[0] else None
+    return SourcePrompt(answers[0].get("prompt_tokens", prompt_tokens), lengths, rewards)
+
+
+def _checked_columns(header: Sequence[str], *, where: str) -> list[str]:
+    """Return the names of the columns, all known, none twice, none missing that is required."""
+    columns = [column.strip() for column in header]
+    allowed = REQUIRED_COLUMNS + OPTIONAL_COLUMNS
+    for column in columns:
+        if column not in allowed:
+            hint = f"{_did_you_mean(column, allowed)}allowed, with commas in between: {', '.join(allowed)}"
+            raise ConfigError(f"{where}: {_shown(column)} is an unknown column; {hint}")
+        if columns.count(column) > 1:
+            raise ConfigError(f"{where}: column {column} must stand there once, got {columns.count(column)}")
+    for column in REQUIRED_COLUMNS:
+        if column not in columns:
+            raise ConfigError(f"{where}: column {column} is missing; needed: {', '.join(REQUIRED_COLUMNS)}")
+    return columns
+
+
+def _checked_row(columns: Sequence[str], cells: Sequence[str], *, where: str) -> tuple[str, dict[str, int]]:
+    """Return the prompt of a row and its numbers by column, all of them allowed."""
+    if len(cells) != len(columns):
+        raise ConfigError(f"{where}: there must be {len(columns)} cells ({', '.join(columns)}), got {len(cells)}")
+    row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True)}
+    prompt_id = row.pop("prompt_id")
+    if not prompt_id:
+        raise ConfigError(f"{where}: prompt_id must not be empty, got ''")
+    answer = {}
+    for column, cell in row.items():
+        most = 1 if column == "correct" else MAX_TOKENS
+        # The length comes first: Python refuses to convert thousands of digits.
+        if not (len(cell) <= 20 and cell.isascii() and cell.isdigit() and int(cell) <= most):
+            raise ConfigError(f"{where}: {column} must be a whole number from 0 to {most}, got {_shown(cell)}")
+        answer[column] = int(cell)
+    return prompt_id, answer
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Return a question that ends in a space, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
+def _shown(cell: str) -> str:
+    """Return a cell in quotes, on one line, cut to a readable length."""
+    return repr(cell if len(cell) <= 40 else cell[:37] + "...")

@@ -1,0 +1,77 @@
+"""A rollout on an engine, and what engines and world say to each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
+
+
+class Sequence:
+    """A rollout as the simulator knows it, its true length included (mutable; owned by the world)."""
+
+    __slots__ = ("length", "order", "prompt_tokens", "reward", "rollout_id", "spans", "start_step")
+
+    def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
+        self.rollout_id = rollout_id
+        self.prompt_tokens = prompt_tokens
+        self.length = length  # tokens it will have when finished
+        self.reward = reward
+        self.spans = NO_TOKENS  # tokens it had when it joined the batch
+        self.start_step = 0  # decode steps its engine had done when it joined the batch
+        self.order = -1  # place in the order of admission while in the batch, -1 otherwise
+
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Tokens whose keys and values must be computed when it joins the batch."""
+        return self.prompt_tokens + self.spans.num_tokens
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it still has to generate when it joins the batch."""
+        return self.length - self.spans.num_tokens
+
+
+class EngineHost(Protocol):
+    """What an engine reports, at the tick at which it happens."""
+
+    def rollout_finished(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
+        """The last token of a rollout is there."""
+
+    def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
+        """A rollout has ended early, with these tokens."""
+
+    def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
+        """The engine samples with ``version`` from now on, after standing still for so long."""
+
+
+class SimulatedEngine(Protocol):
+    """An engine in simulated time. What it is asked at tick t takes effect at its first step boundary after t."""
+
+    version: int
+    """Version it samples with."""
+
+    def submit(self, sequence: Sequence, at: int) -> None:
+        """Have a rollout arrive at tick ``at``."""
+
+    def abort(self, rollout_id: int) -> None:
+        """End a rollout early; no effect if it has ended."""
+
+    def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
+        """Have new weights arrive at tick ``at``."""
+
+    def end(self) -> list[tuple[int, VersionSpans]]:
+        """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
+
+
+def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
+    """Return the spans of tokens in ``first`` followed by tokens in ``second`` (ends counted from its own 0)."""
+    if not first.ends:
+        return second
+    if not second.ends:
+        return first
+    num_first = first.ends[-1]
+    ends = tuple(num_first + end for end in second.ends)
+    if first.versions[-1] == second.versions[0]:
+        return VersionSpans(first.versions + second.versions[1:], first.ends[:-1] + ends)
+    return VersionSpans(first.versions + second.versions, first.ends + ends)

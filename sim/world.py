@@ -1,0 +1,274 @@
+"""The simulated world: it carries out the scheduler's commands and reports what happens.
+
+Theory of operation. Everything happens in events of the SimPy environment. ``_deliver`` hands an event to the
+scheduler and carries out what it answers; carrying out only schedules, it never delivers, so events are
+handled one after the other.
+
+==================  ======================================================  ==============================
+command             simulated by                                            answered after
+==================  ======================================================  ==============================
+``StartRollout``    the engine, from arrival on                             dispatch + generation, then
+                                                                            reward + preprocessing
+``AbortRollout``    the engine, at its next step boundary                   the running step
+``StartTraining``   a wait (with a phase switch before it, if colocated)    ``training`` seconds
+``PublishWeights``  a wait; the engines get an update                       ``publish_s``; transfer, running
+                                                                            step, ``pause_s`` per engine
+==================  ======================================================  ==============================
+
+Every number that chance decides is a function of the seed and an id (rollout, group, prompt), never of the
+order of events: two schedulers meet the same answers and the same delays (common random numbers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, assert_never
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.events import (
+    AbortRollout,
+    Command,
+    DiscardRollouts,
+    Event,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    VersionSpans,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from pipelinerl.scheduler import Scheduler, make_scheduler
+from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
+from sim.costs import decode_cost, prefill_cost, training_cost
+from sim.engine import Engine, EngineSettings
+from sim.lengths import Group, Workload, grown_length, growth_factor
+from sim.sequence import EngineHost, Sequence, SimulatedEngine
+from sim.streams import ExponentialDelays
+
+EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
+
+
+class Recorder(Protocol):
+    """What a run is told to: an accountant, a trace writer, a progress bar."""
+
+    def event(self, time_s: float, event: Event) -> None:
+        """An event was reported to the scheduler."""
+
+    def command(self, time_s: float, command: Command) -> None:
+        """The scheduler gave a command."""
+
+
+class World:
+    """One simulated run."""
+
+    def __init__(self, config: RunConfig, recorder: Recorder, *, engine_factory: EngineFactory = Engine) -> None:
+        """Build the cluster; nothing runs yet.
+
+        Args:
+            config: What to simulate.
+            recorder: Told every event and command, in order.
+            engine_factory: Makes the engines: in closed form, or step by step.
+
+        Raises:
+            ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
+        """
+        hardware = config.hardware
+        self._config = config
+        self._recorder = recorder
+        self._workload = Workload(config.workload, seed=config.seed)
+        _check_capacity(config, self._workload)
+        self._clock = Clock()
+        self._scheduler: Scheduler = make_scheduler(
+            config.scheduler,
+            optimizer_steps=config.optimizer_steps,
+            num_engines=config.num_engines,
+            group_size=config.workload.group_size,
+        )
+        settings = EngineSettings(
+            decode=decode_cost(config),
+            prefill=prefill_cost(hardware.prefill),
+            kv_cache_tokens=hardware.kv_cache_tokens,
+            pause_ticks=to_ticks(hardware.weights.pause_s),
+        )
+        self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
+        self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
+        self._sequences: dict[int, Sequence] = {}  # started and not yet trained on or given up
+        self._aborting: set[int] = set()  # rollouts that nobody wants any more
+        self._group_size = config.workload.group_size
+        self._growth = config.workload.length.growth
+        self._drawn_id = -1
+        self._drawn_group = Group(0, (), ())
+        self._drawn_dispatch: list[int] = []
+        self._jitter_s = ExponentialDelays("dispatch", mean=hardware.latency.dispatch_jitter_s, seed=config.seed)
+        self._dispatch_ticks = to_ticks(hardware.latency.dispatch_s)
+        weights = hardware.weights
+        self._publish_ticks = to_ticks(weights.publish_s)
+        to_generation_s = hardware.switch.to_generation_s if config.colocated else 0.0
+        self._transfer_ticks = to_ticks(weights.transfer_s + to_generation_s)
+        self._to_training_ticks = to_ticks(hardware.switch.to_training_s)
+        self._score_ticks = to_ticks(hardware.latency.reward_s + hardware.latency.preprocess_s)
+        self._generating = config.colocated  # colocated only: in the generation phase
+        self._stop: StopReason | None = None
+        self._interrupted = False
+        self._done = self._clock.event()
+
+    def run(self) -> None:
+        """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
+
+        Raises:
+            RunFailedError: If the scheduler gave up, or the run was interrupted. What happened until then
+                has been recorded all the same.
+        """
+        self._carry_out(0, self._scheduler.start())
+        self._clock.run(until=self._done)
+        now_s = to_seconds(self._clock.now)
+        for index, engine in enumerate(self._engines):
+            for rollout_id, spans in engine.end():
+                self._recorder.event(now_s, RolloutAborted(rollout_id, index, spans))
+        if self._stop is None:
+            raise RunFailedError("interrupted; what was finished is kept")
+        if self._stop is StopReason.STALLED:
+            raise RunFailedError(
+                f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
+                "given up without an optimizer step in between"
+            )
+
+    def interrupt(self) -> None:
+        """End the run at the next event; may be called from a signal handler."""
+        self._interrupted = True
+
+    # ---------------------------------------------------------------------------------- from engines
+
+    def rollout_finished(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
+        """Report a finished rollout; its score follows."""
+        self._aborting.discard(rollout_id)
+        self._deliver(RolloutFinished(rollout_id, engine, spans))
+        if self._score_ticks:
+            Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
+        else:
+            self._score(rollout_id)
+
+    def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
+        """Report a rollout that ended early."""
+        if rollout_id in self._aborting:
+            self._aborting.remove(rollout_id)
+            del self._sequences[rollout_id]
+        self._deliver(RolloutAborted(rollout_id, engine, spans))
+
+    def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
+        """Report new weights on an engine."""
+        self._deliver(WeightsLoaded(engine, version, to_seconds(pause_ticks)))
+
+    def _scored(self, wake: Wake) -> None:
+        self._score(wake.tag)
+
+    def _score(self, rollout_id: int) -> None:
+        self._deliver(RolloutScored(rollout_id, self._sequences[rollout_id].reward))
+
+    # ------------------------------------------------------------------------------------- commands
+
+    def _deliver(self, event: Event) -> None:
+        """Report an event and carry out the answer."""
+        now = self._clock.now
+        self._recorder.event(to_seconds(now), event)
+        commands = self._scheduler.handle(event)
+        if commands:
+            self._carry_out(now, commands)
+        if self._interrupted:
+            self._end()
+
+    def _carry_out(self, now: int, commands: Iterable[Command]) -> None:
+        now_s = to_seconds(now)
+        for command in commands:
+            self._recorder.command(now_s, command)
+            match command:
+                case StartRollout():
+                    self._start_rollout(command, now)
+                case StartTraining():
+                    self._start_training(command)
+                case PublishWeights():
+                    self._publish(command, now)
+                case DiscardRollouts():
+                    for rollout_id in command.rollout_ids:
+                        del self._sequences[rollout_id]
+                case AbortRollout():
+                    self._aborting.add(command.rollout_id)
+                    self._engines[command.engine].abort(command.rollout_id)
+                case Stop():
+                    self._stop = command.reason
+                    self._end()
+                case _:
+                    assert_never(command)
+
+    def _end(self) -> None:
+        if not self._done.triggered:
+            self._done.succeed()
+
+    def _start_rollout(self, command: StartRollout, now: int) -> None:
+        rollout_id = command.rollout_id
+        engine = self._engines[command.engine]
+        group_id, member = divmod(rollout_id, self._group_size)
+        if group_id != self._drawn_id:
+            self._draw_group(group_id, command.prompt_id)
+        sequence = self._sequences.get(rollout_id)
+        if sequence is None:
+            group = self._drawn_group
+            tokens = group.lengths[member]
+            if self._growth != 1.0:
+                tokens = self._grown(tokens, engine.version)
+            sequence = Sequence(rollout_id, group.prompt_tokens, tokens, group.rewards[member])
+            self._sequences[rollout_id] = sequence
+        engine.submit(sequence, now + self._drawn_dispatch[member])
+
+    def _draw_group(self, group_id: int, prompt_id: int) -> None:
+        """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
+        self._drawn_id = group_id
+        self._drawn_group = self._workload.group(group_id, prompt_id)
+        first = group_id * self._group_size
+        jitter_s = self._jitter_s
+        self._drawn_dispatch = [self._dispatch_ticks + to_ticks(jitter_s[first + i]) for i in range(self._group_size)]
+
+    def _grown(self, tokens: int, version: int) -> int:
+        length = self._config.workload.length
+        factor = growth_factor(length, version=version, optimizer_steps=self._config.optimizer_steps)
+        return grown_length(tokens, factor=factor, max_tokens=length.max)
+
+    def _start_training(self, command: StartTraining) -> None:
+        switch_ticks = self._to_training_ticks if self._generating else 0
+        self._generating = False
+        tokens = 0
+        for rollout_id in command.rollout_ids:
+            sequence = self._sequences.pop(rollout_id)
+            tokens += sequence.prompt_tokens + sequence.length
+        train_ticks = self._training.ticks(tokens, completes_step=command.completes_step)
+        finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
+        self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
+
+    def _publish(self, command: PublishWeights, now: int) -> None:
+        self._generating = self._config.colocated
+        published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
+        self._after(self._publish_ticks, lambda _: self._deliver(published))
+        arrival = now + self._transfer_ticks
+        for engine in self._engines:
+            engine.update(command.version, command.weight_update, arrival)
+
+    def _after(self, ticks: int, call: Callable[[Wake], None]) -> None:
+        Wake(self._clock, ticks, WORLD_PRIORITY, 0, call)
+
+
+def _check_capacity(config: RunConfig, workload: Workload) -> None:
+    """Raise ConfigError if a rollout can be longer than the KV cache can ever hold."""
+    capacity = config.hardware.kv_cache_tokens
+    longest = workload.longest_prompt_tokens + config.workload.length.max
+    if capacity is not None and longest > capacity:
+        raise ConfigError(
+            "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and "
+            f"workload.length.max, {longest} tokens in all, got kv_cache_tokens={capacity}"
+        )
