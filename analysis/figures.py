@@ -1,8 +1,9 @@
 """One function per figure: runs in, a matplotlib ``Figure`` out. Nothing is read or written.
 
-Figures are plain ``Figure`` objects, not pyplot's, so there is no global state. Widths are those of one
-column (84 mm) or of a page of a paper, where no text is smaller than 7 pt. Lag is in optimizer steps,
-and weighted by token where it is a mean. "Fig." in a docstring is the figure of the paper, arXiv 2509.19128.
+Figures are plain ``Figure`` objects, not pyplot's, and the settings of matplotlib are put back after drawing, so
+there is no global state. Widths are those of one column (86 mm) or of a page of a paper, where no text is smaller
+than 7 pt. Lag is in optimizer steps, and weighted by token where it is a mean. "Fig." in a docstring is the figure
+of the paper, arXiv 2509.19128.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.runs import SECONDS, Comparison, RateCurves, RatePoint, Run, Timeline
+from analysis.runs import SECONDS, Comparison, EngineTimeline, RateCurves, RatePoint, Run, Timeline
 from analysis.style import (
     ACTIVITY_COLORS,
     COLUMN_IN,
@@ -70,13 +71,15 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
         runs: At least one run.
 
     Returns:
-        A row of one or two panels per run; all rows share their axes.
+        A row of one or two panels per run, all on one lag axis, and on one step axis if the runs are equally long.
     """
     num_steps = max(len(run.steps["step"]) for run in runs)
     columns = 2 if num_steps > 150 else 1
     top = 1.05 * max(1.0, *(run.steps["lag_max"].max() for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
-    figure, panels = _panels(width, 0.55 + 0.95 * len(runs), rows=len(runs), columns=columns, sharex="col", sharey=True)
+    same_steps = len({len(run.steps["step"]) for run in runs}) == 1
+    height, sharex = 0.55 + 0.95 * len(runs), "col" if same_steps else False
+    figure, panels = _panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, _styled(runs), strict=True):
         row[0].set_title(run.name)
         if columns == 2:
@@ -169,9 +172,10 @@ def throughput_against_max_lag(
             marker=style.marker,
             markeredgecolor="white",
             linewidth=0.7 if curves is None else 0.0,
-            label=f"{method}, simulated" if curves is not None else method,
+            label=f"{method}, runs" if curves is not None else method,
         )
     axes.margins(0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set(
         xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
     )
@@ -261,19 +265,7 @@ def timeline(run: Run) -> Figure:
     rows = len(line.engines)
     figure, [[axes]] = _panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
     for row, engine in enumerate(line.engines):
-        if len(engine.time_s):
-            times = np.append(engine.time_s, line.until_s) / scale
-            heights = np.append(engine.in_progress, engine.in_progress[-1]) / full
-            axes.fill_between(
-                times,
-                rows - row,
-                rows - row + 0.8 * heights,
-                step="post",
-                color=ACTIVITY_COLORS["generating"],
-                linewidth=0,
-            )
-        for start_s, end_s in engine.paused_s:
-            axes.barh(rows - row + 0.4, (end_s - start_s) / scale, 0.8, start_s / scale, color=INK, linewidth=0)
+        _draw_engine(axes, engine, bottom=rows - row, full=full, until_s=line.until_s, scale=scale)
     for spans, what in ((line.training_s, "training"), (line.publishing_s, "publishing")):
         bars = [(start / scale, (end - start) / scale) for start, end in spans]
         axes.broken_barh(bars, (0, 0.8), facecolor=ACTIVITY_COLORS[what], edgecolor="white", linewidth=0.2)
@@ -409,6 +401,18 @@ def _draw_each_step(axes: Axes, run: Run, style: SeriesStyle, last: int) -> None
     step = run.steps["step"][-last:]
     axes.plot(step, run.steps["lag_max"][-last:], color=style.color, linewidth=0.6)
     axes.plot(step, run.steps["lag_mean"][-last:], color=style.color)
+
+
+def _draw_engine(
+    axes: Axes, engine: EngineTimeline, *, bottom: float, full: float, until_s: float, scale: float
+) -> None:
+    """Draw the sequences in progress of one engine, 0.8 high where they are ``full``, and its pauses."""
+    if len(engine.time_s):
+        times = np.append(engine.time_s, until_s) / scale
+        tops = bottom + 0.8 * np.append(engine.in_progress, engine.in_progress[-1]) / full
+        axes.fill_between(times, bottom, tops, step="post", color=ACTIVITY_COLORS["generating"], linewidth=0)
+    for start_s, end_s in engine.paused_s:
+        axes.barh(bottom + 0.4, (end_s - start_s) / scale, 0.8, start_s / scale, color=INK, linewidth=0)
 
 
 def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:

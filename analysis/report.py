@@ -81,11 +81,8 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write one figure in both formats."""
-    paths = []
+    paths = [folder / f"{name}.{kind}" for kind in _METADATA]
     with matplotlib.rc_context(RC):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # the layout is made now and need not be made again for each file
-        for kind, metadata in _METADATA.items():
-            paths.append(folder / f"{name}.{kind}")
-            figure.savefig(paths[-1], dpi=DPI, metadata=metadata)
+        for path, metadata in zip(paths, _METADATA.values(), strict=True):
+            figure.savefig(path, dpi=DPI, metadata=metadata)
     return paths

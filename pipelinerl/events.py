@@ -25,6 +25,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def value(cls: type[T]) -> type[T]:
+    """Make a value type: equal by content, hashable, and frozen for the type checker.
+
+    Not frozen at run time: that makes a value four times as dear (0.6 against 0.14 microseconds), and a
+    simulated run makes five values per rollout.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class WeightUpdate(StrEnum):
@@ -82,7 +95,7 @@ class StopReason(StrEnum):
     """More rollouts than ``discard_limit`` were discarded without one optimizer step in between."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class VersionSpans:
     """Which weight version sampled which tokens of one rollout, as the engine reports it.
 
@@ -108,7 +121,7 @@ NO_TOKENS = VersionSpans((), ())
 # ---------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RolloutFinished:
     """An engine has generated the last token of a rollout; its slot is free."""
 
@@ -117,7 +130,7 @@ class RolloutFinished:
     spans: VersionSpans
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RolloutScored:
     """A finished rollout has passed reward and preprocessing; it can be trained on."""
 
@@ -125,7 +138,7 @@ class RolloutScored:
     reward: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RolloutAborted:
     """A rollout ended early: on ``AbortRollout``, on a weight update of kind ``abort``, or on ``Stop``."""
 
@@ -134,14 +147,14 @@ class RolloutAborted:
     spans: VersionSpans
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RolloutFailed:
     """A rollout will never be scored: generation, reward or preprocessing raised."""
 
     rollout_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TrainingFinished:
     """The trainer has finished a micro-batch and, if that completed the step, the optimizer step."""
 
@@ -151,7 +164,7 @@ class TrainingFinished:
     """Seconds the trainer worked on it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightsPublished:
     """The trainer has handed over its weights and is free again; the engines load in their own time."""
 
@@ -160,7 +173,7 @@ class WeightsPublished:
     """Seconds the trainer stood still for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WeightsLoaded:
     """An engine samples with ``version`` from now on."""
 
@@ -184,7 +197,7 @@ Event = (
 # -------------------------------------------------------------------------------------- commands
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StartRollout:
     """Generate one answer to ``prompt_id`` on ``engine``.
 
@@ -198,7 +211,7 @@ class StartRollout:
     kept_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AbortRollout:
     """End a rollout in progress; its partial answer is not wanted."""
 
@@ -206,7 +219,7 @@ class AbortRollout:
     engine: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DiscardRollouts:
     """Forget these finished rollouts; they will never be trained on."""
 
@@ -214,7 +227,7 @@ class DiscardRollouts:
     reason: DiscardReason
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StartTraining:
     """Accumulate the gradient of these rollouts; make the optimizer step if they complete the batch."""
 
@@ -224,7 +237,7 @@ class StartTraining:
     completes_step: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PublishWeights:
     """Send the trainer's weights to every engine."""
 
@@ -232,7 +245,7 @@ class PublishWeights:
     weight_update: WeightUpdate
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Stop:
     """The run is over."""
 

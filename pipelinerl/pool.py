@@ -68,10 +68,11 @@ class RolloutPool:
         self.group_size = group_size
         self.groups: dict[int, Group] = {}  # admitted and neither trained on nor gone, in order of admission
         self.num_doomed = 0  # rollouts that ended without being trained on, ever
+        self.num_free = num_engines * slots_per_engine  # slots of engines that are not held
+        self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
+        self.starting: Group | None = None  # the one admitted group with rollouts not yet started
         self._in_flight: dict[int, int] = {}  # rollout -> engine
         self._scoring: set[int] = set()
-        self._interrupted: dict[int, int] = {}  # rollout -> tokens it has, oldest first
-        self._starting: Group | None = None  # the one admitted group with rollouts not yet started
         self._next_group_id = 0
         self._next_prompt_id = 0
         self._prompts_again: deque[int] = deque()
@@ -88,27 +89,13 @@ class RolloutPool:
         """Rollouts in progress on the engines (count)."""
         return len(self._in_flight)
 
-    def has_room(self) -> bool:
-        """Return whether an engine that is not held has a free slot."""
-        roomy, free, held = self._roomy, self._free, self._held
-        while roomy:
-            negative, engine = roomy[0]
-            if free[engine] == -negative and negative and not held[engine]:
-                return True
-            heapq.heappop(roomy)
-        return False
-
-    def has_rollout_to_start(self) -> bool:
-        """Return whether an admitted rollout waits for a slot."""
-        return self._starting is not None or bool(self._interrupted)
-
     def admit(self, oldest_bound: int) -> None:
         """Admit a new group; its prompt is one that is to be tried again, or else the next one.
 
         Args:
             oldest_bound: Version that none of its tokens will be older than (optimizer steps).
         """
-        assert self._starting is None
+        assert self.starting is None
         if self._prompts_again:
             prompt_id = self._prompts_again.popleft()
         else:
@@ -117,25 +104,33 @@ class RolloutPool:
         group = Group(self._next_group_id, prompt_id, oldest_bound)
         self._next_group_id += 1
         self.groups[group.group_id] = group
-        self._starting = group
+        self.starting = group
 
     def start_one(self) -> StartRollout:
-        """Start a waiting rollout, interrupted ones first, on the engine with most room."""
-        negative, engine = heapq.heappop(self._roomy)  # valid: has_room() has just said so
-        self._free[engine] -= 1
+        """Start a waiting rollout, interrupted ones first, on the engine with most room.
+
+        There must be such a rollout (``interrupted`` or ``starting``) and room (``num_free``).
+        """
+        roomy, free, held = self._roomy, self._free, self._held
+        while True:
+            negative, engine = heapq.heappop(roomy)
+            if free[engine] == -negative and not held[engine]:
+                break  # the entry is not stale
+        free[engine] -= 1
+        self.num_free -= 1
         if negative < -1:
-            heapq.heappush(self._roomy, (negative + 1, engine))
-        if self._interrupted:
-            rollout_id = next(iter(self._interrupted))
-            kept_tokens = self._interrupted.pop(rollout_id)
+            heapq.heappush(roomy, (negative + 1, engine))
+        if self.interrupted:
+            rollout_id = next(iter(self.interrupted))
+            kept_tokens = self.interrupted.pop(rollout_id)
             group = self.groups[rollout_id // self.group_size]
         else:
-            assert self._starting is not None  # has_rollout_to_start() has just said so
-            group, kept_tokens = self._starting, 0
+            assert self.starting is not None  # has_rollout_to_start() has just said so
+            group, kept_tokens = self.starting, 0
             rollout_id = group.group_id * self.group_size + group.num_started
             group.num_started += 1
             if group.num_started == self.group_size:
-                self._starting = None
+                self.starting = None
         group.num_in_flight += 1
         self._in_flight[rollout_id] = engine
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
@@ -143,12 +138,15 @@ class RolloutPool:
     def hold(self, engine: int) -> None:
         """Start nothing on this engine until it is released."""
         self._held[engine] = True
+        self.num_free -= self._free[engine]
 
     def release(self, engine: int) -> None:
         """Let rollouts start on this engine again."""
         if self._held[engine]:
             self._held[engine] = False
-            heapq.heappush(self._roomy, (-self._free[engine], engine))
+            self.num_free += self._free[engine]
+            if self._free[engine]:
+                heapq.heappush(self._roomy, (-self._free[engine], engine))
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -195,7 +193,7 @@ class RolloutPool:
             return
         if spans.versions and spans.versions[0] < group.oldest_reported:
             group.oldest_reported = spans.versions[0]
-        self._interrupted[rollout_id] = spans.num_tokens
+        self.interrupted[rollout_id] = spans.num_tokens
 
     def fail(self, rollout_id: int) -> Group | None:
         """Book a rollout that will never be scored.
@@ -229,14 +227,14 @@ class RolloutPool:
         ended = list(group.scored)
         first = group.group_id * self.group_size
         for rollout_id in range(first, first + group.num_started):
-            if self._interrupted.pop(rollout_id, None) is not None:
+            if self.interrupted.pop(rollout_id, None) is not None:
                 ended.append(rollout_id)
             elif rollout_id in self._in_flight:
                 commands.append(AbortRollout(rollout_id, self._in_flight[rollout_id]))
         if ended:
             commands.append(DiscardRollouts(tuple(ended), reason))
-        if self._starting is group:
-            self._starting = None
+        if self.starting is group:
+            self.starting = None
         self._forget_if_over(group)
 
     def again(self, group: Group) -> None:
@@ -252,9 +250,11 @@ class RolloutPool:
     def _leave_engine(self, rollout_id: int, engine: int) -> Group:
         if self._in_flight.pop(rollout_id, None) != engine:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
-        self._free[engine] += 1
+        free = self._free[engine] + 1
+        self._free[engine] = free
         if not self._held[engine]:
-            heapq.heappush(self._roomy, (-self._free[engine], engine))
+            self.num_free += 1
+            heapq.heappush(self._roomy, (-free, engine))
         group = self.groups[rollout_id // self.group_size]
         group.num_in_flight -= 1
         return group

@@ -251,8 +251,8 @@ class Scheduler(ABC):
     def _fill(self, commands: list[Command]) -> None:
         """Start rollouts while there is room and something to start."""
         pool = self._pool
-        while pool.has_room():
-            if not pool.has_rollout_to_start():
+        while pool.num_free:
+            if pool.starting is None and not pool.interrupted:
                 if not self._may_admit():
                     return
                 bound = min(self._loaded)

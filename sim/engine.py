@@ -96,7 +96,7 @@ class Engine:
         self._prefill_ticks = 0  # charged to the next step
         self._running: dict[int, Sequence] = {}  # in order of admission
         self._finishes: list[tuple[int, int, Sequence]] = []  # heap of (step, order of admission, sequence)
-        self._num_admitted = 0
+        self._next_order = index << 40  # no two engines give the same: a rollout may leave one and join another
         self._waiting: deque[Sequence] = deque()
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
@@ -167,10 +167,14 @@ class Engine:
             taken_until = now - 1
             self._make_steps(self._wake_steps)
             self._report_finished()
-        if self._arrivals or self._aborts or self._update is not None:
+        arrivals = self._arrivals
+        if (arrivals and arrivals[0][0] <= taken_until) or self._aborts or self._update is not None:
             self._take_requests(taken_until)
-        if self._pause_end is None and not self._preempt() and self._waiting:
-            self._admit()
+        if self._pause_end is None:
+            if self._context + len(self._running) > self._capacity:
+                self._preempt()
+            elif self._waiting:
+                self._admit()
         self._awake = False
         self._wake_at = NOT_PLANNED
         self._plan(now)
@@ -184,7 +188,7 @@ class Engine:
         self._join = None
         steps, self._tick = join
         self._make_steps(steps)
-        self._join_batch(heapq.heappop(self._arrivals)[2])
+        self._join_batch(heapq.heappop(self._arrivals)[2])  # the first: others may have been submitted since
 
     def _make_steps(self, steps: int) -> None:
         """Decode ``steps`` tokens of every running rollout."""
@@ -221,15 +225,12 @@ class Engine:
                 return
         self._pause_end = self._tick + self._pause_ticks
 
-    def _preempt(self) -> bool:
-        """Make room for the next step; return whether anything had to leave."""
-        if self._context + len(self._running) <= self._capacity:
-            return False
+    def _preempt(self) -> None:
+        """Send away what was admitted last until the next step fits."""
         while self._context + len(self._running) > self._capacity:
             _, sequence = self._running.popitem()
             self._leave(sequence)
             self._waiting.appendleft(sequence)
-        return True
 
     def _admit(self) -> None:
         """Let waiting rollouts join, first come first served, while they fit."""
@@ -238,24 +239,23 @@ class Engine:
             self._join_batch(waiting.popleft())
 
     def _join_batch(self, sequence: Sequence) -> None:
-        sequence.order = order = self._num_admitted
-        self._num_admitted += 1
+        sequence.order = order = self._next_order
+        self._next_order += 1
         sequence.start_step = step = self._step
         self._running[sequence.rollout_id] = sequence
-        num_tokens = sequence.spans.num_tokens
-        heapq.heappush(self._finishes, (step + sequence.length - num_tokens, order, sequence))
-        self._context += sequence.prompt_tokens + num_tokens
-        self._prefill_ticks += self._prefill.ticks(sequence.prompt_tokens + num_tokens)
+        tokens = sequence.tokens_to_prefill
+        heapq.heappush(self._finishes, (step + sequence.num_left, order, sequence))
+        self._context += tokens
+        self._prefill_ticks += self._prefill.ticks(tokens)
 
     def _fits(self, sequence: Sequence, context: int, batch: int) -> bool:
         """Return whether a rollout, and one more step of everybody, fit beside what is there."""
-        needed = context + sequence.prompt_tokens + sequence.spans.num_tokens + batch + 1
-        return needed <= self._capacity and batch < self._num_slots
+        return context + sequence.tokens_to_prefill + batch + 1 <= self._capacity and batch < self._num_slots
 
     def _leave(self, sequence: Sequence) -> None:
         """Note what a rollout has when it leaves the batch unfinished; it is out of ``_running`` already."""
         self._context -= sequence.tokens_to_prefill + self._step - sequence.start_step
-        sequence.spans = self._spans(sequence)
+        sequence.keep(self._spans(sequence))
         sequence.order = -1
 
     def _abort(self, rollout_id: int) -> None:
@@ -295,13 +295,17 @@ class Engine:
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
-        start, steps = sequence.start_step, self._version_steps
-        if self._step == start:
+        start, step, steps = sequence.start_step, self._step, self._version_steps
+        if step == start:
             return sequence.spans
-        first = bisect_right(steps, start)
-        last = bisect_left(steps, self._step)
-        ends = (*[step - start for step in steps[first:last]], self._step - start)
-        return joined(sequence.spans, VersionSpans(tuple(self._versions[first - 1 : last]), ends))
+        if steps[-1] <= start:  # no update since it joined
+            spans = VersionSpans((self._versions[-1],), (step - start,))
+        else:
+            first, last = bisect_right(steps, start), bisect_left(steps, step)
+            ends = [one - start for one in steps[first:last]]
+            ends.append(step - start)
+            spans = VersionSpans(tuple(self._versions[first - 1 : last]), tuple(ends))
+        return joined(sequence.spans, spans) if sequence.spans.ends else spans
 
     # -------------------------------------------------------------------------------------- planning
 
@@ -329,47 +333,33 @@ class Engine:
             heapq.heappop(finishes)
         finish_step = finishes[0][0]
         steps = min(finish_step - self._step, (self._capacity - context) // batch)
-        request = self._next_request()
+        arrivals, quiet = self._arrivals, self._update is None and not self._aborts
+        request = (arrivals[0][0] if arrivals else None) if quiet else self._next_request()
         if request is not None:
-            steps_to_request = self._steps_to_pass(request - tick)
-            if steps_to_request < steps:
-                steps = steps_to_request
-                at = tick + self._duration(steps, context, batch, self._prefill_ticks)
-                context += steps * batch
-                if self._only_one_joins(at, context, batch):
-                    return self._plan_through_join(steps, at, context, batch, finish_step)
-                self._wake_steps = steps
-                return at
+            to_request = self._steps_to_pass(request - tick)
+            if to_request < steps:
+                at = tick + self._duration(to_request, context, batch, self._prefill_ticks)
+                context += to_request * batch
+                self._wake_steps = to_request
+                if not quiet or self._waiting or len(arrivals) > 1:
+                    return at
+                sequence = arrivals[0][2]
+                if not self._fits(sequence, context, batch):
+                    return at
+                # Look through this boundary: all that happens at it is that this rollout joins.
+                self._join = (to_request, at)
+                tokens = sequence.tokens_to_prefill
+                context += tokens
+                batch += 1
+                to_finish = finish_step - self._step - to_request
+                self._wake_steps = steps = min(to_finish, sequence.num_left, (self._capacity - context) // batch)
+                return at + self._duration(steps, context, batch, self._prefill.ticks(tokens))
         self._wake_steps = steps
         return tick + self._duration(steps, context, batch, self._prefill_ticks)
-
-    def _plan_through_join(self, steps: int, at: int, context: int, batch: int, finish_step: int) -> int:
-        """Look through the boundary, ``steps`` steps ahead, at which the one arriving rollout joins."""
-        self._join = (steps, at)
-        sequence = self._arrivals[0][2]
-        tokens = sequence.tokens_to_prefill
-        context += tokens
-        batch += 1
-        finish_step -= self._step + steps
-        self._wake_steps = min(finish_step, sequence.num_left, (self._capacity - context) // batch)
-        return at + self._duration(self._wake_steps, context, batch, self._prefill.ticks(tokens))
-
-    def _only_one_joins(self, at: int, context: int, batch: int) -> bool:
-        """Return whether all that happens at the boundary at ``at`` is that the only arriving rollout joins."""
-        return (
-            len(self._arrivals) == 1
-            and not self._aborts
-            and not self._waiting
-            and self._update is None
-            and self._arrivals[0][0] < at
-            and self._fits(self._arrivals[0][2], context, batch)
-        )
 
     def _next_request(self) -> int | None:
         """Return the tick of the first request that can be taken up, if any."""
         update = self._update
-        if update is None and not self._aborts:
-            return self._arrivals[0][0] if self._arrivals else None
         ticks = [self._aborts[0][0]] if self._aborts else []
         if self._arrivals and (update is None or self._arrivals[0][0] < update.at):
             ticks.append(self._arrivals[0][0])

@@ -10,26 +10,34 @@ from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
 class Sequence:
     """A rollout as the simulator knows it, its true length included (mutable; owned by the world)."""
 
-    __slots__ = ("length", "order", "prompt_tokens", "reward", "rollout_id", "spans", "start_step")
+    __slots__ = (
+        "length",
+        "num_left",
+        "order",
+        "prompt_tokens",
+        "reward",
+        "rollout_id",
+        "spans",
+        "start_step",
+        "tokens_to_prefill",
+    )
 
     def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
         self.rollout_id = rollout_id
         self.prompt_tokens = prompt_tokens
         self.length = length  # tokens it will have when finished
         self.reward = reward
-        self.spans = NO_TOKENS  # tokens it had when it joined the batch
-        self.start_step = 0  # decode steps its engine had done when it joined the batch
         self.order = -1  # place in the order of admission while in the batch, -1 otherwise
+        self.start_step = 0  # decode steps its engine had done when it joined the batch
+        self.spans = NO_TOKENS  # tokens it had when it joined the batch
+        self.num_left = length  # tokens it still had to generate then
+        self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
 
-    @property
-    def tokens_to_prefill(self) -> int:
-        """Tokens whose keys and values must be computed when it joins the batch."""
-        return self.prompt_tokens + self.spans.num_tokens
-
-    @property
-    def num_left(self) -> int:
-        """Tokens it still has to generate when it joins the batch."""
-        return self.length - self.spans.num_tokens
+    def keep(self, spans: VersionSpans) -> None:
+        """Keep these tokens until it joins a batch again."""
+        self.spans = spans
+        self.num_left = self.length - spans.num_tokens
+        self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
 
 
 class EngineHost(Protocol):

@@ -425,8 +425,8 @@ def test_throughput_against_max_lag_shows_points_in_order_of_lag_and_both_curves
     assert drawn == {
         "pipeline, model": [[8, 1.10], [132, 16.90]],
         "conventional, model": [[8, 1.18], [132, 10.69]],
-        "pipeline, simulated": [[64, 8.1], [132, 16.2]],
-        "conventional, simulated": [[133, 10.4]],
+        "pipeline, runs": [[64, 8.1], [132, 16.2]],
+        "conventional, runs": [[133, 10.4]],
     }
     assert axes.get_ylabel() == "throughput (tokens/flash)"
 
@@ -484,6 +484,16 @@ def test_timeline_shows_every_engine_block_pause_and_update(runs: list[Run]) -> 
     updates = [lines.get_paths()[0].vertices[0, 0] * 60 for lines in axes.collections[ENGINES + 2 :]]
     assert_allclose(updates, [published_s for _, published_s in line.updates])
     assert [text.get_text() for text in axes.texts] == [str(version) for version, _ in line.updates[::2]]
+
+
+def test_timeline_leaves_the_row_of_an_engine_that_never_worked_empty(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", num_steps=3)
+    data = json.loads((folder / "profile.json").read_text())
+    data["timeline"]["engines"][1].update(time_s=[], in_progress=[], paused=[])
+    (folder / "profile.json").write_text(json.dumps(data))
+    [axes] = figures.timeline(read_run(folder)).axes
+    feet = [area.get_paths()[0].vertices[:, 1].min() for area in axes.collections[: ENGINES - 1]]
+    assert feet == [4, 2, 1]
 
 
 def test_timeline_scale_names_the_most_sequences_in_progress(runs: list[Run]) -> None:
@@ -547,6 +557,26 @@ def test_every_text_fits_the_figure_and_is_large_enough_to_print(
     assert box.y1 <= figure.get_figheight() + 0.01
 
 
+def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path: Path) -> None:
+    on_policy = read_run(write_run(tmp_path / "run", rl_step=1, num_steps=10))
+    for draw in (figures.lag_by_position, figures.lag_by_step):
+        [axes] = draw([on_policy]).axes
+        assert all(np.nanmax(line.get_ydata()) == 0 for line in axes.lines)
+        assert axes.get_ylim() == pytest.approx((0, 1), abs=0.06)
+
+
+def test_a_long_legend_takes_its_room_from_the_paper_and_not_from_the_panel(runs: list[Run]) -> None:
+    heights_in = []
+    for number in (1, 20):
+        figure = figures.lag_by_position(
+            [replace(runs[0], name=f"a run with a name, number {k}") for k in range(number)]
+        )
+        figure.draw_without_rendering()
+        heights_in.append(figure.axes[0].get_position().height * figure.get_figheight())
+    assert heights_in[1] == pytest.approx(heights_in[0], abs=0.25)
+    assert heights_in[0] > 1.3
+
+
 def test_a_long_name_loses_its_start_in_a_legend(runs: list[Run]) -> None:
     figure = figures.samples_against_time([replace(runs[0], name="a" * 100 + "bc")])
     [label] = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -584,21 +614,19 @@ def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
 
 
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
-    written = []
-    for folder, date in (("a", "0"), ("b", "86400")):
-        write_run(tmp_path / folder / "run", num_steps=20)
-        code = (
-            "import sys; from analysis.runs import read_run; from analysis.report import save_figures;"
-            "save_figures([read_run(sys.argv[1])], sys.argv[2])"
-        )
-        # A new process, hash seed and date each: nothing of these may reach the files.
-        environment = {**os.environ, "PYTHONHASHSEED": date, "SOURCE_DATE_EPOCH": date}
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / folder / "run"), str(tmp_path / folder / "out")],
-            check=True,
-            env=environment,
-            cwd=Path(__file__).parents[1],
-        )
+    # A new process, hash seed and date each: nothing of these may reach the files.
+    code = (
+        "import sys; from analysis.runs import read_run; from analysis.report import save_figures;"
+        "save_figures([read_run(sys.argv[1])], sys.argv[2])"
+    )
+    processes, written = [], []
+    for folder, number in (("a", "0"), ("b", "86400")):
+        paths = [str(write_run(tmp_path / folder / "run", num_steps=20)), str(tmp_path / folder / "out")]
+        environment = {**os.environ, "PYTHONHASHSEED": number, "SOURCE_DATE_EPOCH": number}
+        command = [sys.executable, "-c", code, *paths]
+        processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1]))
+    for process, folder in zip(processes, "ab", strict=True):
+        assert process.wait(timeout=120) == 0
         written.append({path.name: path.read_bytes() for path in sorted((tmp_path / folder / "out").iterdir())})
     assert written[0] == written[1]
     assert len(written[0]) == 14

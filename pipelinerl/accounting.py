@@ -1,0 +1,422 @@
+"""The books of a run: from time-stamped events and commands to numbers, the same for both worlds.
+
+An ``Accountant`` is told every event and command and keeps sums whose size does not grow with the run (but
+for a row per optimizer step). Feeding it a recorded trace gives the same numbers again.
+
+Lag of a token = version it is trained at - version that sampled it (optimizer steps), in two parts: *in
+flight*, until its rollout finished (by the trainer's version at that time), and *in queue*, from then on.
+All lags are weighted by tokens.
+
+An engine is *busy* while it has a rollout in progress and does not stand still for a weight update; the
+*utilisation* of generation is busy engine-seconds over all engine-seconds of the run, of training it is the
+trainer's working seconds over the seconds of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.events import (
+    AbortRollout,
+    Command,
+    DiscardReason,
+    DiscardRollouts,
+    Event,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    TrainingFinished,
+    VersionSpans,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from pipelinerl.profile import Profile
+
+BALANCED_SHARE = 0.05
+"""Idle share below which neither side counts as the bottleneck."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One optimizer step: a row of steps.csv."""
+
+    step: int
+    """Optimizer steps done after it."""
+    time_s: float
+    """When it ended (s)."""
+    train_s: float
+    """Seconds the trainer worked on it."""
+    publish_s: float
+    """Seconds the trainer published since the step before."""
+    wait_s: float
+    """Seconds the trainer did neither since the step before."""
+    samples: int
+    """Rollouts trained on (count)."""
+    tokens: int
+    """Tokens trained on (count), prompts not counted."""
+    lag_mean: float
+    """Mean lag of its tokens (optimizer steps)."""
+    lag_max: int
+    """Largest lag of its tokens (optimizer steps)."""
+    lag_in_flight_mean: float
+    """Part of the mean lag from before the rollouts finished (optimizer steps)."""
+    lag_in_queue_mean: float
+    """Part of the mean lag from after the rollouts finished (optimizer steps)."""
+    in_progress: int
+    """Rollouts in progress when it ended (count)."""
+    ready: int
+    """Rollouts finished and not yet trained on or discarded when it ended (count)."""
+    reward_mean: float
+    """Mean reward of its rollouts."""
+    length_mean: float
+    """Mean length of its rollouts (tokens)."""
+
+
+class _Finished:
+    """A rollout between its last token and its training."""
+
+    __slots__ = ("reward", "spans", "version")
+
+    def __init__(self, spans: VersionSpans, version: int) -> None:
+        self.spans = spans
+        self.version = version  # the trainer's, when it finished
+        self.reward = 0.0
+
+
+class _Histogram:
+    """Counts by whole number."""
+
+    def __init__(self) -> None:
+        self.counts: NDArray[np.float64] = np.zeros(1)
+
+    def add(self, value_N: NDArray[np.int64], weight_N: NDArray[np.int64]) -> None:
+        """Add weights (token counts, exact in float64) at values of at least 0."""
+        added: NDArray[np.float64] = np.bincount(value_N, weight_N, len(self.counts)).astype(np.float64)
+        added[: len(self.counts)] += self.counts
+        self.counts = added
+
+    def mean(self) -> float:
+        total = self.counts.sum()
+        return float((self.counts * np.arange(len(self.counts))).sum() / total) if total else 0.0
+
+    def quantile(self, share: float) -> int:
+        """Return the least value with at least ``share`` of the weight at or below it."""
+        below = np.cumsum(self.counts)
+        return int(np.searchsorted(below, share * below[-1])) if below[-1] else 0
+
+    def max(self) -> int:
+        return int(np.flatnonzero(self.counts)[-1]) if self.counts.any() else 0
+
+    def as_list(self) -> list[int]:
+        return [int(count) for count in self.counts]
+
+
+class Accountant:
+    """Keeps the books of one run.
+
+    Args:
+        num_engines: Engines that generate (count).
+        colocated: Whether the same accelerators generate and train in turn.
+        longest: Longest answer there can be (tokens).
+        on_step: Called with each row as soon as its step is done.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_engines: int,
+        colocated: bool,
+        longest: int,
+        on_step: Callable[[StepRow], None] | None = None,
+    ) -> None:
+        self.steps: list[StepRow] = []
+        self.profile = Profile(num_engines=num_engines, colocated=colocated, longest=longest)
+        self._colocated = colocated
+        self._on_step = on_step
+        self._time_s = 0.0
+        self._version = 0
+        self._stop: str | None = None
+        # Rollouts.
+        self._finished: dict[int, _Finished] = {}
+        self._interrupted: dict[int, VersionSpans] = {}
+        self._aborting: set[int] = set()
+        self._counts = dict.fromkeys(("started", "finished", "trained", "discarded", "aborted", "failed"), 0)
+        self._tokens = dict.fromkeys(("generated", "trained", "discarded", "aborted", "failed", "unfinished"), 0)
+        self._reasons = {reason.value: 0 for reason in DiscardReason}
+        self._num_interruptions = 0
+        # Engines.
+        self._engine_rollouts = [0] * num_engines
+        self._engine_of: dict[int, int] = {}
+        self._busy_since_s = [0.0] * num_engines
+        self._busy_s = [0.0] * num_engines
+        # Trainer.
+        self._seconds = {"training": 0.0, "publishing": 0.0}
+        self._step_start_s = 0.0
+        self._step_seconds = {"training": 0.0, "publishing": 0.0}
+        self._step_batches: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], float]] = []
+        # Lag.
+        self._lag = {part: _Histogram() for part in ("total", "in_flight", "in_queue")}
+
+    # --------------------------------------------------------------------------------------- events
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Book an event reported at ``time_s``."""
+        self._time_s = time_s
+        match event:
+            case RolloutFinished():
+                rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
+                self._leave_engine(rollout_id, event.engine, num_tokens)
+                self._counts["finished"] += 1
+                self._tokens["generated"] += num_tokens
+                self._finished[rollout_id] = _Finished(event.spans, self._version)
+            case RolloutScored():
+                self._finished[event.rollout_id].reward = event.reward
+            case RolloutAborted():
+                self._aborted(event)
+            case RolloutFailed():
+                self._failed(event.rollout_id)
+            case TrainingFinished():
+                self._trained(event)
+            case WeightsPublished():
+                self._seconds["publishing"] += event.publish_s
+                self._step_seconds["publishing"] += event.publish_s
+                self.profile.trainer_worked(time_s - event.publish_s, time_s, "publishing")
+            case WeightsLoaded():
+                self._loaded(event)
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Book a command given at ``time_s``."""
+        self._time_s = time_s
+        match command:
+            case StartRollout():
+                rollout_id, engine = command.rollout_id, command.engine
+                if self._interrupted and rollout_id in self._interrupted:
+                    self._tokens["generated"] -= self._interrupted.pop(rollout_id).num_tokens
+                else:
+                    self._counts["started"] += 1
+                self._engine_of[rollout_id] = engine
+                in_progress = self._engine_rollouts[engine] + 1
+                self._engine_rollouts[engine] = in_progress
+                if in_progress == 1:
+                    self._busy_since_s[engine] = time_s
+                if self.profile.watching:
+                    self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
+            case StartTraining():
+                self._training_started(command)
+            case PublishWeights():
+                self.profile.published(time_s, command.version)
+            case DiscardRollouts():
+                self._discarded(command)
+            case AbortRollout():
+                self._aborting.add(command.rollout_id)
+            case Stop():
+                self._stop = command.reason.value
+
+    def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int) -> None:
+        del self._engine_of[rollout_id]
+        in_progress = self._engine_rollouts[engine] - 1
+        self._engine_rollouts[engine] = in_progress
+        if not in_progress:
+            self._busy_s[engine] += self._time_s - self._busy_since_s[engine]
+        if self.profile.watching:
+            self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
+
+    def _aborted(self, event: RolloutAborted) -> None:
+        rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
+        self._leave_engine(rollout_id, event.engine, num_tokens)
+        self._tokens["generated"] += num_tokens
+        if self._stop is None and rollout_id in self._aborting:
+            self._counts["aborted"] += 1
+            self._tokens["aborted"] += num_tokens
+        else:
+            self._interrupted[rollout_id] = event.spans
+            self._num_interruptions += self._stop is None
+        self._aborting.discard(rollout_id)
+
+    def _failed(self, rollout_id: int) -> None:
+        self._counts["failed"] += 1
+        self._aborting.discard(rollout_id)
+        if rollout_id in self._engine_of:
+            self._leave_engine(rollout_id, self._engine_of[rollout_id], 0)
+        else:
+            self._tokens["failed"] += self._finished.pop(rollout_id).spans.num_tokens
+
+    def _discarded(self, command: DiscardRollouts) -> None:
+        for rollout_id in command.rollout_ids:
+            if rollout_id in self._interrupted:  # it never finished
+                self._counts["aborted"] += 1
+                self._tokens["aborted"] += self._interrupted.pop(rollout_id).num_tokens
+            else:
+                self._counts["discarded"] += 1
+                self._tokens["discarded"] += self._finished.pop(rollout_id).spans.num_tokens
+                self._reasons[command.reason.value] += 1
+
+    def _loaded(self, event: WeightsLoaded) -> None:
+        engine, time_s = event.engine, self._time_s
+        if self._engine_rollouts[engine]:
+            # What it had in progress stood still, as far back as it had anything in progress.
+            self._busy_s[engine] -= min(event.pause_s, time_s - self._busy_since_s[engine])
+        self.profile.loaded(time_s, engine, event.version, event.pause_s)
+
+    # ------------------------------------------------------------------------------------- training
+
+    def _training_started(self, command: StartTraining) -> None:
+        versions: list[int] = []
+        ends: list[int] = []
+        counts: list[int] = []
+        finish_versions: list[int] = []
+        reward = 0.0
+        for rollout_id in command.rollout_ids:
+            finished = self._finished.pop(rollout_id)
+            versions.extend(finished.spans.versions)
+            ends.extend(finished.spans.ends)
+            counts.append(len(finished.spans.ends))
+            finish_versions.append(finished.version)
+            reward += finished.reward
+        end_N = np.array(ends, dtype=np.int64)
+        start_N = np.concatenate(([0], end_N[:-1]))
+        start_N[np.cumsum([0, *counts[:-1]])] = 0
+        lag_N = command.version - np.array(versions, dtype=np.int64)
+        queue_N = command.version - np.repeat(np.array(finish_versions, dtype=np.int64), counts)
+        tokens_N = end_N - start_N
+        self._lag["total"].add(lag_N, tokens_N)
+        self._lag["in_queue"].add(queue_N, tokens_N)
+        self._lag["in_flight"].add(lag_N - queue_N, tokens_N)
+        self.profile.trained(start_N, end_N, lag_N)
+        self._step_batches.append((len(command.rollout_ids), tokens_N, lag_N, queue_N, reward))
+
+    def _trained(self, event: TrainingFinished) -> None:
+        self._seconds["training"] += event.train_s
+        self._step_seconds["training"] += event.train_s
+        self.profile.trainer_worked(self._time_s - event.train_s, self._time_s, "training")
+        if event.version == self._version:
+            return  # a micro-batch that did not complete its step
+        self._version = event.version
+        samples = sum(batch[0] for batch in self._step_batches)
+        tokens_N, lag_N, queue_N = (np.concatenate([batch[i] for batch in self._step_batches]) for i in (1, 2, 3))
+        reward = sum(batch[4] for batch in self._step_batches)
+        tokens = int(tokens_N.sum())
+        lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
+        training_s, publishing_s = self._step_seconds["training"], self._step_seconds["publishing"]
+        row = StepRow(
+            step=event.version,
+            time_s=self._time_s,
+            train_s=training_s,
+            publish_s=publishing_s,
+            wait_s=max(0.0, self._time_s - self._step_start_s - training_s - publishing_s),
+            samples=samples,
+            tokens=tokens,
+            lag_mean=lag_tokens / tokens,
+            lag_max=int(lag_N.max()),
+            lag_in_flight_mean=(lag_tokens - queue_tokens) / tokens,
+            lag_in_queue_mean=queue_tokens / tokens,
+            in_progress=sum(self._engine_rollouts),
+            ready=len(self._finished),
+            reward_mean=reward / samples,
+            length_mean=tokens / samples,
+        )
+        self._counts["trained"] += samples
+        self._tokens["trained"] += tokens
+        self._step_batches.clear()
+        self._step_start_s = self._time_s
+        self._step_seconds = {"training": 0.0, "publishing": 0.0}
+        self.steps.append(row)
+        self.profile.step_done(self._time_s, event.version)
+        if self._on_step is not None:
+            self._on_step(row)
+
+    # -------------------------------------------------------------------------------------- results
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of the run so far: the keys of summary.json that follow from the trace alone."""
+        duration_s = self._time_s
+        counts, tokens = dict(self._counts), dict(self._tokens)
+        counts["unfinished"] = counts["started"] - sum(
+            counts[key] for key in ("trained", "discarded", "aborted", "failed")
+        )
+        tokens["unfinished"] = tokens["generated"] - sum(
+            tokens[key] for key in ("trained", "discarded", "aborted", "failed")
+        )
+        busy_s = sum(self._busy_s)
+        for engine, rollouts in enumerate(self._engine_rollouts):
+            busy_s += (duration_s - self._busy_since_s[engine]) if rollouts else 0.0
+        training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
+        rest_s = max(0.0, duration_s - training_s - publishing_s)
+        utilisation = {
+            "generation": busy_s / (duration_s * len(self._busy_s)) if duration_s else 0.0,
+            "training": training_s / duration_s if duration_s else 0.0,
+        }
+        finished_tokens = tokens["generated"] - tokens["aborted"] - self._in_progress_tokens()
+        return {
+            "optimizer_steps": self._version,
+            "duration_s": duration_s,
+            "samples_trained": counts["trained"],
+            "tokens_trained": tokens["trained"],
+            "samples_per_s": counts["trained"] / duration_s if duration_s else 0.0,
+            "tokens_per_s": tokens["trained"] / duration_s if duration_s else 0.0,
+            "lag": self._lag_summary(),
+            "rollouts": {**counts, "interruptions": self._num_interruptions},
+            "tokens": tokens,
+            "discarded_by_reason": self._reasons,
+            "length": {
+                "finished_mean": finished_tokens / counts["finished"] if counts["finished"] else 0.0,
+                "trained_mean": tokens["trained"] / counts["trained"] if counts["trained"] else 0.0,
+            },
+            "utilisation": utilisation,
+            "seconds": {
+                "generating": rest_s if self._colocated else 0.0,
+                "training": training_s,
+                "publishing": publishing_s,
+                "waiting_for_data": 0.0 if self._colocated else rest_s,
+            },
+            "bottleneck": self._bottleneck(rest_s),
+            "complete": self._stop == "done",
+        }
+
+    def _bottleneck(self, rest_s: float) -> str:
+        """Return which side limits the throughput.
+
+        Colocated: the longer of the two phases. Otherwise: generation, if the trainer waits for data; training,
+        if after most steps another whole batch was there already; balanced, if neither.
+        """
+        if self._colocated:
+            difference_s = rest_s - self._seconds["training"]
+            if abs(difference_s) < BALANCED_SHARE * self._time_s:
+                return "balanced"
+            return "generation" if difference_s > 0 else "training"
+        if rest_s > BALANCED_SHARE * self._time_s:
+            return "generation"
+        num_ahead = sum(row.ready >= row.samples for row in self.steps)
+        return "training" if 2 * num_ahead > len(self.steps) else "balanced"
+
+    def _in_progress_tokens(self) -> int:
+        return sum(spans.num_tokens for spans in self._interrupted.values())
+
+    def _lag_summary(self) -> dict[str, float]:
+        total = self._lag["total"]
+        return {
+            "mean": total.mean(),
+            "p50": total.quantile(0.50),
+            "p95": total.quantile(0.95),
+            "p99": total.quantile(0.99),
+            "max": total.max(),
+            "in_flight_mean": self._lag["in_flight"].mean(),
+            "in_queue_mean": self._lag["in_queue"].mean(),
+        }
+
+    def profile_summary(self) -> dict[str, Any]:
+        """Return what figures need beyond the rows of the steps: the content of profile.json."""
+        return {
+            "lag_histogram": {part: histogram.as_list() for part, histogram in self._lag.items()},
+            **self.profile.summary(),
+        }

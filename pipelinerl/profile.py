@@ -1,0 +1,193 @@
+"""What figures need beyond a row per step, in bounded space: lag by position, one generation phase, a timeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+POSITION_BINS = 64
+"""Bins of position in the answer (count)."""
+WINDOW_BINS = 200
+"""Bins of time in the generation window (count)."""
+WINDOW_ROLLOUTS = 65_536
+"""Rollouts in the generation window, at most (count)."""
+TIMELINE_ENGINES = 8
+"""Engines in the timeline, the first ones (count)."""
+TIMELINE_STEPS = 12
+"""Optimizer steps in the timeline of disaggregated runs (count)."""
+TIMELINE_RL_STEPS = 2
+"""RL steps in the timeline of colocated runs (count)."""
+TIMELINE_POINTS = 20_000
+"""Points and intervals in the timeline, at most (count)."""
+
+
+class Profile:
+    """Collects what figures show; told by the accountant.
+
+    The *generation window* of a colocated run is its first generation phase. Of any other run it is the time
+    in which its first rollouts, as many as were started at the first instant, have been replaced twice over.
+    The *timeline* covers the first optimizer steps or RL steps.
+
+    Args:
+        num_engines: Engines that generate (count).
+        colocated: Whether the same accelerators generate and train in turn.
+        longest: Longest answer there can be (tokens).
+    """
+
+    def __init__(self, *, num_engines: int, colocated: bool, longest: int) -> None:
+        self.watching = True  # whether it still wants to be told of rollouts
+        self._colocated = colocated
+        # Lag by position: differences along the positions, so that a span costs two additions.
+        self._lag_change = np.zeros(longest + 1)
+        self._count_change = np.zeros(longest + 1)
+        # Generation window: start, end, tokens of each rollout in it.
+        self._window: dict[int, list[float]] = {}
+        self._window_end_s: float | None = None
+        self._num_first = 0
+        self._num_left = 0
+        # Timeline.
+        self._timeline_end_s: float | None = None
+        self._num_points = 0
+        self._trainer: list[tuple[float, float, str]] = []
+        self._occupancy: list[list[tuple[float, int]]] = [[] for _ in range(min(num_engines, TIMELINE_ENGINES))]
+        self._pauses: list[list[tuple[float, float]]] = [[] for _ in self._occupancy]
+        self._updates: dict[int, tuple[float, float]] = {}  # version -> published, last loaded
+        self._num_publications = 0
+        self._time_s = 0.0
+
+    # -------------------------------------------------------------------------------------- rollouts
+
+    def rollout_started(self, time_s: float, rollout_id: int, engine: int, in_progress: int) -> None:
+        """Note a start; ``in_progress`` counts the engine's rollouts with it."""
+        if self._window_end_s is None:
+            if len(self._window) == WINDOW_ROLLOUTS:
+                self._window_end_s = time_s
+            else:
+                self._window.setdefault(rollout_id, [time_s, -1.0, 0.0])
+                self._num_first += time_s == 0.0
+        if self._timeline_end_s is None:
+            self._note_occupancy(time_s, engine, in_progress)
+
+    def rollout_left(self, time_s: float, rollout_id: int, engine: int, in_progress: int, num_tokens: int) -> None:
+        """Note that a rollout left its engine with ``num_tokens`` tokens."""
+        if rollout_id in self._window:
+            self._window[rollout_id][1:] = time_s, num_tokens
+            self._num_left += 1
+            self._stop_watching_if_over()
+            if not self._colocated and self._num_left == 3 * self._num_first:
+                self._window_end_s = self._window_end_s or time_s
+        if self._timeline_end_s is None:
+            self._note_occupancy(time_s, engine, in_progress)
+
+    def _stop_watching_if_over(self) -> None:
+        windows_closed = self._window_end_s is not None and self._timeline_end_s is not None
+        self.watching = not (windows_closed and self._num_left >= len(self._window))
+
+    def _note_occupancy(self, time_s: float, engine: int, in_progress: int) -> None:
+        if engine < len(self._occupancy) and self._num_points < TIMELINE_POINTS:
+            points = self._occupancy[engine]
+            if points and points[-1][0] == time_s:
+                points[-1] = (time_s, in_progress)
+            else:
+                points.append((time_s, in_progress))
+                self._num_points += 1
+
+    # --------------------------------------------------------------------------------------- trainer
+
+    def trained(self, start_N: NDArray[np.int64], end_N: NDArray[np.int64], lag_N: NDArray[np.int64]) -> None:
+        """Note the spans that a batch is trained on: tokens [start, end) at lag."""
+        size = len(self._lag_change)
+        self._lag_change += np.bincount(start_N, lag_N, size) - np.bincount(end_N, lag_N, size)
+        self._count_change += np.bincount(start_N, minlength=size) - np.bincount(end_N, minlength=size)
+
+    def trainer_worked(self, start_s: float, end_s: float, kind: str) -> None:
+        """Note an interval in which the trainer was training or publishing."""
+        if self._colocated and kind == "training" and self._window_end_s is None:
+            self._window_end_s = start_s
+        if self._timeline_end_s is None and self._num_points < TIMELINE_POINTS:
+            self._trainer.append((start_s, end_s, kind))
+            self._num_points += 1
+
+    def step_done(self, time_s: float, version: int) -> None:
+        """Note the end of an optimizer step."""
+        self._time_s = time_s
+        if self._timeline_end_s is None and not self._colocated and version == TIMELINE_STEPS:
+            self._timeline_end_s = time_s
+            self._stop_watching_if_over()
+
+    def published(self, time_s: float, version: int) -> None:
+        """Note a publication."""
+        self._num_publications += 1
+        if self._timeline_end_s is None:
+            if self._colocated and self._num_publications == TIMELINE_RL_STEPS:
+                self._timeline_end_s = time_s
+                self._stop_watching_if_over()
+            self._updates[version] = (time_s, time_s)
+
+    def loaded(self, time_s: float, engine: int, version: int, pause_s: float) -> None:
+        """Note that an engine has loaded a version after a pause."""
+        if version in self._updates:
+            self._updates[version] = (self._updates[version][0], time_s)
+            if engine < len(self._pauses):
+                self._pauses[engine].append((time_s - pause_s, time_s))
+
+    # --------------------------------------------------------------------------------------- results
+
+    def summary(self) -> dict[str, Any]:
+        """Return lag by position, generation window and timeline, as plain values."""
+        return {
+            "lag_by_position": self._lag_by_position(),
+            "generation_window": self._generation_window(),
+            "timeline": self._timeline(),
+        }
+
+    def _lag_by_position(self) -> dict[str, Any]:
+        """Return the mean lag per bin of position: sum of lags over number of tokens, exact for whole numbers."""
+        lag_L, count_L = np.cumsum(self._lag_change)[:-1], np.cumsum(self._count_change)[:-1]
+        width = -(-len(lag_L) // POSITION_BINS)
+        edges = np.arange(0, len(lag_L), width)
+        lag, count = np.add.reduceat(lag_L, edges), np.add.reduceat(count_L, edges)
+        means = [float(one / tokens) if tokens else None for one, tokens in zip(lag, count, strict=True)]
+        return {"width_tokens": width, "lag_mean": means, "tokens": [int(tokens) for tokens in count]}
+
+    def _generation_window(self) -> dict[str, Any]:
+        """Return rollouts in progress and tokens per second by bin of time.
+
+        A rollout counts from its start to its end; its tokens are spread evenly over that time.
+        """
+        end_s = self._window_end_s if self._window_end_s is not None else self._time_s
+        rollouts = np.array([[a, b if b >= 0 else end_s, n] for a, b, n in self._window.values()]).reshape(-1, 3)
+        start_R, stop_R, tokens_R = rollouts.T
+        rate_R = np.divide(tokens_R, stop_R - start_R, out=np.zeros_like(tokens_R), where=stop_R > start_R)
+        edges = np.linspace(0.0, end_s, WINDOW_BINS + 1)
+        passed = [np.clip(edge - start_R, 0.0, stop_R - start_R) for edge in edges]
+        width_s = end_s / WINDOW_BINS
+        in_progress = np.diff([float(one.sum()) for one in passed])
+        tokens = np.diff([float((one * rate_R).sum()) for one in passed])
+        scale = 1.0 / width_s if width_s else 0.0
+        return {
+            "start_s": 0.0,
+            "width_s": width_s,
+            "in_progress": (in_progress * scale).tolist(),
+            "tokens_per_s": (tokens * scale).tolist(),
+        }
+
+    def _timeline(self) -> dict[str, Any]:
+        end_s = self._timeline_end_s if self._timeline_end_s is not None else self._time_s
+        engines = [
+            {
+                "engine": engine,
+                "time_s": [time_s for time_s, _ in points],
+                "in_progress": [count for _, count in points],
+                "paused": [list(pause) for pause in self._pauses[engine]],
+            }
+            for engine, points in enumerate(self._occupancy)
+        ]
+        updates = [
+            {"version": version, "published_s": published_s, "loaded_s": loaded_s}
+            for version, (published_s, loaded_s) in self._updates.items()
+        ]
+        trainer = [list(interval) for interval in self._trainer]
+        return {"until_s": end_s, "trainer": trainer, "engines": engines, "updates": updates}

@@ -1,0 +1,215 @@
+"""An inference engine that takes every decode step one by one: slow, and obviously right.
+
+It exists only for tests, which prove with it that the closed form of ``sim.engine`` is exact, and for the
+comparison of speed. It follows the boundary rules at the top of that file to the letter and shares none of its
+arithmetic: one SimPy event per boundary, one entry in a list per token, every sum made afresh.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, groupby
+
+from simpy.events import EventPriority
+
+from pipelinerl.events import VersionSpans, WeightUpdate
+from sim.clock import WORLD_PRIORITY, Clock, Wake
+from sim.engine import EngineSettings
+from sim.sequence import EngineHost, Sequence
+
+
+class StepByStepEngine:
+    """An engine that wakes at every boundary. See the top of ``sim/engine.py`` for the rules."""
+
+    def __init__(self, clock: Clock, host: EngineHost, index: int, settings: EngineSettings) -> None:
+        self.version = 0
+        self._clock = clock
+        self._host = host
+        self._index = index
+        self._settings = settings
+        self._num_slots = len(settings.decode.batch_ticks) - 1
+        self._running: list[Sequence] = []  # in order of admission
+        self._waiting: list[Sequence] = []
+        self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
+        self._prefill_ticks = 0  # charged to the next step
+        # Requests not yet taken up, each with the tick of its arrival.
+        self._arrivals: list[tuple[int, Sequence]] = []
+        self._aborts: list[tuple[int, int]] = []
+        self._update: tuple[int, int, WeightUpdate] | None = None
+        self._pausing = False
+        self._at_boundary = False
+        self._next_boundary: tuple[int, Wake] | None = None  # None: idle, and nothing is asked
+
+    # -------------------------------------------------------------------------------------- requests
+
+    def submit(self, sequence: Sequence, at: int) -> None:
+        """Have a rollout arrive at tick ``at``."""
+        self._arrivals.append((at, sequence))
+        self._arrivals.sort(key=lambda arrival: arrival[0])  # stable: in order of submission at the same tick
+        self._wake_if_idle()
+
+    def abort(self, rollout_id: int) -> None:
+        """End a rollout early; no effect if it has ended."""
+        self._aborts.append((self._clock.now, rollout_id))
+        self._wake_if_idle()
+
+    def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
+        """Have new weights arrive at tick ``at``."""
+        assert self._update is None
+        self._update = (at, version, weight_update)
+        self._wake_if_idle()
+
+    def end(self) -> list[tuple[int, VersionSpans]]:
+        """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
+        if self._next_boundary is not None and self._next_boundary[0] == self._clock.now:
+            self._end_step()  # it ends exactly now, so it counts
+        self._next_boundary = None
+        sequences = [*self._running, *self._waiting, *(sequence for _, sequence in self._arrivals)]
+        return [(one.rollout_id, self._spans(one)) for one in sorted(sequences, key=lambda one: one.rollout_id)]
+
+    # ------------------------------------------------------------------------------------ boundaries
+
+    def _boundary(self, wake: Wake) -> None:
+        """Follow the five rules, in their order."""
+        if self._next_boundary is None or self._next_boundary[1] is not wake:
+            return  # an idle engine was asked for something earlier
+        now = self._clock.now
+        idle = not self._running and not self._pausing
+        self._at_boundary = True
+        self._end_step()
+        if self._pausing:
+            self._end_pause()
+        self._report_finished()
+        self._take_requests(until=now if idle else now - 1)
+        if not self._pausing and not self._preempt():
+            self._admit()
+        self._at_boundary = False
+        self._plan(now)
+
+    def _end_step(self) -> None:
+        """Add a token to every running rollout, unless the engine stands still."""
+        if not self._pausing:
+            for sequence in self._running:
+                self._tokens(sequence).append(self.version)
+
+    def _report_finished(self) -> None:
+        for sequence in [one for one in self._running if len(self._tokens(one)) == one.length]:
+            self._running.remove(sequence)
+            spans = self._spans(sequence)
+            del self._token_versions[sequence.rollout_id]
+            self._host.rollout_finished(self._index, sequence.rollout_id, spans)
+
+    def _take_requests(self, until: int) -> None:
+        """Take up what has arrived up to tick ``until``: aborts, rollouts, the weights."""
+        while self._aborts and self._aborts[0][0] <= until:
+            _, rollout_id = self._aborts.pop(0)
+            known = [*self._running, *self._waiting, *(sequence for _, sequence in self._arrivals)]
+            for sequence in [one for one in known if one.rollout_id == rollout_id]:
+                self._end_early(sequence)
+        update_at = self._update[0] if self._update is not None else until + 1
+        while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
+            self._waiting.append(self._arrivals.pop(0)[1])
+        if update_at <= until:
+            self._begin_update()
+
+    def _end_early(self, sequence: Sequence) -> None:
+        sequence.keep(self._spans(sequence))  # what it has if it is submitted again
+        self._running = [one for one in self._running if one is not sequence]
+        self._waiting = [one for one in self._waiting if one is not sequence]
+        self._arrivals = [arrival for arrival in self._arrivals if arrival[1] is not sequence]
+        del self._token_versions[sequence.rollout_id]
+        self._host.rollout_aborted(self._index, sequence.rollout_id, sequence.spans)
+
+    def _preempt(self) -> bool:
+        """Make room for the next step, last in first out; return whether anything had to leave."""
+        capacity = self._settings.kv_cache_tokens
+        preempted = False
+        while capacity is not None and self._context() + len(self._running) > capacity:
+            self._waiting.insert(0, self._running.pop())
+            preempted = True
+        return preempted
+
+    def _admit(self) -> None:
+        """Let waiting rollouts join, first come first served, while they fit."""
+        while self._waiting and self._fits(self._waiting[0]):
+            sequence = self._waiting.pop(0)
+            self._running.append(sequence)
+            self._prefill_ticks += self._settings.prefill.ticks(self._cached(sequence))
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Return whether a slot is free, and room for its tokens and one more step of everybody."""
+        capacity = self._settings.kv_cache_tokens
+        batch = len(self._running) + 1
+        room = capacity is None or self._context() + self._cached(sequence) + batch <= capacity
+        return room and batch <= self._num_slots
+
+    # --------------------------------------------------------------------------------------- weights
+
+    def _begin_update(self) -> None:
+        assert self._update is not None
+        _, _, weight_update = self._update
+        if weight_update is WeightUpdate.WAIT and (self._running or self._waiting):
+            return
+        if weight_update is WeightUpdate.ABORT:
+            for sequence in [*self._running, *self._waiting]:
+                self._end_early(sequence)
+        self._pausing = True
+
+    def _end_pause(self) -> None:
+        assert self._update is not None
+        _, self.version, weight_update = self._update
+        self._update = None
+        self._pausing = False
+        if weight_update is WeightUpdate.RECOMPUTE:
+            self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
+        self._host.weights_loaded(self._index, self.version, self._settings.pause_ticks)
+
+    # -------------------------------------------------------------------------------------- planning
+
+    def _wake_if_idle(self) -> None:
+        """Have a boundary for a request; an engine at work has one anyway."""
+        if not self._at_boundary and not self._running and not self._pausing:
+            self._plan(self._clock.now)
+
+    def _plan(self, now: int) -> None:
+        """Schedule the next boundary: the end of the pause, of the next step, or the first request."""
+        decode = self._settings.decode
+        if self._pausing:
+            at = now + self._settings.pause_ticks
+        elif self._running:
+            step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
+            at = now + self._prefill_ticks + step_ticks
+            self._prefill_ticks = 0
+        else:
+            requests = [tick for tick, _ in (*self._arrivals, *self._aborts)]
+            if self._update is not None:
+                requests.append(self._update[0])
+            if not requests:
+                self._next_boundary = None
+                return
+            at = max(now, min(requests))
+        wake = Wake(self._clock, at - now, EventPriority(WORLD_PRIORITY + 1 + self._index), 0, self._boundary)
+        self._next_boundary = (at, wake)
+
+    # ---------------------------------------------------------------------------------------- tokens
+
+    def _tokens(self, sequence: Sequence) -> list[int]:
+        """Return the versions of its tokens, one by one; those it came with are written out at first sight."""
+        if sequence.rollout_id not in self._token_versions:
+            given: list[int] = []
+            for version, end in zip(sequence.spans.versions, sequence.spans.ends, strict=True):
+                given += [version] * (end - len(given))
+            self._token_versions[sequence.rollout_id] = given
+        return self._token_versions[sequence.rollout_id]
+
+    def _spans(self, sequence: Sequence) -> VersionSpans:
+        """Return the versions of its tokens as runs of equal ones."""
+        runs = [(version, len(list(run))) for version, run in groupby(self._tokens(sequence))]
+        return VersionSpans(tuple(version for version, _ in runs), tuple(accumulate(length for _, length in runs)))
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Return the tokens it has in the KV cache while it runs."""
+        return sequence.prompt_tokens + len(self._tokens(sequence))
+
+    def _context(self) -> int:
+        """Return the tokens in the KV cache."""
+        return sum(self._cached(sequence) for sequence in self._running)

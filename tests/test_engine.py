@@ -1,0 +1,501 @@
+"""Engines: what they report by hand-made arithmetic, and the closed form against one step at a time.
+
+Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config import RunConfig
+from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
+from sim.clock import TICKS_PER_S, WORLD_PRIORITY, Clock, Wake, to_ticks
+from sim.costs import DecodeCost, PrefillCost
+from sim.engine import Engine, EngineSettings
+from sim.reference import StepByStepEngine
+from sim.sequence import Sequence
+from sim.world import World
+
+both_engines = pytest.mark.parametrize("make", [Engine, StepByStepEngine])
+
+NO_PREFILL = PrefillCost(0, 0, 0)
+TOKEN_PREFILL = PrefillCost(0, 1, 0)
+"""A tick per token."""
+
+
+def settings_with(*, step=(10, 10), context=0, prefill=NO_PREFILL, capacity=None, pause=0):
+    """An engine with as many slots as ``step`` has entries, one for each number of sequences."""
+    return EngineSettings(DecodeCost((0, *step), context), prefill, capacity, pause)
+
+
+class Log:
+    """Writes down what engines report."""
+
+    def __init__(self, make, given, *, num_engines=1):
+        self.clock = Clock()
+        self.entries = []
+        self.engines = [make(self.clock, self, index, given) for index in range(num_engines)]
+
+    def at(self, tick, call):
+        """Have ``call`` called at a tick, before the engines have their turn."""
+        Wake(self.clock, tick - self.clock.now, WORLD_PRIORITY, 0, lambda _: call())
+
+    def rollout_finished(self, engine, rollout_id, spans):
+        self.entries.append((self.clock.now, "finished", rollout_id, spans))
+
+    def rollout_aborted(self, engine, rollout_id, spans):
+        self.entries.append((self.clock.now, "aborted", rollout_id, spans))
+
+    def weights_loaded(self, engine, version, pause_ticks):
+        self.entries.append((self.clock.now, "loaded", version, pause_ticks))
+
+
+def log_of(make, given, *, rollouts=(), updates=(), aborts=()):
+    """What an engine reports of rollouts (tick, id, prompt tokens, length), updates (tick, kind), aborts (tick, id)."""
+    log = Log(make, given)
+    for tick, *rollout in rollouts:
+        log.engines[0].submit(Sequence(*rollout), tick)
+    for version, (tick, kind) in enumerate(updates, start=1):
+        log.engines[0].update(version, kind, tick)
+    for tick, rollout_id in aborts:
+        log.at(tick, lambda rollout_id=rollout_id: log.engines[0].abort(rollout_id))
+    log.clock.run()
+    return log.entries
+
+
+def spans(*pairs):
+    """Spans of (version, end) pairs."""
+    return VersionSpans(tuple(version for version, _ in pairs), tuple(end for _, end in pairs))
+
+
+# ---------------------------------------------------------------------------------------- decode steps
+
+
+@both_engines
+def test_a_step_costs_its_context(make):
+    """Contexts 5, 6, 7 at a tick per token and 10 per step: 15 + 16 + 17 = 48."""
+    entries = log_of(make, settings_with(context=1), rollouts=[(0, 0, 5, 3)])
+    assert entries == [(48, "finished", 0, spans((0, 3)))]
+
+
+@both_engines
+def test_waiting_rollouts_take_free_slots_and_their_prefill_delays_the_next_step(make):
+    """Two slots; 12 ticks for two, 10 for one; a tick of prefill per token.
+
+    0 -> 5 + 7 + 12 = 24 -> 36, rollout 1 has its 2 tokens, 2 joins -> 36 + 4 + 12 = 52, rollout 0 has 3 -> 62.
+    """
+    given = settings_with(step=(10, 12), prefill=TOKEN_PREFILL)
+    entries = log_of(make, given, rollouts=[(0, 0, 5, 3), (0, 1, 7, 2), (1, 2, 4, 2)])
+    assert entries == [(36, "finished", 1, spans((0, 2))), (52, "finished", 0, spans((0, 3))),
+                       (62, "finished", 2, spans((0, 2)))]  # fmt: skip
+
+
+@both_engines
+@pytest.mark.parametrize(("arrival", "finish"), [(9, 20), (10, 30), (11, 30)])
+def test_what_arrives_exactly_at_a_boundary_joins_at_the_next(make, arrival, finish):
+    """Boundaries at 10, 20, 30; a step of its own makes the one token."""
+    entries = log_of(make, settings_with(), rollouts=[(0, 0, 0, 4), (arrival, 1, 0, 1)])
+    assert entries[0] == (finish, "finished", 1, spans((0, 1)))
+
+
+@both_engines
+def test_an_idle_engine_starts_at_once(make):
+    entries = log_of(make, settings_with(), rollouts=[(10, 1, 0, 1), (3, 0, 0, 1), (13, 2, 0, 1)])
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(13, 0), (23, 1), (33, 2)]
+
+
+@both_engines
+def test_an_aborted_rollout_leaves_after_the_running_step(make):
+    """Boundaries at 10, 20, 30: rollout 0 is aborted at 10 in the running step, 3 before it arrives, 9 never was."""
+    entries = log_of(
+        make,
+        settings_with(),
+        rollouts=[(0, 0, 0, 4), (0, 1, 0, 4), (0, 2, 0, 1), (90, 3, 0, 1)],
+        aborts=[(10, 0), (12, 2), (15, 3), (15, 9), (37, 1), (50, 1)],
+    )
+    assert entries == [
+        (20, "aborted", 0, spans((0, 2))),
+        (20, "aborted", 2, NO_TOKENS),
+        (20, "aborted", 3, NO_TOKENS),
+        (40, "finished", 1, spans((0, 4))),
+    ]
+
+
+@both_engines
+def test_a_rollout_goes_on_where_an_abort_ended_it(make):
+    """2 of 3 tokens are there at 20; 4 prompt tokens and those 2 are prefilled, then one step: 100 + 6 + 10."""
+    log = Log(make, settings_with(prefill=TOKEN_PREFILL))
+    sequence = Sequence(0, 4, 3)
+    log.engines[0].submit(sequence, 0)
+    log.at(15, lambda: log.engines[0].abort(0))
+    log.clock.run(until=50)
+    log.engines[0].submit(sequence, 100)
+    log.clock.run()
+    assert log.entries == [(24, "aborted", 0, spans((0, 2))), (116, "finished", 0, spans((0, 3)))]
+
+
+@both_engines
+def test_coefficients_of_a_measured_engine(make):
+    """H100, 7B: 64 sequences, 131072 tokens of context: 1000 steps last 9.4993736 s, 541 fit into 5 s.
+
+    6.5296 ms * 1000 + 18.215 ns * (1000 * 131072 + 64 * 1000 * 999 / 2) = 6.5296 s + 2.9697736 s; the positive
+    root of t(n) = 5 s is 541.584.
+    """
+    step = [to_ticks(5.848e-3 + 10.65e-6 * batch) for batch in range(1, 65)]
+    log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
+    for rollout_id in range(64):
+        log.engines[0].submit(Sequence(rollout_id, 2048, 1000), 0)
+    log.clock.run()
+    assert log.entries == [(9_499_373_600_000, "finished", rollout_id, spans((0, 1000))) for rollout_id in range(64)]
+
+    log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
+    for rollout_id in range(64):
+        log.engines[0].submit(Sequence(rollout_id, 2048, 1000), 0)
+    log.clock.run(until=5 * TICKS_PER_S)
+    assert log.engines[0].end() == [(rollout_id, spans((0, 541))) for rollout_id in range(64)]
+
+
+# ---------------------------------------------------------------------------------------- weight updates
+
+
+@both_engines
+def test_keep_goes_on_after_the_pause(make):
+    """Boundaries 10, 20; pause 3; 33 and on. The rollout that arrives in the pause has no token of version 0."""
+    entries = log_of(
+        make,
+        settings_with(pause=3),
+        rollouts=[(0, 0, 0, 5), (21, 1, 0, 1)],
+        updates=[(12, WeightUpdate.KEEP)],
+    )
+    assert entries == [
+        (23, "loaded", 1, 3),
+        (33, "finished", 1, spans((1, 1))),
+        (53, "finished", 0, spans((0, 2), (1, 5))),
+    ]
+
+
+@both_engines
+def test_recompute_charges_the_prefill_of_everything_in_the_batch(make):
+    """4 + 10 = 14, 24; pause to 27; then 4 + 2 tokens again and 3 that join: 27 + 6 + 3 + 10 = 46, 56, 66."""
+    entries = log_of(
+        make,
+        settings_with(pause=3, prefill=TOKEN_PREFILL),
+        rollouts=[(0, 0, 4, 5), (25, 1, 3, 1)],
+        updates=[(15, WeightUpdate.RECOMPUTE)],
+    )
+    assert entries == [
+        (27, "loaded", 1, 3),
+        (46, "finished", 1, spans((1, 1))),
+        (66, "finished", 0, spans((0, 2), (1, 5))),
+    ]
+
+
+@both_engines
+def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
+    """Two slots, so 2 waits; 3 arrives together with the update and joins after the pause: 23 + 10."""
+    entries = log_of(
+        make,
+        settings_with(pause=3),
+        rollouts=[(0, 1, 0, 5), (0, 0, 0, 5), (0, 2, 0, 5), (15, 3, 0, 1)],
+        updates=[(15, WeightUpdate.ABORT)],
+    )
+    assert entries == [
+        (20, "aborted", 1, spans((0, 2))),
+        (20, "aborted", 0, spans((0, 2))),
+        (20, "aborted", 2, NO_TOKENS),
+        (23, "loaded", 1, 3),
+        (33, "finished", 3, spans((1, 1))),
+    ]
+
+
+@both_engines
+def test_wait_lets_finish_what_arrived_before_and_holds_what_arrives_after(make):
+    """One slot: rollout 0 ends at 30, rollout 1 at 40; pause to 43; rollout 2 ends at 53."""
+    entries = log_of(
+        make,
+        settings_with(step=(10,), pause=3),
+        rollouts=[(0, 0, 0, 3), (1, 1, 0, 1), (15, 2, 0, 1)],
+        updates=[(12, WeightUpdate.WAIT)],
+    )
+    assert entries == [
+        (30, "finished", 0, spans((0, 3))),
+        (40, "finished", 1, spans((0, 1))),
+        (43, "loaded", 1, 3),
+        (53, "finished", 2, spans((1, 1))),
+    ]
+
+
+@both_engines
+@pytest.mark.parametrize("kind", WeightUpdate)
+def test_an_idle_engine_loads_at_once(make, kind):
+    entries = log_of(make, settings_with(pause=3), rollouts=[(6, 0, 0, 1)], updates=[(5, kind)])
+    assert entries == [(8, "loaded", 1, 3), (18, "finished", 0, spans((1, 1)))]
+
+
+@both_engines
+def test_an_update_exactly_at_a_boundary_waits_for_the_next(make):
+    """Arrives at 10, loaded at 20, without a pause: the step from 20 on samples with it."""
+    entries = log_of(make, settings_with(), rollouts=[(0, 0, 0, 3)], updates=[(10, WeightUpdate.KEEP)])
+    assert entries == [(20, "loaded", 1, 0), (30, "finished", 0, spans((0, 2), (1, 3)))]
+
+
+# -------------------------------------------------------------------------------------------- KV cache
+
+
+@both_engines
+def test_the_last_admitted_is_preempted_and_first_in_the_queue_again(make):
+    """10 tokens of cache, a tick of prefill per token.
+
+    0 and 1 join with 3 + 3 tokens: 6 + 10 = 16, then 26. 10 tokens and 2 more do not fit: 1 leaves, ahead of 2,
+    which would fit but has to wait. At 36 rollout 0 finishes; 1 (3 + 2 tokens) and 2 (1) join: 36 + 6 + 10 = 52.
+    """
+    given = settings_with(step=(10, 10, 10), prefill=TOKEN_PREFILL, capacity=10)
+    entries = log_of(make, given, rollouts=[(0, 0, 3, 3), (0, 1, 3, 3), (17, 2, 1, 1)])
+    assert entries == [
+        (36, "finished", 0, spans((0, 3))),
+        (52, "finished", 1, spans((0, 3))),
+        (52, "finished", 2, spans((0, 1))),
+    ]
+
+
+@both_engines
+def test_admission_is_first_come_first_served(make):
+    """At 10 there are 5 of 10 tokens: 6 of rollout 1 do not fit, the 1 of rollout 2 would. Both join at 20."""
+    given = settings_with(step=(10, 10, 10), capacity=10)
+    entries = log_of(make, given, rollouts=[(0, 0, 4, 2), (1, 1, 6, 1), (2, 2, 1, 1)])
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(20, 0), (30, 1), (30, 2)]
+
+
+@both_engines
+def test_a_preempted_rollout_has_all_its_versions(make):
+    """As in the test above of preemption, one rollout longer and updated at 16: 0, 0, 1 and, after preemption, 1.
+
+    Boundaries 10 (8 tokens), 20 (10: 1 leaves), 30 (0 finishes, 1 joins again), 40, 50.
+    """
+    given = settings_with(capacity=10)
+    entries = log_of(make, given, rollouts=[(0, 0, 3, 3), (0, 1, 3, 4)], updates=[(12, WeightUpdate.KEEP)])
+    assert entries == [
+        (20, "loaded", 1, 0),
+        (30, "finished", 0, spans((0, 2), (1, 3))),
+        (50, "finished", 1, spans((0, 2), (1, 4))),
+    ]
+
+
+# ------------------------------------------------------------------------------------------ the end
+
+
+@both_engines
+@pytest.mark.parametrize(("until", "tokens"), [(9, 0), (10, 1), (11, 1), (29, 2), (30, 3), (33, 3), (42, 3)])
+def test_at_the_end_a_rollout_has_the_tokens_of_the_steps_that_have_ended(make, until, tokens):
+    """Boundaries 10, 20, 30; an update pauses the engine from 30 to 40; one rollout waits, one will arrive."""
+    log = Log(make, settings_with(step=(10,), pause=10))
+    for rollout_id, tick in ((2, 0), (1, 1), (0, 99)):
+        log.engines[0].submit(Sequence(rollout_id, 5, 100), tick)
+    log.engines[0].update(1, WeightUpdate.KEEP, 25)
+    log.clock.run(until=until)
+    assert log.engines[0].end() == [(0, NO_TOKENS), (1, NO_TOKENS), (2, spans((0, tokens)) if tokens else NO_TOKENS)]
+    log.clock.run()
+    assert [kind for _, kind, *_ in log.entries] == ["loaded"] * (until > 40)
+
+
+# ------------------------------------------------------------------------------------ queueing theory
+
+
+@both_engines
+def test_one_slot_is_a_queue_with_fixed_service_time(make):
+    """Lindley: rollout k ends at max(its arrival, end of k - 1) + service, with arrivals at random (M/D/1)."""
+    length, num_rollouts = 20, 300
+    arrivals = np.random.default_rng(1).exponential(1.2 * length * 10, num_rollouts).cumsum().astype(int).tolist()
+    rollouts = [(tick, rollout_id, 0, length) for rollout_id, tick in enumerate(arrivals)]
+    end, expected = 0, []
+    for tick in arrivals:
+        end = max(tick, end) + length * 10
+        expected.append(end)
+    entries = log_of(make, settings_with(step=(10,)), rollouts=rollouts)
+    assert [tick for tick, *_ in entries] == expected
+
+
+class Refill(Log):
+    """Replaces every finished rollout at once by one of the same length."""
+
+    def rollout_finished(self, engine, rollout_id, spans):
+        super().rollout_finished(engine, rollout_id, spans)
+        self.engines[0].submit(Sequence(rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
+
+
+@both_engines
+@pytest.mark.parametrize("num_slots", [1, 7, 64])
+def test_full_slots_of_one_length_make_a_token_each_per_step(make, num_slots):
+    """All finish together, the engine is idle, and all start again at once: H tokens per step time, for ever."""
+    log = Refill(make, settings_with(step=range(3, 3 + num_slots)))
+    for rollout_id in range(num_slots):
+        log.engines[0].submit(Sequence(rollout_id, 0, 25), 0)
+    log.clock.run(until=(2 + num_slots) * 1000)
+    num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 25 * len(log.entries)
+    assert num_tokens == num_slots * 1000
+
+
+@both_engines
+def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make):
+    """Slots out of step with each other: what is started at a boundary joins at the next, so n of n + 1 steps.
+
+    Rollouts join at 0, 10, .. 40, so 5 + 4 + 3 + 2 + 1 tokens are there at 50.
+    """
+    log = Refill(make, settings_with(step=(10,) * 5))
+    for rollout_id in range(5):
+        log.engines[0].submit(Sequence(rollout_id, 0, 24), max(0, 10 * rollout_id - 5))
+    log.clock.run(until=50 + 10 * 25 * 40)
+    num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 24 * len(log.entries)
+    assert num_tokens == 15 + 5 * 24 * 40
+
+
+# ----------------------------------------------------------------- the closed form is what single steps do
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What happens to a few engines, chance included: all that a host does is looked up here."""
+
+    engine: EngineSettings
+    num_engines: int
+    num_at_once: int
+    """Rollouts started at the beginning."""
+    rollouts: list[tuple[int, int, int]]
+    """Prompt tokens, length, and delay until it arrives; rollout k is started when an earlier one has ended."""
+    moves: bool
+    """Whether an aborted rollout goes on on the next engine."""
+    updates: list[tuple[int, int, WeightUpdate]]
+    """Publications: ticks after the one before has been loaded everywhere, ticks of transfer, kind."""
+    aborts: list[tuple[int, int]]
+    """Tick, rollout."""
+    aborts_on_finish: dict[int, int]
+    """When the first rollout finishes, the second is aborted."""
+    late: list[tuple[int, int]]
+    """Tick, engine: one more rollout is started."""
+    ends_at: int
+    """Tick, whatever the engines do at it comes after the end."""
+
+
+class Scripted(Log):
+    """Reacts like a scheduler: replaces what has ended, resumes what an update aborted, publishes again."""
+
+    def __init__(self, make, script):
+        super().__init__(make, script.engine, num_engines=script.num_engines)
+        self.script = script
+        self.sequences = [Sequence(k, prompt, length) for k, (prompt, length, _) in enumerate(script.rollouts)]
+        self.place = [None] * len(self.sequences)
+        self.unwanted = set()
+        self.num_started = 0
+        self.num_published = 0
+        self.num_loading = 0
+        self.over = False
+
+    def at(self, tick, call):
+        super().at(tick, lambda: None if self.over else call())
+
+    def play(self):
+        script = self.script
+        for k in range(script.num_at_once):
+            self.start_next(k % script.num_engines)
+        for tick, rollout_id in script.aborts:
+            self.at(tick, lambda rollout_id=rollout_id: self.abort(rollout_id))
+        for tick, engine in script.late:
+            self.at(tick, lambda engine=engine: self.start_next(engine))
+        self.publish_next()
+        self.clock.run(until=script.ends_at)
+        ended = [engine.end() for engine in self.engines]
+        versions = [engine.version for engine in self.engines]
+        self.over = True
+        self.clock.run()  # engines that have ended do nothing any more
+        return self.entries, ended, versions
+
+    def start_next(self, engine):
+        if self.num_started < len(self.sequences):
+            self.num_started += 1
+            self.start(self.num_started - 1, engine)
+
+    def start(self, rollout_id, engine):
+        self.place[rollout_id] = engine
+        delay = self.script.rollouts[rollout_id][2]
+        self.engines[engine].submit(self.sequences[rollout_id], self.clock.now + delay)
+
+    def abort(self, rollout_id):
+        if self.place[rollout_id] is not None:
+            self.unwanted.add(rollout_id)
+            self.engines[self.place[rollout_id]].abort(rollout_id)
+
+    def publish_next(self):
+        if self.num_published < len(self.script.updates):
+            delay, *_ = self.script.updates[self.num_published]
+            self.num_published += 1
+            self.num_loading = len(self.engines)
+            self.at(self.clock.now + delay, self.publish)
+
+    def publish(self):
+        _, transfer, kind = self.script.updates[self.num_published - 1]
+        for engine in self.engines:
+            engine.update(self.num_published, kind, self.clock.now + transfer)
+
+    def note(self, *entry):
+        self.entries.append((self.clock.now, *entry, [engine.version for engine in self.engines]))
+
+    def rollout_finished(self, engine, rollout_id, spans):
+        self.note("finished", engine, rollout_id, spans)
+        self.place[rollout_id] = None
+        self.start_next(engine)
+        if rollout_id in self.script.aborts_on_finish:
+            self.abort(self.script.aborts_on_finish[rollout_id])
+
+    def rollout_aborted(self, engine, rollout_id, spans):
+        self.note("aborted", engine, rollout_id, spans)
+        self.place[rollout_id] = None
+        if rollout_id in self.unwanted:
+            self.start_next(engine)
+        else:
+            self.start(rollout_id, (engine + self.script.moves) % len(self.engines))
+
+    def weights_loaded(self, engine, version, pause_ticks):
+        self.note("loaded", engine, version, pause_ticks)
+        self.num_loading -= 1
+        if not self.num_loading:
+            self.publish_next()
+
+
+@st.composite
+def scripts(draw, unit=1):
+    """Small costs in multiples of ``unit``, so that much happens at the same tick; half the scripts fill the cache."""
+    small, tick, kind = st.integers(0, 3), st.integers(0, 120), st.sampled_from(WeightUpdate)
+    num_slots = draw(st.integers(1, 5))
+    step = draw(st.lists(st.integers(1, 4), min_size=num_slots, max_size=num_slots))
+    rollouts = draw(st.lists(st.tuples(small, st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=30))
+    longest = max(prompt + length for prompt, length, _ in rollouts)
+    rollout_id = st.integers(0, len(rollouts) - 1)
+    num_engines = draw(st.integers(1, 3))
+    return Script(
+        engine=EngineSettings(
+            decode=DecodeCost((0, *(unit * ticks for ticks in step)), unit * draw(st.sampled_from([0, 0, 1, 2]))),
+            prefill=PrefillCost(*(unit * draw(st.sampled_from([0, 0, 1])) for _ in range(3))),
+            kv_cache_tokens=draw(st.none() | st.integers(longest, 2 * longest + 10)),
+            pause_ticks=unit * draw(small),
+        ),
+        num_engines=num_engines,
+        num_at_once=draw(st.integers(0, 12)),
+        rollouts=rollouts,
+        moves=draw(st.booleans()),
+        updates=draw(st.lists(st.tuples(st.integers(0, 20), small, kind), max_size=8)),
+        aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
+        aborts_on_finish=draw(st.dictionaries(rollout_id, rollout_id, max_size=4)),
+        late=draw(st.lists(st.tuples(tick, st.integers(0, num_engines - 1)), max_size=8)),
+        ends_at=draw(st.integers(1, 200)),
+    )
+
+
+@settings(derandomize=True, deadline=None, max_examples=400)
+@given(script=scripts())
+def test_both_engines_report_the_same_at_the_same_tick(script):
+    assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
