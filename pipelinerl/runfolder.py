@@ -1,0 +1,98 @@
+"""The folder of a run: what ``simulate`` and ``train`` write, and ``plot`` and ``replay`` read.
+
+=================  =====================================================================================
+run.toml           the resolved configuration: the run can be made again from it
+steps.csv          a row per optimizer step, written as the run goes on
+summary.json       the numbers of the run
+profile.json       what figures need beyond the rows
+trace.jsonl.gz     every event and command, if wanted
+figures/           the figures
+=================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.accounting import StepRow
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.runfile import dump_run
+
+RUN_FILE = "run.toml"
+STEPS_FILE = "steps.csv"
+SUMMARY_FILE = "summary.json"
+PROFILE_FILE = "profile.json"
+TRACE_FILE = "trace.jsonl.gz"
+COMPARISON_FILE = "comparison.json"
+FIGURES_FOLDER = "figures"
+
+
+def check_vacant(folder: Path) -> None:
+    """Check that a run can be written here; writes nothing.
+
+    Args:
+        folder: Need not exist.
+
+    Raises:
+        ConfigError: If it is no folder, or holds a run or a comparison already.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out must be a folder, got the file {folder}")
+    for name in (RUN_FILE, COMPARISON_FILE):
+        if (folder / name).exists():
+            raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {name}")
+
+
+class RunFolder:
+    """Writes the folder of one run. Rows of steps are on disk as soon as their step is done.
+
+    Args:
+        folder: Created if it does not exist.
+        config: The resolved configuration.
+
+    Raises:
+        ConfigError: If the folder holds a run already or cannot be written.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        check_vacant(folder)
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RUN_FILE).write_text(dump_run(config), encoding="utf-8")
+            self._steps = (folder / STEPS_FILE).open("w", encoding="utf-8", newline="", buffering=1)
+        except OSError as error:
+            raise ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}") from None
+        self._rows = csv.writer(self._steps, lineterminator="\n")
+        self._rows.writerow([field.name for field in fields(StepRow)])
+
+    def write_step(self, row: StepRow) -> None:
+        """Append a row to steps.csv."""
+        self._rows.writerow(astuple(row))
+
+    def finish(self, summary: dict[str, Any], profile: dict[str, Any]) -> None:
+        """Write what is known at the end and close."""
+        self._steps.close()
+        write_json(self.folder / PROFILE_FILE, profile)
+        write_json(self.folder / SUMMARY_FILE, summary)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write plain values as JSON, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json_text(data) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def json_text(data: Any) -> str:
+    """Return plain values as readable JSON; long lists of numbers stay on one line."""
+    return json.dumps(data, indent=2) if _is_small(data) else json.dumps(data)
+
+
+def _is_small(data: Any) -> bool:
+    return len(json.dumps(data)) < 20_000

@@ -1,0 +1,256 @@
+"""Traces: every event and command of a run, time-stamped, one JSON object per line, gzip.
+
+The first line holds the format and the resolved configuration. Every further line is an event or a command::
+
+    {"t": 12.5, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[3, 0, 100], [4, 100, 180]]}
+    {"t": 12.5, "command": "StartRollout", "rollout_id": 71, "prompt_id": 8, "engine": 0, "kept_tokens": 0}
+
+``t`` is in seconds since the start. Spans are [version, first token, end token]. Commands follow the event
+they answer; those of ``start()`` come first. The same run gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, get_args
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import SchedulerError, TraceError
+from pipelinerl.events import (
+    Command,
+    DiscardReason,
+    Event,
+    StopReason,
+    VersionSpans,
+    WeightUpdate,
+)
+from pipelinerl.runfile import parse_run
+from pipelinerl.scheduler import make_scheduler
+
+FORMAT = "pipelinerl-trace"
+"""What the first line of a trace calls itself."""
+FORMAT_VERSION = 1
+"""Raised when a reader of the old format could misread the new one."""
+
+T = TypeVar("T")
+
+_EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+_COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
+_FIELDS: dict[type[Any], tuple[str, ...]] = {
+    kind: tuple(one.name for one in fields(kind)) for kind in (*_EVENTS.values(), *_COMMANDS.values())
+}
+
+
+class TraceWriter:
+    """Writes a trace as the run goes on; what it has written is readable even if the run is cut off.
+
+    Args:
+        path: The file to create, usually ``trace.jsonl.gz``.
+        config: The resolved configuration.
+    """
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        # No file name and no time in the gzip header: the same run must give the same bytes.
+        self._raw = path.open("wb")
+        self._file = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, compresslevel=3, mtime=0)
+        header = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "config": config.model_dump(mode="json", exclude_none=True),
+        }
+        self._write(header)
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Write an event."""
+        self._write({"t": time_s, "event": type(event).__name__, **_encoded(event)})
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Write a command."""
+        self._write({"t": time_s, "command": type(command).__name__, **_encoded(command)})
+
+    def close(self) -> None:
+        """Finish the file."""
+        self._file.close()
+        self._raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of a trace: an event, or else a command."""
+
+    line: int
+    """Its number in the file, from 1 (the header)."""
+    time_s: float
+    """Seconds since the start."""
+    event: Event | None
+    """What happened."""
+    command: Command | None
+    """What was commanded."""
+
+
+class Trace:
+    """A recorded trace.
+
+    Args:
+        path: The file.
+
+    Raises:
+        TraceError: If the file is missing or does not begin as a trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        header = next(self._lines(), (0, None))[1]
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise TraceError(f"{path} is not a trace: its first line must be a {FORMAT} header")
+        if header.get("format_version") != FORMAT_VERSION:
+            raise TraceError(
+                f"{path} has trace format version {header.get('format_version')}, this program reads {FORMAT_VERSION}"
+            )
+        self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")
+
+    def records(self) -> Iterator[Record]:
+        """Yield all events and commands in order.
+
+        Raises:
+            TraceError: At the first broken line, with its number.
+        """
+        lines = self._lines()
+        next(lines)
+        for number, data in lines:
+            try:
+                time_s = float(data["t"])
+                if "event" in data:
+                    yield Record(number, time_s, _decoded(_EVENTS[data["event"]], data), None)
+                else:
+                    yield Record(number, time_s, None, _decoded(_COMMANDS[data["command"]], data))
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise TraceError(f"{self.path}, line {number}: broken record ({error!r})") from None
+
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        number = 0
+        try:
+            with gzip.open(self.path, "rt", encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):  # noqa: B007 - used in the errors below
+                    yield number, json.loads(line)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise TraceError(f"cannot read trace {self.path}: {reason}") from None
+        except EOFError:
+            raise TraceError(f"{self.path} is cut off after line {number}") from None
+        except (ValueError, zlib.error) as error:
+            raise TraceError(f"{self.path}, line {number + 1}: broken ({error})") from None
+
+
+# ----------------------------------------------------------------------------------------- replay
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay found."""
+
+    num_events: int
+    """Events fed to the fresh scheduler."""
+    num_commands: int
+    """Commands compared."""
+    difference: str | None
+    """The first difference, or None if all commands are identical."""
+
+
+def replay(trace: Trace) -> ReplayResult:
+    """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
+
+    Args:
+        trace: The recorded run, from any world.
+
+    Returns:
+        Counts, and the first difference if there is one.
+
+    Raises:
+        TraceError: If the trace is broken.
+    """
+    config = trace.config
+    scheduler = make_scheduler(
+        config.scheduler,
+        optimizer_steps=config.optimizer_steps,
+        num_engines=config.num_engines,
+        group_size=config.workload.group_size,
+    )
+    expected = list(scheduler.start())
+    num_events = num_commands = position = 0
+    cause = "start()"
+    for record in trace.records():
+        if record.event is not None:
+            if position < len(expected):
+                return ReplayResult(num_events, num_commands, _missing(record.line, cause, expected[position]))
+            num_events += 1
+            cause = str(record.event)
+            try:
+                expected = list(scheduler.handle(record.event))
+            except SchedulerError as error:
+                return ReplayResult(num_events, num_commands, f"line {record.line}: the scheduler {error}")
+            position = 0
+        else:
+            if position == len(expected) or expected[position] != record.command:
+                now = str(expected[position]) if position < len(expected) else "nothing more"
+                difference = f"line {record.line}, after {cause}: recorded {record.command}, now {now}"
+                return ReplayResult(num_events, num_commands, difference)
+            num_commands += 1
+            position += 1
+    if position < len(expected):
+        return ReplayResult(num_events, num_commands, _missing(None, cause, expected[position]))
+    return ReplayResult(num_events, num_commands, None)
+
+
+def _missing(line: int | None, cause: str, command: Command) -> str:
+    where = "end of trace" if line is None else f"line {line}"
+    return f"{where}, after {cause}: recorded nothing more, now {command}"
+
+
+# --------------------------------------------------------------------------------------- encoding
+
+
+def _encoded(content: Event | Command) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name in _FIELDS[type(content)]:
+        one = getattr(content, name)
+        if isinstance(one, VersionSpans):
+            starts = (0, *one.ends[:-1])
+            one = [list(span) for span in zip(one.versions, starts, one.ends, strict=True)]
+        data[name] = one
+    return data
+
+
+def _decoded(kind: type[T], data: dict[str, Any]) -> T:
+    return kind(**{name: _decoded_field(name, data[name]) for name in _FIELDS[kind]})
+
+
+def _decoded_field(name: str, one: Any) -> Any:
+    match name:
+        case "spans":
+            return VersionSpans(tuple(span[0] for span in one), tuple(span[2] for span in one))
+        case "rollout_ids":
+            return tuple(one)
+        case "weight_update":
+            return WeightUpdate(one)
+        case "reason":
+            return DiscardReason(one) if one in DiscardReason else StopReason(one)
+        case _:
+            return one
