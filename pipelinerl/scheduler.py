@@ -36,6 +36,12 @@ live groups were ready, taking the B oldest would therefore be safe. While it is
 in flight, they will finish, and no rule stops admitted rollouts from starting: so the trainer waits, but
 not for ever. If less than B rollouts are live, all engines will reach v, and the gate admits up to
 B * (m + 1). Groups that are discarded leave ``live``, so filtering never uses up the allowance.
+The bounded ready queue, ``on_full = wait``: a group is admitted only if live rollouts are then at most all
+slots and the ready queue together. So while engines are full, ``ready_queue_size`` rollouts may be ready, and
+each slot that stays empty lends its place to one more; each batch taken lets one batch of new rollouts in.
+(Stopping and resuming at a number of *ready* rollouts instead makes engines drain and refill in turns: what
+is ready now was admitted a whole answer ago.)
+
 With ``drop`` and ``requeue`` there is no gate; what is too old is doomed. In every mode a group is looked
 at once more, by the versions its engines reported, before it is trained on.
 """
@@ -351,16 +357,17 @@ class PipelineScheduler(Scheduler):
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
+        self._live_limit = num_engines * settings.generation_batch_size + settings.ready_queue_limit
 
     def _may_admit(self) -> bool:
-        settings = self.settings
-        if settings.on_full is OnFull.WAIT and self.num_ready >= settings.ready_queue_limit:
+        settings, size = self.settings, self._pool.group_size
+        if settings.on_full is OnFull.WAIT and self.num_live + size > self._live_limit:
             return False
         if not self._waits or settings.max_lag is None:
             return True
         num_batches = min(self._loaded) + settings.max_lag - self._next_version + 1
         num_taken = self._num_taken % settings.train_batch_size
-        return self.num_live + self._pool.group_size <= settings.train_batch_size * num_batches - num_taken
+        return self.num_live + size <= settings.train_batch_size * num_batches - num_taken
 
     def _enqueue(self, group: Group, commands: list[Command]) -> None:
         size = self._pool.group_size

@@ -148,7 +148,7 @@ class Trace:
         number = 0
         try:
             with gzip.open(self.path, "rt", encoding="utf-8") as file:
-                for number, line in enumerate(file, start=1):  # noqa: B007 - used in the errors below
+                for number, line in enumerate(file, start=1):
                     yield number, json.loads(line)
         except OSError as error:
             reason = error.strerror or str(error)

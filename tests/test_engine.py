@@ -499,3 +499,99 @@ def scripts(draw, unit=1):
 @given(script=scripts())
 def test_both_engines_report_the_same_at_the_same_tick(script):
     assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(script=scripts(unit=10**9))
+def test_both_engines_agree_on_costs_of_many_digits(script):
+    """Milliseconds in ticks and 37 ticks per token of context, as a float would no longer tell apart."""
+    decode = replace(script.engine.decode, context_ticks=37)
+    script = replace(
+        script,
+        engine=replace(script.engine, decode=decode),
+        rollouts=[(prompt * 1000, length * 9, delay * 10**9 + 1) for prompt, length, delay in script.rollouts],
+        updates=[(delay * 10**9 + 1, transfer * 10**9, kind) for delay, transfer, kind in script.updates],
+        ends_at=script.ends_at * 10**9,
+    )
+    assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
+
+
+class Recorded:
+    """Writes down a run."""
+
+    def __init__(self):
+        self.entries = []
+
+    def event(self, time_s, event):
+        self.entries.append((time_s, event))
+
+    def command(self, time_s, command):
+        self.entries.append((time_s, command))
+
+
+def run_of(make, tables):
+    run = {
+        "optimizer_steps": 10,
+        "cluster": {"accelerators": 5, "generation_accelerators": 3},
+        "scheduler": {"train_batch_size": 16, "generation_batch_size": 6},
+        "workload": {"group_size": 2, "prompt_tokens": 5, "length": {"kind": "uniform", "max": 40}},
+        "hardware": {
+            "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 1e-4, "context_token_s": 1e-6},
+            "prefill": {"sequence_s": 1e-3, "token_s": 1e-4, "token_squared_s": 1e-6},
+            "training": {"token_s": 1e-3, "step_s": 0.05},
+            "weights": {"publish_s": 0.02, "transfer_s": 0.1, "pause_s": 0.03},
+            "latency": {"dispatch_s": 2e-3, "dispatch_jitter_s": 1e-3, "reward_s": 0.02, "preprocess_s": 0.01},
+            "switch": {"to_training_s": 0.2, "to_generation_s": 0.1},
+        },
+    }
+    for name, table in tables.items():
+        run[name] = {**run[name], **table}
+    recorded = Recorded()
+    World(RunConfig.model_validate(run), recorded, engine_factory=make).run()
+    return recorded.entries
+
+
+TIES = {
+    "decode": {"kind": "affine", "step_s": 0.01},
+    "training": {"token_s": 0.0, "step_s": 0.05},
+}
+"""Every time a multiple of 10 ms, and no latency: engines and trainer do much at the same instant."""
+
+FIXED = {"prompt_tokens": 0, "length": {"kind": "fixed", "max": 12}}
+
+WORLDS = {
+    **{f"weight update {kind}": {"scheduler": {"weight_update": kind}} for kind in WeightUpdate},
+    **{
+        f"ties, weight update {kind}": {
+            "scheduler": {"weight_update": kind},
+            "workload": FIXED,
+            "hardware": {**TIES, "weights": {}, "latency": {}, "prefill": {}},
+        }
+        for kind in WeightUpdate
+    },
+    "conventional": {"scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 3}},
+    "conventional, ties": {"scheduler": {"kind": "conventional"}, "workload": FIXED, "hardware": TIES},
+    "preemption": {"hardware": {"kv_cache_tokens": 90}},
+    "preemption and recompute": {
+        "scheduler": {"weight_update": "recompute"},
+        "hardware": {"kv_cache_tokens": 50, "latency": {}},
+    },
+    "stale rollouts dropped": {"scheduler": {"max_lag": 1, "on_stale": "drop"}},
+    "stale rollouts started again": {
+        "scheduler": {"max_lag": 1, "on_stale": "requeue", "micro_batch_size": 4},
+        "hardware": {"kv_cache_tokens": 60},
+    },
+    "trainer waits for max_lag": {"scheduler": {"max_lag": 2}, "workload": FIXED},
+    "lengths grow": {"workload": {"prompt_tokens": 0, "length": {"kind": "uniform", "max": 40, "growth": 0.5}}},
+    "rollouts move to other engines": {
+        "cluster": {"accelerators": 5, "generation_accelerators": 4},
+        "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},
+        "hardware": {"weights": {"publish_s": 0.1, "transfer_s": 0.01}, "latency": {"dispatch_jitter_s": 0.01}},
+    },
+}
+
+
+@pytest.mark.parametrize("tables", WORLDS.values(), ids=WORLDS)
+def test_a_run_is_the_same_with_both_engines(tables):
+    entries = run_of(Engine, tables)
+    assert entries == run_of(StepByStepEngine, tables)

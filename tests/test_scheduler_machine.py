@@ -363,9 +363,7 @@ class World:
             self.prompts_again.remove(prompt_id)
         elif prompt_id < self.num_prompts:  # a group given up while all of it was being scored: not seen yet
             assert self.config.on_stale is OnStale.REQUEUE
-            (hidden,) = [
-                group for group in self.groups.values() if group.prompt_id == prompt_id and not group.given_up
-            ]
+            (hidden,) = [group for group in self.groups.values() if group.prompt_id == prompt_id and not group.given_up]
             assert hidden.places() == {Place.SCORING}
             self.give_up(hidden)
         else:

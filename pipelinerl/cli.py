@@ -1,0 +1,204 @@
+"""The command ``pipelinerl``: parse, call one library function, render what it returns.
+
+Exit status 0: done. 1: the run failed. 2: the input is wrong (one line per fault, on stderr). Tables and
+``--json`` go to stdout, progress and errors to stderr. Heavy packages are imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
+
+app = typer.Typer(
+    help="Plan and run asynchronous reinforcement learning of language models.\n\n"
+    "Start with: pipelinerl simulate examples/quickstart.toml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Replace the seed of the run file.")]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+
+
+class TraceLevel(StrEnum):
+    """What is kept of single events."""
+
+    NONE = "none"
+    FULL = "full"
+
+
+@app.command()
+def simulate(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.runfile import load_run
+
+    config = load_run(run, overrides, seed)
+    if trace is TraceLevel.FULL and out is None:
+        raise ConfigError("--trace full needs --out DIR to write the trace to")
+    simulator = _load("sim.run", extra="sim")
+    with _progress("optimizer steps", config.optimizer_steps) as advance:
+        summary = simulator.simulate(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
+    if out is not None:
+        _draw([out], out / "figures")
+    if as_json:
+        _print_json(summary)
+    else:
+        from pipelinerl.tables import print_summary
+
+        print_summary(summary, run.name)
+
+
+@app.command()
+def compare(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.runfile import load_run
+
+    config = load_run(run, overrides, seed)
+    comparer = _load("sim.compare", extra="sim")
+    with _progress("runs", len(comparer.plan_cells(config))) as advance:
+        result = comparer.compare(config, out=out, on_done=lambda _cell, _failure: advance())
+    if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
+        _draw([out], out / "figures")
+    if as_json:
+        _print_json(result)
+    else:
+        from pipelinerl.tables import print_comparison
+
+        print_comparison(result, run.name)
+    if not result["complete"]:
+        for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
+            _complain(failure)
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where the figures go; default: DIR/figures of the first."),
+    ] = None,
+) -> None:
+    """Draw the figures of runs, simulated or real, side by side."""
+    for path in _draw(folders, out if out is not None else folders[0] / "figures"):
+        typer.echo(path)
+
+
+@app.command()
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
+    ],
+) -> None:
+    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?"""
+    from pipelinerl.runfolder import TRACE_FILE
+    from pipelinerl.trace import Trace
+    from pipelinerl.trace import replay as replay_trace
+
+    result = replay_trace(Trace(folder / TRACE_FILE if folder.is_dir() else folder))
+    if result.difference is None:
+        typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+        return
+    typer.echo(f"different: {result.difference}")
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; wrong input is told in one line per fault and ends with status 2."""
+    try:
+        app()
+    except (ConfigError, TraceError) as error:
+        _complain(str(error))
+        sys.exit(2)
+    except PipelineRLError as error:
+        _complain(str(error))
+        sys.exit(1)
+
+
+def _complain(text: str) -> None:
+    for line in text.splitlines():
+        typer.echo(f"pipelinerl: {line}", err=True)
+
+
+def _load(module: str, *, extra: str) -> Any:
+    """Import a module of another package, or say which extra to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; install it with: pip install 'pipelinerl[{extra}]'"
+        ) from None
+
+
+def _draw(folders: list[Path], figures: Path) -> list[Path]:
+    """Draw the figures of run folders; a comparison stands for its runs."""
+    from pipelinerl.runfile import load_run
+    from pipelinerl.runfolder import COMPARISON_FILE, RUN_FILE
+
+    readers, report = _load("analysis.runs", extra="plot"), _load("analysis.report", extra="plot")
+    comparison, curves, runs = None, None, []
+    for folder in folders:
+        if (folder / COMPARISON_FILE).exists():
+            comparison = readers.read_comparison(folder)
+            arms = next(iter(comparison.scenarios.values()))
+            runs += [readers.read_run(folder / arm.folder, arm.name) for arm in arms]
+            if len(folders) == 1:
+                paper_mode = _load("analysis.paper_mode", extra="plot")
+                config = load_run(folder / arms[0].folder / RUN_FILE)
+                curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
+        else:
+            runs += readers.read_runs([folder]) if len(folders) == 1 else []
+    if comparison is None and len(folders) > 1:
+        runs = readers.read_runs(folders)
+    paths: list[Path] = report.save_figures(runs, figures, comparison=comparison, curves=curves)
+    return paths
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show progress on stderr if it is a terminal; yields what to call after each piece."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2))

@@ -1,0 +1,97 @@
+"""Results as tables on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_summary(summary: dict[str, Any], name: str) -> None:
+    """Print one run as a table of two columns.
+
+    Args:
+        summary: The content of summary.json.
+        name: What the title calls the run.
+    """
+    table = Table(title=f"{name}: {_method(summary)}", show_header=False, title_justify="left")
+    lag, seconds = summary["lag"], summary["seconds"]
+    duration_s = summary["duration_s"] or 1.0
+    table.add_row("optimizer steps", f"{summary['optimizer_steps']:,}")
+    table.add_row("simulated time", duration(summary["duration_s"]))
+    table.add_row("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['samples_per_s']:,.1f} samples/s")
+    if "tokens_per_flash" in summary:
+        table.add_row("", f"{summary['tokens_per_flash']:.2f} tokens/flash")
+    table.add_row(
+        "token lag (optimizer steps)", f"mean {lag['mean']:.2f}, p95 {lag['p95']}, p99 {lag['p99']}, max {lag['max']}"
+    )
+    table.add_row("  of the mean", f"{lag['in_flight_mean']:.2f} in flight, {lag['in_queue_mean']:.2f} in queue")
+    shares = ", ".join(f"{key.replace('_', ' ')} {value / duration_s:.0%}" for key, value in seconds.items() if value)
+    table.add_row("trainer's time", shares or "none")
+    utilisation = summary["utilisation"]
+    table.add_row("busy", f"generation {utilisation['generation']:.0%}, training {utilisation['training']:.0%}")
+    table.add_row("bottleneck", summary["bottleneck"])
+    rollouts = summary["rollouts"]
+    table.add_row("rollouts", ", ".join(f"{rollouts[key]:,} {key}" for key in rollouts if rollouts[key]))
+    if not summary["complete"]:
+        table.add_row("complete", "no: the run ended early")
+    Console().print(table)
+
+
+def print_comparison(comparison: dict[str, Any], name: str) -> None:
+    """Print a comparison as one table, a block of rows per scenario.
+
+    Args:
+        comparison: The content of comparison.json.
+        name: What the title calls the run file.
+    """
+    baseline = comparison["baseline"]
+    table = Table(title=f"{name}: speed-up over {baseline}", title_justify="left")
+    table.add_column("scenario / scheduler")
+    summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
+    flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)
+    rate = "tokens/flash" if flashes else "tokens/s"
+    for column in ("speed-up", rate, "s/step", "lag mean", "max", "generating", "training", "publishing", "waiting"):
+        table.add_column(column, justify="right")
+    table.add_column("bottleneck")
+    for scenario in comparison["scenarios"]:
+        table.add_section()
+        table.add_row(f"[bold]{scenario['name']}[/bold]")
+        for arm in scenario["arms"]:
+            table.add_row(*_comparison_row(arm, flashes))
+    Console().print(table)
+    Console().print(
+        "Shares are of the trainer's time; speed-up is in trained tokens per second; lag in optimizer steps.",
+        style="dim",
+    )
+
+
+def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
+    summary = arm["summary"]
+    seconds, duration_s = summary["seconds"], summary["duration_s"] or 1.0
+    shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
+    steps = summary["optimizer_steps"]
+    return [
+        f"  {arm['name']}",
+        "-" if arm["speedup"] is None else f"{arm['speedup']:.2f}",
+        f"{summary['tokens_per_flash']:.2f}" if flashes else f"{summary['tokens_per_s']:,.0f}",
+        f"{summary['duration_s'] / steps:.4g}" if steps else "-",
+        f"{summary['lag']['mean']:.2f}",
+        f"{summary['lag']['max']}",
+        *(f"{share:.0%}" if share else "-" for share in shares),
+        summary["bottleneck"],
+    ]
+
+
+def _method(summary: dict[str, Any]) -> str:
+    steps = summary.get("optimizer_steps_per_rl_step")
+    return f"{summary['scheduler']} G={steps}" if steps else str(summary["scheduler"])
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in the unit that reads best."""
+    for unit, size_s in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 2 * size_s or unit == "ms":
+            return f"{seconds / size_s:,.2f} {unit}"
+    raise AssertionError(seconds)
