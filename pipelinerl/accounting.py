@@ -174,7 +174,7 @@ class Accountant:
         self._time_s = time_s
         match event:
             case RolloutFinished():
-                rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
+                rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
                 self._leave_engine(rollout_id, event.engine, num_tokens)
                 self._counts["finished"] += 1
                 self._tokens["generated"] += num_tokens
@@ -278,9 +278,10 @@ class Accountant:
         reward = 0.0
         for rollout_id in command.rollout_ids:
             finished = self._finished.pop(rollout_id)
-            versions.extend(finished.spans.versions)
-            ends.extend(finished.spans.ends)
-            counts.append(len(finished.spans.ends))
+            spans = finished.spans
+            versions += spans.versions
+            ends += spans.ends
+            counts.append(len(spans.ends))
             finish_versions.append(finished.version)
             reward += finished.reward
         end_N = np.array(ends, dtype=np.int64)

@@ -68,7 +68,7 @@ class OnFull(StrEnum):
     """What happens when the ready queue is full."""
 
     WAIT = "wait"
-    """No new group starts: what is live fills all slots and the ready queue (see ``scheduler``)."""
+    """No new group starts: what is in flight and ready fills all slots and the queue (see ``scheduler``)."""
     DROP_OLDEST = "drop_oldest"
     """The group that has been in the queue longest is discarded."""
 

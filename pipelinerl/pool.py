@@ -22,7 +22,15 @@ import heapq
 from collections import deque
 
 from pipelinerl.errors import SchedulerError
-from pipelinerl.events import AbortRollout, Command, DiscardReason, DiscardRollouts, StartRollout, VersionSpans
+from pipelinerl.events import (
+    NO_TOKENS,
+    AbortRollout,
+    Command,
+    DiscardReason,
+    DiscardRollouts,
+    StartRollout,
+    VersionSpans,
+)
 
 NEVER_REPORTED = 2**62
 """Oldest version of a group no token of which has been reported: later than any."""
@@ -68,6 +76,7 @@ class RolloutPool:
         self.group_size = group_size
         self.groups: dict[int, Group] = {}  # admitted and neither trained on nor gone, in order of admission
         self.num_doomed = 0  # rollouts that ended without being trained on, ever
+        self.newest_version = 0  # last version published: no token is newer
         self.num_free = num_engines * slots_per_engine  # slots of engines that are not held
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.starting: Group | None = None  # the one admitted group with rollouts not yet started
@@ -79,8 +88,10 @@ class RolloutPool:
         self._free = [slots_per_engine] * num_engines
         self._held = [False] * num_engines
         # Engines by free slots, most first, lowest number first among equals. An entry is stale, and
-        # skipped, when the engine has another number of free slots by now.
+        # skipped, when the engine has another number of free slots by now. While some slots are never
+        # used, stale entries are never met: the heap is made anew when most of it is stale.
         self._roomy = [(-slots_per_engine, engine) for engine in range(num_engines)]
+        self._roomy_limit = 8 * num_engines
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -146,17 +157,15 @@ class RolloutPool:
             self._held[engine] = False
             self.num_free += self._free[engine]
             if self._free[engine]:
-                heapq.heappush(self._roomy, (-self._free[engine], engine))
+                self._list_as_roomy(engine)
 
     # --------------------------------------------------------------------------------------- ending
 
     def finish(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Book the end of generation of a rollout."""
-        group = self._leave_engine(rollout_id, engine)
+        group = self._leave_engine(rollout_id, engine, spans)
         group.num_scoring += 1
         self._scoring.add(rollout_id)
-        if spans.versions and spans.versions[0] < group.oldest_reported:
-            group.oldest_reported = spans.versions[0]
 
     def score(self, rollout_id: int, reward: float, commands: list[Command]) -> Group | None:
         """Book the score of a finished rollout.
@@ -187,12 +196,10 @@ class RolloutPool:
 
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Book a rollout that ended early: gone if that was wanted, else to be started again."""
-        group = self._leave_engine(rollout_id, engine)
+        group = self._leave_engine(rollout_id, engine, spans)
         if group.doomed:
             self._forget_if_over(group)
             return
-        if spans.versions and spans.versions[0] < group.oldest_reported:
-            group.oldest_reported = spans.versions[0]
         self.interrupted[rollout_id] = spans.num_tokens
 
     def fail(self, rollout_id: int) -> Group | None:
@@ -202,7 +209,7 @@ class RolloutPool:
             Its group, which can never be ready now, if it is not doomed already.
         """
         if rollout_id in self._in_flight:
-            group = self._leave_engine(rollout_id, self._in_flight[rollout_id])
+            group = self._leave_engine(rollout_id, self._in_flight[rollout_id], NO_TOKENS)
         elif rollout_id in self._scoring:
             self._scoring.remove(rollout_id)
             group = self.groups[rollout_id // self.group_size]
@@ -247,17 +254,37 @@ class RolloutPool:
         first = group.group_id * self.group_size
         return list(range(first, first + self.group_size))
 
-    def _leave_engine(self, rollout_id: int, engine: int) -> Group:
-        if self._in_flight.pop(rollout_id, None) != engine:
+    def oldest(self, group: Group) -> int:
+        """Return the version that no token of a group is older than: as reported, once all of it has been."""
+        generated = group.num_scoring + len(group.scored) == self.group_size
+        return group.oldest_reported if generated else group.oldest_bound
+
+    def _leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
+        if self._in_flight.get(rollout_id) != engine:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
-        free = self._free[engine] + 1
-        self._free[engine] = free
+        group = self.groups[rollout_id // self.group_size]
+        if spans.versions:
+            oldest, newest = spans.versions[0], spans.versions[-1]
+            if oldest < group.oldest_bound or newest > self.newest_version:
+                raise SchedulerError(
+                    f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to {newest}: "
+                    f"engines have had versions {group.oldest_bound} to {self.newest_version} since it was admitted"
+                )
+            group.oldest_reported = min(group.oldest_reported, oldest)
+        del self._in_flight[rollout_id]
+        group.num_in_flight -= 1
+        self._free[engine] += 1
         if not self._held[engine]:
             self.num_free += 1
-            heapq.heappush(self._roomy, (-free, engine))
-        group = self.groups[rollout_id // self.group_size]
-        group.num_in_flight -= 1
+            self._list_as_roomy(engine)
         return group
+
+    def _list_as_roomy(self, engine: int) -> None:
+        heapq.heappush(self._roomy, (-self._free[engine], engine))
+        if len(self._roomy) > self._roomy_limit:
+            unheld = (one for one, held in enumerate(self._held) if not held)
+            self._roomy = [(-self._free[one], one) for one in unheld if self._free[one]]
+            heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: Group) -> None:
         if not group.num_in_flight and not group.num_scoring:

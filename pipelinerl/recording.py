@@ -13,15 +13,45 @@ from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.trace import TraceWriter
 
 
+class Both:
+    """Tells the books and the trace."""
+
+    def __init__(self, accountant: Accountant, trace: TraceWriter) -> None:
+        self._accountant = accountant
+        self._trace = trace
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Keep an event."""
+        self._accountant.event(time_s, event)
+        self._trace.event(time_s, event)
+
+    def command(self, time_s: float, command: Command) -> None:
+        """Keep a command."""
+        self._accountant.command(time_s, command)
+        self._trace.command(time_s, command)
+
+
 class Recording:
-    """Is told every event and command of a run.
+    """Keeps a run: its books, and its folder and trace if wanted.
 
     Args:
         config: The resolved configuration.
+        out: Folder to keep the run in, or None.
+        trace: Whether the folder gets a trace.
         on_step: Called with each row as soon as its step is done, for progress.
+
+    Raises:
+        ConfigError: If the folder holds a run already or cannot be written.
     """
 
-    def __init__(self, config: RunConfig, *, on_step: Callable[[StepRow], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        out: Path | None = None,
+        trace: bool = False,
+        on_step: Callable[[StepRow], None] | None = None,
+    ) -> None:
         self._config = config
         self._on_step = on_step
         self._accountant = Accountant(
@@ -30,30 +60,13 @@ class Recording:
             longest=config.workload.length.max,
             on_step=self._step_done,
         )
-        self._folder: RunFolder | None = None
-        self._trace: TraceWriter | None = None
+        self._folder = None if out is None else RunFolder(out, config)
+        self._trace = None if out is None or not trace else TraceWriter(out / TRACE_FILE, config)
 
-    def write_to(self, folder: Path, *, trace: bool) -> None:
-        """Keep the run in a folder; call before it starts, and when nothing can be wrong with the input any more.
-
-        Raises:
-            ConfigError: If the folder holds a run already or cannot be written.
-        """
-        self._folder = RunFolder(folder, self._config)
-        if trace:
-            self._trace = TraceWriter(folder / TRACE_FILE, self._config)
-
-    def event(self, time_s: float, event: Event) -> None:
-        """Keep an event."""
-        self._accountant.event(time_s, event)
-        if self._trace is not None:
-            self._trace.event(time_s, event)
-
-    def command(self, time_s: float, command: Command) -> None:
-        """Keep a command."""
-        self._accountant.command(time_s, command)
-        if self._trace is not None:
-            self._trace.command(time_s, command)
+    @property
+    def recorder(self) -> Accountant | Both:
+        """Who is to be told of every event and command."""
+        return self._accountant if self._trace is None else Both(self._accountant, self._trace)
 
     def finish(self) -> dict[str, Any]:
         """Write what is known, close the files, and return the summary; the run may be cut short."""

@@ -36,11 +36,11 @@ live groups were ready, taking the B oldest would therefore be safe. While it is
 in flight, they will finish, and no rule stops admitted rollouts from starting: so the trainer waits, but
 not for ever. If less than B rollouts are live, all engines will reach v, and the gate admits up to
 B * (m + 1). Groups that are discarded leave ``live``, so filtering never uses up the allowance.
-The bounded ready queue, ``on_full = wait``: a group is admitted only if live rollouts are then at most all
-slots and the ready queue together. So while engines are full, ``ready_queue_size`` rollouts may be ready, and
-each slot that stays empty lends its place to one more; each batch taken lets one batch of new rollouts in.
-(Stopping and resuming at a number of *ready* rollouts instead makes engines drain and refill in turns: what
-is ready now was admitted a whole answer ago.)
+The bounded ready queue, ``on_full = wait``: a group is admitted only if the rollouts in flight and those
+ready are then at most all slots and the ready queue together. So while engines are full,
+``ready_queue_size`` rollouts may be ready, and each slot that stays empty lends its place to one more; each
+batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of *ready* rollouts instead
+makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
 
 With ``drop`` and ``requeue`` there is no gate; what is too old is doomed. In every mode a group is looked
 at once more, by the versions its engines reported, before it is trained on.
@@ -281,7 +281,7 @@ class Scheduler(ABC):
     def _publish(self, commands: list[Command]) -> None:
         """Send the current version to all engines."""
         self.trainer = Trainer.PUBLISHING
-        self._published = self.version
+        self._published = self._pool.newest_version = self.version
         self._num_loading = len(self._loaded)
         if self.settings.weight_update is WeightUpdate.WAIT:
             for engine in range(len(self._loaded)):
@@ -334,7 +334,8 @@ class Scheduler(ABC):
             self._num_doomed_at_step = self._pool.num_doomed
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
-        if not self._num_loading or event.version != self._published or self._loaded[event.engine] == event.version:
+        loading = event.version == self._published and 0 <= event.engine < len(self._loaded)
+        if not loading or self._loaded[event.engine] == event.version:
             raise self._impossible(event)
         self._loaded[event.engine] = event.version
         self._num_loading -= 1
@@ -357,11 +358,11 @@ class PipelineScheduler(Scheduler):
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
-        self._live_limit = num_engines * settings.generation_batch_size + settings.ready_queue_limit
+        self._room = num_engines * settings.generation_batch_size + settings.ready_queue_limit
 
     def _may_admit(self) -> bool:
         settings, size = self.settings, self._pool.group_size
-        if settings.on_full is OnFull.WAIT and self.num_live + size > self._live_limit:
+        if settings.on_full is OnFull.WAIT and self.num_ready + self._pool.num_in_flight + size > self._room:
             return False
         if not self._waits or settings.max_lag is None:
             return True
@@ -405,7 +406,8 @@ class PipelineScheduler(Scheduler):
                 continue
             if group.oldest_bound >= oldest:
                 break  # in order of admission bounds never fall, until a group is ready
-            self._doom(group, DiscardReason.STALE, commands)
+            if self._pool.oldest(group) < oldest:
+                self._doom(group, DiscardReason.STALE, commands)
 
     @property
     def _next_version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -47,22 +48,23 @@ def print_comparison(comparison: dict[str, Any], name: str) -> None:
         name: What the title calls the run file.
     """
     baseline = comparison["baseline"]
-    table = Table(title=f"{name}: speed-up over {baseline}", title_justify="left")
-    table.add_column("scenario / scheduler")
+    title = f"{name}: speed-up over {baseline}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("scheduler", no_wrap=True)
     summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
     flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)
-    rate = "tokens/flash" if flashes else "tokens/s"
-    for column in ("speed-up", rate, "s/step", "lag mean", "max", "generating", "training", "publishing", "waiting"):
-        table.add_column(column, justify="right")
-    table.add_column("bottleneck")
+    rate = "tok/flash" if flashes else "tok/s"
+    for column in ("speed-up", rate, "s/step", "lag", "max", "gen", "train", "publ", "wait"):
+        table.add_column(column, justify="right", no_wrap=True)
     for scenario in comparison["scenarios"]:
         table.add_section()
         table.add_row(f"[bold]{scenario['name']}[/bold]")
         for arm in scenario["arms"]:
             table.add_row(*_comparison_row(arm, flashes))
-    Console().print(table)
-    Console().print(
-        "Shares are of the trainer's time; speed-up is in trained tokens per second; lag in optimizer steps.",
+    console = Console()
+    console.print(table)
+    console.print(
+        "Speed-up in trained tokens/s; mean and max lag in optimizer steps; the rest: shares of the trainer's time.",
         style="dim",
     )
 
@@ -73,14 +75,13 @@ def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
     shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
     steps = summary["optimizer_steps"]
     return [
-        f"  {arm['name']}",
+        arm["name"],
         "-" if arm["speedup"] is None else f"{arm['speedup']:.2f}",
         f"{summary['tokens_per_flash']:.2f}" if flashes else f"{summary['tokens_per_s']:,.0f}",
         f"{summary['duration_s'] / steps:.4g}" if steps else "-",
         f"{summary['lag']['mean']:.2f}",
         f"{summary['lag']['max']}",
         *(f"{share:.0%}" if share else "-" for share in shares),
-        summary["bottleneck"],
     ]
 
 

@@ -95,7 +95,7 @@ def compare(
     if out is not None:
         check_vacant(out)
     for cell in cells:
-        World(cell.config, _NoRecorder())  # every file it names can be used
+        World(cell.config)  # every file it names can be used
     summaries: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     context = multiprocessing.get_context("spawn")
@@ -159,13 +159,3 @@ def _file_name(name: str) -> str:
 def _ignore_interrupts() -> None:
     """Leave Ctrl-C to the parent, which ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _NoRecorder:
-    """Keeps nothing: for a world that is built only to find faults in its input."""
-
-    def event(self, time_s: float, event: object) -> None:
-        """Keep nothing."""
-
-    def command(self, time_s: float, command: object) -> None:
-        """Keep nothing."""

@@ -137,7 +137,7 @@ class Engine:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._catch_up()
         if self._running and self._pause_end is None:
-            self._step += self._steps_to_pass(self._clock.now - self._tick) - 1
+            self._step += self._first_boundary_after(self._clock.now)[0] - 1
         ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
         arriving = [sequence for _, _, sequence in self._arrivals]
         ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
@@ -165,7 +165,9 @@ class Engine:
             self._finish_update()
         elif self._running:
             taken_until = now - 1
-            self._make_steps(self._wake_steps)
+            self._step += self._wake_steps
+            self._context += self._wake_steps * len(self._running)
+            self._prefill_ticks = 0
             self._report_finished()
         arrivals = self._arrivals
         if (arrivals and arrivals[0][0] <= taken_until) or self._aborts or self._update is not None:
@@ -187,14 +189,10 @@ class Engine:
     def _make_join(self, join: tuple[int, int]) -> None:
         self._join = None
         steps, self._tick = join
-        self._make_steps(steps)
-        self._join_batch(heapq.heappop(self._arrivals)[2])  # the first: others may have been submitted since
-
-    def _make_steps(self, steps: int) -> None:
-        """Decode ``steps`` tokens of every running rollout."""
         self._step += steps
         self._context += steps * len(self._running)
         self._prefill_ticks = 0
+        self._join_batch(heapq.heappop(self._arrivals)[2])  # the first: others may have been submitted since
 
     def _report_finished(self) -> None:
         finishes, running, host, step = self._finishes, self._running, self._host, self._step
@@ -328,20 +326,21 @@ class Engine:
 
     def _plan_steps(self) -> int:
         """Set the steps to the next wake-up, and the join before it, if any; return its tick."""
-        finishes, context, batch, tick = self._finishes, self._context, len(self._running), self._tick
+        finishes, arrivals, context, batch = self._finishes, self._arrivals, self._context, len(self._running)
         while finishes[0][2].order != finishes[0][1]:
             heapq.heappop(finishes)
-        finish_step = finishes[0][0]
-        steps = min(finish_step - self._step, (self._capacity - context) // batch)
-        arrivals, quiet = self._arrivals, self._update is None and not self._aborts
+        finish_step, step, tick = finishes[0][0], self._step, self._tick
+        steps = finish_step - step
+        if context + steps * batch > self._capacity:
+            steps = (self._capacity - context) // batch
+        quiet = self._update is None and not self._aborts
         request = (arrivals[0][0] if arrivals else None) if quiet else self._next_request()
         if request is not None:
-            to_request = self._steps_to_pass(request - tick)
+            to_request, at = self._first_boundary_after(request)
             if to_request < steps:
-                at = tick + self._duration(to_request, context, batch, self._prefill_ticks)
                 context += to_request * batch
                 self._wake_steps = to_request
-                if not quiet or self._waiting or len(arrivals) > 1:
+                if not quiet or len(arrivals) > 1 or self._waiting:
                     return at
                 sequence = arrivals[0][2]
                 if not self._fits(sequence, context, batch):
@@ -351,8 +350,10 @@ class Engine:
                 tokens = sequence.tokens_to_prefill
                 context += tokens
                 batch += 1
-                to_finish = finish_step - self._step - to_request
-                self._wake_steps = steps = min(to_finish, sequence.num_left, (self._capacity - context) // batch)
+                steps = min(finish_step - step - to_request, sequence.num_left)
+                if context + steps * batch > self._capacity:
+                    steps = (self._capacity - context) // batch
+                self._wake_steps = steps
                 return at + self._duration(steps, context, batch, self._prefill.ticks(tokens))
         self._wake_steps = steps
         return tick + self._duration(steps, context, batch, self._prefill_ticks)
@@ -373,20 +374,20 @@ class Engine:
         first = self._batch_ticks[batch] + self._context_ticks * context
         return prefill_ticks + steps * first + self._context_ticks * batch * (steps * (steps - 1) // 2)
 
-    def _steps_to_pass(self, ticks: int) -> int:
-        """Return the least number of steps that last longer than ``ticks``; O(1)."""
-        context, batch, prefill_ticks = self._context, len(self._running), self._prefill_ticks
+    def _first_boundary_after(self, tick: int) -> tuple[int, int]:
+        """Return the steps to the first boundary after a tick, and the tick of that boundary; O(1)."""
+        context, batch, prefill_ticks, start = self._context, len(self._running), self._prefill_ticks, self._tick
         first = self._batch_ticks[batch] + self._context_ticks * context
-        rest = ticks - prefill_ticks
+        rest = tick - start - prefill_ticks
         if first > rest:
-            return 1
+            return 1, start + prefill_ticks + first
         # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
         # is a step off at most, which the two loops put right in whole numbers.
         growth = self._context_ticks * batch
         linear = first - growth / 2
         steps = int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
-        while self._duration(steps, context, batch, prefill_ticks) > ticks:
+        while start + self._duration(steps, context, batch, prefill_ticks) > tick:
             steps -= 1
-        while self._duration(steps, context, batch, prefill_ticks) <= ticks:
+        while (at := start + self._duration(steps, context, batch, prefill_ticks)) <= tick:
             steps += 1
-        return steps
+        return steps, at

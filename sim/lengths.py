@@ -27,7 +27,6 @@ from __future__ import annotations
 import csv
 import difflib
 import math
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,11 +38,8 @@ from numpy.typing import NDArray
 
 from pipelinerl.config import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
+from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
-DRAWS_PER_BLOCK = 8192
-"""Random numbers that a stream draws at once (count): with 8 rollouts per group, 1024 groups."""
-BLOCKS_KEPT = 4
-"""Blocks of a stream that are kept, most recently used first (count)."""
 MAX_TOKENS = 10**9
 """Largest number of tokens in a length source or configuration; more is taken for a mistake."""
 CV_RANGE = (1e-6, 1e3)
@@ -142,11 +138,6 @@ class Workload:
         rewards = self._rewards(block)[row] if prompt.rewards is None else prompt.rewards[answers].tolist()
         return Group(prompt.prompt_tokens, tuple(prompt.lengths[answers].tolist()), tuple(rewards))
 
-    def _stream(self, name: str, block: int) -> np.random.Generator:
-        """Return the generator of a block of a stream; the bit generator is named, as numpy's default may change."""
-        key = (zlib.crc32(name.encode()), block)
-        return np.random.Generator(np.random.PCG64(np.random.SeedSequence(self._seed, spawn_key=key)))
-
     def _draw_groups(self, block: int) -> list[Group]:
         """Return the groups of a block, for the kinds without a source."""
         lengths = map(tuple, self._draw_lengths(block).tolist())
@@ -158,19 +149,21 @@ class Workload:
         length = self._config.length
         if length.kind == "fixed":
             return np.full(self._shape, length.max)
-        stream = self._stream("lengths", block)
+        stream = named_stream(self._seed, "lengths", block)
         if length.kind == "uniform":
             return stream.integers(1, length.max, size=self._shape, endpoint=True)
         logarithm = self._location + _log_sd(length) * stream.standard_normal(self._shape)
         exact = np.minimum(np.exp(logarithm), length.max)
         whole = np.floor(exact)
-        up = self._stream("rounding", block).random(self._shape) < exact - whole
+        up = named_stream(self._seed, "rounding", block).random(self._shape) < exact - whole
         lengths: NDArray[np.int64] = np.maximum(whole + up, 1).astype(np.int64)
         return lengths
 
     def _draw_prompts(self, block: int) -> list[int]:
         """Return which prompt of the source each prompt of a block is."""
-        prompts: list[int] = self._stream("prompts", block).integers(len(self._prompts), size=DRAWS_PER_BLOCK).tolist()
+        prompts: list[int] = (
+            named_stream(self._seed, "prompts", block).integers(len(self._prompts), size=DRAWS_PER_BLOCK).tolist()
+        )
         return prompts
 
     def _draw_answers(self, block: int, num_answers: int) -> NDArray[np.int64]:
@@ -179,7 +172,7 @@ class Workload:
         Without replacement where the prompt has enough answers: Floyd's algorithm on all groups at once
         (Bentley and Floyd 1987, CACM 30 (9)), then a shuffle, since it favours late answers in late places.
         """
-        stream = self._stream("answers", block)
+        stream = named_stream(self._seed, "answers", block)
         groups, group_size = self._shape
         if num_answers < group_size:
             return stream.integers(num_answers, size=self._shape)
@@ -191,7 +184,7 @@ class Workload:
 
     def _draw_rewards(self, block: int) -> list[list[float]]:
         """Return Bernoulli rewards of a block, shape [groups, group_size]."""
-        uniform = self._stream("rewards", block).random(self._shape)
+        uniform = named_stream(self._seed, "rewards", block).random(self._shape)
         rewards: list[list[float]] = (uniform < self._config.success_rate).astype(float).tolist()
         return rewards
 

@@ -40,13 +40,11 @@ def simulate(
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
     """
-    recording = Recording(config, on_step=on_step)
-    world = World(config, recording)
-    if out is not None:
-        recording.write_to(out, trace=trace)
+    world = World(config)  # before anything is written: it finds what is wrong with the input
+    recording = Recording(config, out=out, trace=trace, on_step=on_step)
     try:
         with _interruptible(world), _no_garbage_collection():
-            world.run()
+            world.run(recording.recorder)
     finally:
         summary = recording.finish()
     return summary

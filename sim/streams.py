@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from sim.clock import TICKS_PER_S, to_ticks
+
 DRAWS_PER_BLOCK = 8192
 """Random numbers that a stream draws at once (count)."""
 BLOCKS_KEPT = 4
@@ -32,30 +34,31 @@ def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))
 
 
-class ExponentialDelays:
-    """Exponential delays by id.
+class DispatchDelays:
+    """How long the rollouts of a group take to reach their engines, by random access.
 
     Args:
-        name: Name of the stream.
-        mean: Mean delay (any unit, at least 0); 0 gives 0 without a draw.
+        fixed_s: Delay of every rollout (s).
+        jitter_s: Mean of the exponential delay on top (s); 0 draws nothing.
+        group_size: Rollouts per group (count).
         seed: Seed of the run, at least 0.
     """
 
-    def __init__(self, name: str, *, mean: float, seed: int) -> None:
-        self._name = name
-        self._mean = mean
+    def __init__(self, *, fixed_s: float, jitter_s: float, group_size: int, seed: int) -> None:
+        self._fixed_ticks = to_ticks(fixed_s)
+        self._jitter_s = jitter_s
         self._seed = seed
+        self._shape = (max(1, DRAWS_PER_BLOCK // group_size), group_size)
         self._blocks = lru_cache(maxsize=BLOCKS_KEPT)(self._draw)
 
-    def __getitem__(self, index: int) -> float:
-        """Return the delay of an id, in the unit of the mean."""
-        if not self._mean:
-            return 0.0
-        block, place = divmod(index, DRAWS_PER_BLOCK)
-        return self._blocks(block)[place]
+    def group(self, group_id: int) -> list[int]:
+        """Return the delay of each rollout of a group (ticks)."""
+        block, row = divmod(group_id, self._shape[0])
+        return self._blocks(block)[row]
 
-    def _draw(self, block: int) -> list[float]:
-        draws: list[float] = (
-            named_stream(self._seed, self._name, block).exponential(self._mean, DRAWS_PER_BLOCK).tolist()
-        )
-        return draws
+    def _draw(self, block: int) -> list[list[int]]:
+        jitter_s = np.zeros(self._shape)
+        if self._jitter_s:
+            jitter_s = named_stream(self._seed, "dispatch", block).exponential(self._jitter_s, self._shape)
+        delays: list[list[int]] = (self._fixed_ticks + np.rint(jitter_s * TICKS_PER_S).astype(np.int64)).tolist()
+        return delays

@@ -50,7 +50,7 @@ from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
 from sim.lengths import Group, Workload, grown_length, growth_factor
 from sim.sequence import EngineHost, Sequence, SimulatedEngine
-from sim.streams import ExponentialDelays
+from sim.streams import DispatchDelays
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
@@ -68,12 +68,11 @@ class Recorder(Protocol):
 class World:
     """One simulated run."""
 
-    def __init__(self, config: RunConfig, recorder: Recorder, *, engine_factory: EngineFactory = Engine) -> None:
+    def __init__(self, config: RunConfig, *, engine_factory: EngineFactory = Engine) -> None:
         """Build the cluster; nothing runs yet.
 
         Args:
             config: What to simulate.
-            recorder: Told every event and command, in order.
             engine_factory: Makes the engines: in closed form, or step by step.
 
         Raises:
@@ -81,7 +80,8 @@ class World:
         """
         hardware = config.hardware
         self._config = config
-        self._recorder = recorder
+        self._recorder: Recorder  # set by run()
+        self._now, self._now_s = 0, 0.0  # of the event being handled
         self._workload = Workload(config.workload, seed=config.seed)
         _check_capacity(config, self._workload)
         self._clock = Clock()
@@ -105,9 +105,13 @@ class World:
         self._growth = config.workload.length.growth
         self._drawn_id = -1
         self._drawn_group = Group(0, (), ())
-        self._drawn_dispatch: list[int] = []
-        self._jitter_s = ExponentialDelays("dispatch", mean=hardware.latency.dispatch_jitter_s, seed=config.seed)
-        self._dispatch_ticks = to_ticks(hardware.latency.dispatch_s)
+        self._drawn_delays: list[int] = []
+        self._delays = DispatchDelays(
+            fixed_s=hardware.latency.dispatch_s,
+            jitter_s=hardware.latency.dispatch_jitter_s,
+            group_size=config.workload.group_size,
+            seed=config.seed,
+        )
         weights = hardware.weights
         self._publish_ticks = to_ticks(weights.publish_s)
         to_generation_s = hardware.switch.to_generation_s if config.colocated else 0.0
@@ -119,14 +123,18 @@ class World:
         self._interrupted = False
         self._done = self._clock.event()
 
-    def run(self) -> None:
+    def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
+
+        Args:
+            recorder: Told every event and command, in order.
 
         Raises:
             RunFailedError: If the scheduler gave up, or the run was interrupted. What happened until then
                 has been recorded all the same.
         """
-        self._carry_out(0, self._scheduler.start())
+        self._recorder = recorder
+        self._carry_out(self._scheduler.start())
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for index, engine in enumerate(self._engines):
@@ -148,7 +156,8 @@ class World:
 
     def rollout_finished(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows."""
-        self._aborting.discard(rollout_id)
+        if self._aborting:
+            self._aborting.discard(rollout_id)
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         if self._score_ticks:
             Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
@@ -177,24 +186,25 @@ class World:
     def _deliver(self, event: Event) -> None:
         """Report an event and carry out the answer."""
         now = self._clock.now
-        self._recorder.event(to_seconds(now), event)
+        if now != self._now:
+            self._now, self._now_s = now, to_seconds(now)
+        self._recorder.event(self._now_s, event)
         commands = self._scheduler.handle(event)
         if commands:
-            self._carry_out(now, commands)
+            self._carry_out(commands)
         if self._interrupted:
             self._end()
 
-    def _carry_out(self, now: int, commands: Iterable[Command]) -> None:
-        now_s = to_seconds(now)
+    def _carry_out(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            self._recorder.command(now_s, command)
+            self._recorder.command(self._now_s, command)
             match command:
                 case StartRollout():
-                    self._start_rollout(command, now)
+                    self._start_rollout(command)
                 case StartTraining():
                     self._start_training(command)
                 case PublishWeights():
-                    self._publish(command, now)
+                    self._publish(command)
                 case DiscardRollouts():
                     for rollout_id in command.rollout_ids:
                         del self._sequences[rollout_id]
@@ -211,7 +221,7 @@ class World:
         if not self._done.triggered:
             self._done.succeed()
 
-    def _start_rollout(self, command: StartRollout, now: int) -> None:
+    def _start_rollout(self, command: StartRollout) -> None:
         rollout_id = command.rollout_id
         engine = self._engines[command.engine]
         group_id, member = divmod(rollout_id, self._group_size)
@@ -225,15 +235,13 @@ class World:
                 tokens = self._grown(tokens, engine.version)
             sequence = Sequence(rollout_id, group.prompt_tokens, tokens, group.rewards[member])
             self._sequences[rollout_id] = sequence
-        engine.submit(sequence, now + self._drawn_dispatch[member])
+        engine.submit(sequence, self._now + self._drawn_delays[member])
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
         self._drawn_id = group_id
         self._drawn_group = self._workload.group(group_id, prompt_id)
-        first = group_id * self._group_size
-        jitter_s = self._jitter_s
-        self._drawn_dispatch = [self._dispatch_ticks + to_ticks(jitter_s[first + i]) for i in range(self._group_size)]
+        self._drawn_delays = self._delays.group(group_id)
 
     def _grown(self, tokens: int, version: int) -> int:
         length = self._config.workload.length
@@ -251,11 +259,11 @@ class World:
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 
-    def _publish(self, command: PublishWeights, now: int) -> None:
+    def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self._deliver(published))
-        arrival = now + self._transfer_ticks
+        arrival = self._now + self._transfer_ticks
         for engine in self._engines:
             engine.update(command.version, command.weight_update, arrival)
 

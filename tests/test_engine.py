@@ -5,7 +5,7 @@ Goldens hold for both engines. Unless a test says otherwise a decode step lasts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -467,31 +467,32 @@ class Scripted(Log):
 
 
 @st.composite
-def scripts(draw, unit=1):
-    """Small costs in multiples of ``unit``, so that much happens at the same tick; half the scripts fill the cache."""
-    small, tick, kind = st.integers(0, 3), st.integers(0, 120), st.sampled_from(WeightUpdate)
+def scripts(draw, *, unit=1, longest=12):
+    """Times are small multiples of ``unit``, so that much happens at the same tick; half the caches fill up."""
+    small, kind = st.integers(0, 3), st.sampled_from(WeightUpdate)
+    delay, tick = (st.integers(0, most).map(unit.__mul__) for most in (9, 10 * longest))
     num_slots = draw(st.integers(1, 5))
     step = draw(st.lists(st.integers(1, 4), min_size=num_slots, max_size=num_slots))
-    rollouts = draw(st.lists(st.tuples(small, st.integers(1, 12), st.integers(0, 9)), min_size=1, max_size=30))
-    longest = max(prompt + length for prompt, length, _ in rollouts)
+    rollouts = draw(st.lists(st.tuples(small, st.integers(1, longest), delay), min_size=1, max_size=30))
+    most_tokens = max(prompt + length for prompt, length, _ in rollouts)
     rollout_id = st.integers(0, len(rollouts) - 1)
     num_engines = draw(st.integers(1, 3))
     return Script(
         engine=EngineSettings(
             decode=DecodeCost((0, *(unit * ticks for ticks in step)), unit * draw(st.sampled_from([0, 0, 1, 2]))),
             prefill=PrefillCost(*(unit * draw(st.sampled_from([0, 0, 1])) for _ in range(3))),
-            kv_cache_tokens=draw(st.none() | st.integers(longest, 2 * longest + 10)),
+            kv_cache_tokens=draw(st.none() | st.integers(most_tokens, 2 * most_tokens + 10)),
             pause_ticks=unit * draw(small),
         ),
         num_engines=num_engines,
         num_at_once=draw(st.integers(0, 12)),
         rollouts=rollouts,
         moves=draw(st.booleans()),
-        updates=draw(st.lists(st.tuples(st.integers(0, 20), small, kind), max_size=8)),
+        updates=draw(st.lists(st.tuples(delay, delay, kind), max_size=8)),
         aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
         aborts_on_finish=draw(st.dictionaries(rollout_id, rollout_id, max_size=4)),
         late=draw(st.lists(st.tuples(tick, st.integers(0, num_engines - 1)), max_size=8)),
-        ends_at=draw(st.integers(1, 200)),
+        ends_at=draw(tick) + unit,
     )
 
 
@@ -502,18 +503,41 @@ def test_both_engines_report_the_same_at_the_same_tick(script):
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
-@given(script=scripts(unit=10**9))
-def test_both_engines_agree_on_costs_of_many_digits(script):
-    """Milliseconds in ticks and 37 ticks per token of context, as a float would no longer tell apart."""
+@given(script=scripts(unit=10**15 + 7, longest=60))
+def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
     decode = replace(script.engine.decode, context_ticks=37)
-    script = replace(
-        script,
-        engine=replace(script.engine, decode=decode),
-        rollouts=[(prompt * 1000, length * 9, delay * 10**9 + 1) for prompt, length, delay in script.rollouts],
-        updates=[(delay * 10**9 + 1, transfer * 10**9, kind) for delay, transfer, kind in script.updates],
-        ends_at=script.ends_at * 10**9,
-    )
+    script = replace(script, engine=replace(script.engine, decode=decode))
     assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    num_steps=st.integers(1, 10**6),
+    num_sequences=st.integers(1, 512),
+    prompt_tokens=st.integers(0, 10**5),
+    step_ticks=st.integers(1, 10**11),
+    context_ticks=st.integers(0, 10**5),
+    prefill_ticks=st.integers(0, 10**6),
+    early_ticks=st.integers(0, 1),
+)
+def test_steps_are_counted_to_the_tick_over_a_million_steps(
+    num_steps, num_sequences, prompt_tokens, step_ticks, context_ticks, prefill_ticks, early_ticks
+):
+    """The run ends when step n does, or a tick before: n tokens or n - 1.
+
+    n steps last n (step + k C) + k b n (n - 1) / 2 for context C and b sequences, and the prefill before.
+    """
+    given = settings_with(
+        step=(step_ticks,) * num_sequences, context=context_ticks, prefill=PrefillCost(0, prefill_ticks, 0)
+    )
+    log = Log(Engine, given)
+    for rollout_id in range(num_sequences):
+        log.engines[0].submit(Sequence(rollout_id, prompt_tokens, 10**6 + 1), 0)
+    context = num_sequences * prompt_tokens
+    ticks = num_steps * (step_ticks + context_ticks * context) + prefill_ticks * context
+    ticks += context_ticks * num_sequences * num_steps * (num_steps - 1) // 2
+    log.clock.run(until=ticks - early_ticks)
+    assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early_ticks}
 
 
 class Recorded:
@@ -547,7 +571,7 @@ def run_of(make, tables):
     for name, table in tables.items():
         run[name] = {**run[name], **table}
     recorded = Recorded()
-    World(RunConfig.model_validate(run), recorded, engine_factory=make).run()
+    World(RunConfig.model_validate(run), engine_factory=make).run(recorded)
     return recorded.entries
 
 

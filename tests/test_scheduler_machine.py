@@ -46,13 +46,12 @@ from pipelinerl.scheduler import make_scheduler
 
 
 class Place(Enum):
-    """Where a rollout is as far as has been reported; the last four are for ever."""
+    """Where a rollout is as far as has been reported; the last three are for ever."""
 
     IN_FLIGHT = auto()
     INTERRUPTED = auto()
     SCORING = auto()
     SCORED = auto()
-    TRAINED = auto()
     DISCARDED = auto()
     ABORTED = auto()
     FAILED = auto()
@@ -85,8 +84,8 @@ class Group:
     prompt_id: int
     bound: int  # oldest version reported by an engine when the group was admitted
     members: list[Rollout] = field(default_factory=list)
-    given_up: bool = False  # as far as the world can see
-    failed: bool = False
+    given_up: bool = False
+    reason: DiscardReason | None = None
 
     def places(self):
         return {member.place for member in self.members}
@@ -148,12 +147,15 @@ class World:
         self.case = case
         self.config = case.scheduler
         self.conventional = self.config.kind == "conventional"
-        self.gated = not self.conventional and self.config.max_lag is not None and self.config.on_stale is OnStale.TRAIN
+        bounded = not self.conventional and self.config.max_lag is not None
+        self.gated = bounded and self.config.on_stale is OnStale.TRAIN
+        self.drops = bounded and self.config.on_stale is not OnStale.TRAIN
         self.scheduler = case.fresh()
         self.groups = {}  # group id -> group, until all its rollouts have ended
+        self.ended = []  # (id, engine) of all rollouts that have ended for ever
         self.num_groups = 0
         self.num_prompts = 0
-        self.prompts_again = []  # prompts of groups seen to be given up as stale and not yet started again
+        self.prompts_again = []  # prompts of stale groups, not yet started again
         self.ready = []  # ids of ready groups, in order of arrival
         self.true_version = [0] * case.num_engines
         self.reported_version = [0] * case.num_engines
@@ -163,7 +165,7 @@ class World:
         self.training = None  # the outstanding StartTraining
         self.publishing = False
         self.num_taken = 0  # rollouts given to the trainer in this optimizer step
-        self.num_given_up = 0  # rollouts of groups seen to be given up in this optimizer step
+        self.num_given_up = 0  # rollouts of the groups given up in this optimizer step
         self.rl_step_start = 0  # conventional: version at which the RL step began
         self.last_trained = -1  # conventional: last rollout trained on in this RL step
         self.closed = False  # conventional: training has begun and the engines have not all loaded since
@@ -235,8 +237,8 @@ class World:
 
     def fail(self, entry):
         rollout_id, group, rollout = entry
-        rollout.place, group.failed = Place.FAILED, True
-        self.give_up(group)
+        rollout.place = Place.FAILED
+        self.give_up(group, DiscardReason.SIBLING_FAILED)
         self.deliver(RolloutFailed(rollout_id))
 
     def finish_training(self):
@@ -325,6 +327,7 @@ class World:
                     self.obey_stop(command)
         self.forget_ended()
         if not self.stopped:
+            assert self.num_given_up <= self.config.discard_limit
             self.check_rollouts_go_on()
             self.check_trainer_goes_on()
             self.check_given_up_groups_end()
@@ -354,23 +357,19 @@ class World:
         assert len(self.in_flight(command.engine)) <= self.config.generation_batch_size
 
     def check_admission(self, prompt_id):
-        """A new prompt, or one to be tried again; and only while the ready queue has room.
+        """A prompt that is to be tried again, or else a new one; and only while there is a place for the group.
 
-        So the ready queue never holds more than ``ready_queue_limit - 1`` rollouts plus those that were on
-        their way into it (admitted and not ready, the new group included) at the last admission.
+        With ``on_full = wait`` that means: ready + in flight + the new group <= slots + ``ready_queue_limit``. Until the
+        next admission, only what is in flight or being scored now can become ready. So the ready queue never holds
+        more than ``ready_queue_limit``, plus all slots, plus what was finished and not ready at the last admission.
         """
-        if prompt_id in self.prompts_again:
-            self.prompts_again.remove(prompt_id)
-        elif prompt_id < self.num_prompts:  # a group given up while all of it was being scored: not seen yet
-            assert self.config.on_stale is OnStale.REQUEUE
-            (hidden,) = [group for group in self.groups.values() if group.prompt_id == prompt_id and not group.given_up]
-            assert hidden.places() == {Place.SCORING}
-            self.give_up(hidden)
+        if self.prompts_again:
+            assert prompt_id == self.prompts_again.pop(0)
         else:
             assert prompt_id == self.num_prompts
             self.num_prompts += 1
         if not self.conventional and self.config.on_full is OnFull.WAIT:
-            assert self.num_ready < self.config.ready_queue_limit
+            assert self.num_placed() + self.case.group_size <= self.num_places()
         if self.gated:
             assert self.num_live + self.case.group_size <= self.allowance()
 
@@ -381,10 +380,8 @@ class World:
         assert rollout.place is Place.IN_FLIGHT
         assert rollout.engine == command.engine
         assert not rollout.abort_sent, "a second abort"
+        assert group.given_up
         rollout.abort_sent = True
-        if not group.given_up:
-            self.check_stale(group)
-            self.give_up(group, stale=True)
 
     def obey_discard(self, command):
         group_ids = {rollout_id // self.case.group_size for rollout_id in command.rollout_ids}
@@ -393,8 +390,12 @@ class World:
         group_id = group_ids.pop()
         group = self.groups[group_id]
         match command.reason:
+            case DiscardReason.STALE if not group.given_up:
+                assert self.drops, "with on_stale = train nothing goes stale"
+                assert group_id == self.ready[-1]
+                assert self.too_old(group)
             case DiscardReason.STALE:
-                self.check_stale(group)
+                assert group.reason is DiscardReason.STALE
             case DiscardReason.NO_SIGNAL:
                 assert self.config.filter_no_signal
                 assert len({member.reward for member in group.members}) == 1
@@ -404,20 +405,12 @@ class World:
                 assert self.num_ready > self.config.ready_queue_limit
                 assert group_id == self.in_turn()[0]
             case DiscardReason.SIBLING_FAILED:
-                assert group.failed
-        if not group.given_up:
-            self.give_up(group, stale=command.reason is DiscardReason.STALE)
+                assert group.reason is DiscardReason.SIBLING_FAILED
+        self.give_up(group, command.reason)
         for rollout_id in command.rollout_ids:
             rollout = group.members[rollout_id - group.first]
             assert rollout.place in (Place.SCORED, Place.INTERRUPTED)
             rollout.place = Place.DISCARDED
-
-    def check_stale(self, group):
-        """A group given up as stale really has, or may get, a token that is too old for the next batch."""
-        assert self.config.max_lag is not None
-        assert self.config.on_stale is not OnStale.TRAIN, "with on_stale = train nothing goes stale"
-        ready = group.first // self.case.group_size in self.ready
-        assert self.next_version() - (group.oldest() if ready else group.bound) > self.config.max_lag
 
     def obey_training(self, command):
         size = self.case.group_size
@@ -442,10 +435,24 @@ class World:
                 assert len({member.reward for member in group.members}) > 1
             if self.config.max_lag is not None:
                 assert self.version - group.oldest() <= self.config.max_lag, "a token older than max_lag"
-            for member in group.members:
-                member.place = Place.TRAINED
             self.ready.remove(group_id)
+            self.ended += [(group.first + i, member.engine) for i, member in enumerate(group.members)]
+            del self.groups[group_id]
         self.training = command
+        if command.completes_step and self.drops:
+            self.give_up_stale()
+
+    def give_up_stale(self):
+        """When a step begins, what the next one comes too late for is given up: ready groups first, oldest first."""
+        others = [group_id for group_id, group in self.groups.items() if group_id not in self.ready]
+        for group_id in (*self.in_turn(), *others):
+            if not self.groups[group_id].given_up and self.too_old(self.groups[group_id]):
+                self.give_up(self.groups[group_id], DiscardReason.STALE)
+
+    def too_old(self, group):
+        """Whether the next batch would train it above ``max_lag``, by what the engines have reported."""
+        generated = len(group.members) == self.case.group_size and group.places() <= {Place.SCORING, Place.SCORED}
+        return self.next_version() - (group.oldest() if generated else group.bound) > self.config.max_lag
 
     def check_conventional_batch(self, command):
         """Batch i of an RL step has lag i, token for token; batches in order of admission."""
@@ -478,31 +485,26 @@ class World:
             assert self.version == self.case.optimizer_steps
             assert self.num_taken == 0
         else:
-            hidden = [group for group in self.groups.values() if not group.given_up and not self.seen(group)]
-            num_hidden = len(hidden) * self.case.group_size
-            assert self.num_given_up + num_hidden > self.config.discard_limit
+            assert self.num_given_up > self.config.discard_limit
 
     # -------------------------------------------------------------------------------- what must hold
 
-    def give_up(self, group, *, stale=False):
+    def give_up(self, group, reason):
         if group.given_up:
             return
-        group.given_up = True
+        group.given_up, group.reason = True, reason
         self.num_given_up += self.case.group_size
         group_id = group.first // self.case.group_size
         if group_id in self.ready:
             self.ready.remove(group_id)
-        if stale and self.config.on_stale is OnStale.REQUEUE:
+        if reason is DiscardReason.STALE and self.config.on_stale is OnStale.REQUEUE:
             self.prompts_again.append(group.prompt_id)
 
-    def seen(self, group):
-        """Whether giving this group up could not have gone unseen: something of it is not being scored."""
-        return self.config.on_stale is OnStale.TRAIN or group.places() != {Place.SCORING}
-
     def forget_ended(self):
-        over = {Place.TRAINED, Place.DISCARDED, Place.ABORTED, Place.FAILED}
+        over = {Place.DISCARDED, Place.ABORTED, Place.FAILED}
         for group_id, group in list(self.groups.items()):
             if group.places() <= over:
+                self.ended += [(group.first + i, member.engine) for i, member in enumerate(group.members)]
                 del self.groups[group_id]
 
     @property
@@ -522,6 +524,13 @@ class World:
         batches = min(self.reported_version) + self.config.max_lag - self.next_version() + 1
         return self.config.train_batch_size * batches - self.num_taken % self.config.train_batch_size
 
+    def num_places(self):
+        """Rollouts that may be in flight and ready together, when a group is admitted."""
+        return self.case.num_engines * self.config.generation_batch_size + self.config.ready_queue_limit
+
+    def num_placed(self):
+        return self.num_ready + len(self.rollouts(Place.IN_FLIGHT))
+
     def in_turn(self):
         """Ready groups in the order they are trained on: oldest token first under max_lag, else as they came."""
         if self.config.max_lag is None:
@@ -540,13 +549,14 @@ class World:
             return
         assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
         for group in self.groups.values():
-            begun = len(group.members) < self.case.group_size and not group.given_up
-            assert not (begun and self.seen(group)), "a group waits beside a free slot"
+            started = len(group.members) == self.case.group_size
+            assert started or group.given_up, "a group waits beside a free slot"
         if self.conventional:
             assert self.closed or self.num_live == self.rl_step_rollouts()
         else:
-            full = self.config.on_full is OnFull.WAIT and self.num_ready >= self.config.ready_queue_limit
-            gated = self.gated and self.num_live + self.case.group_size > self.allowance()
+            size = self.case.group_size
+            full = self.config.on_full is OnFull.WAIT and self.num_placed() + size > self.num_places()
+            gated = self.gated and self.num_live + size > self.allowance()
             assert full or gated, "a free slot without a reason"
 
     def check_trainer_goes_on(self):

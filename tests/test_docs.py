@@ -1,0 +1,386 @@
+"""The documentation says what is there: links, files, commands, code, and the keys of every file."""
+
+import csv
+import doctest
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from pipelinerl import analytic, cli, events
+from pipelinerl.accounting import StepRow
+from pipelinerl.config import Decode, RunConfig
+from pipelinerl.runfile import load_run
+from pipelinerl.trace import TraceWriter
+from sim.run import simulate
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sim" / "data" / "README.md"])
+"""Every page: those of the root, of docs/, and of the shipped data."""
+
+LINK = re.compile(r"\[[^\]]*\]\((?!https?://|mailto:)([^)\s]+)\)")
+FOLDERS = "pipelinerl|sim|analysis|backends|docs|examples|tests|scripts|benchmarks"
+PATH = re.compile(rf"(?<![\w/.*-])((?:{FOLDERS})/[\w./=+-]*\w)")
+FENCE = re.compile(r"^```(\S*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\$ )?(pipelinerl (?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE)
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def page_id(path):
+    return str(path.relative_to(ROOT))
+
+
+def section(text, heading):
+    """Return what stands under a heading, up to the next of the same or a higher level."""
+    (start,) = [match for match in re.finditer(r"^(#+) (.+)$", text, re.MULTILINE) if match[2] == heading]
+    after = text[start.end() :]
+    end = re.search(rf"^#{{1,{len(start[1])}}} ", after, re.MULTILINE)
+    return after[: end.start()] if end else after
+
+
+def first_cells(table):
+    """Return the names in code font in the first cells of the rows of a table."""
+    return re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+
+
+def anchors(text):
+    """Return the anchors of the headings of a page as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(FENCE, "", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code_blocks(language):
+    """Return page, info string and content of every fenced block of a language."""
+    return [
+        (page, info.strip(), content)
+        for page in PAGES
+        for found, info, content in FENCE.findall(page.read_text(encoding="utf-8"))
+        if found == language
+    ]
+
+
+def dotted(tables):
+    """Return the dotted keys of nested tables."""
+    return [
+        f"{key}.{rest}" if rest else key
+        for key, inner in tables.items()
+        for rest in (dotted(inner) if isinstance(inner, dict) else [""])
+    ]
+
+
+# ----------------------------------------------------------------------------------- links and files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_relative_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_files_named_with_their_folder_exist(page):
+    text = page.read_text(encoding="utf-8")
+    missing = [name for name in PATH.findall(text) if not list(ROOT.glob(name.rstrip("/")))]
+    assert missing == []
+
+
+def test_there_are_links_and_files_to_check():
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert sum(len(LINK.findall(text)) for text in pages) > 10
+    assert sum(len(PATH.findall(text)) for text in pages) > 50
+
+
+# ---------------------------------------------------------------------------------- code and commands
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>> " in page.read_text(encoding="utf-8")], ids=page_id)
+def test_sessions_give_the_stored_output(page):
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.failed == 0
+
+
+SCRIPTS = [
+    pytest.param(content, id=f"{page_id(page)}:{number}")
+    for number, (page, info, content) in enumerate(code_blocks("python"))
+    if ">>> " not in content and "no-run" not in info
+]
+
+
+@pytest.mark.parametrize("code", SCRIPTS)
+def test_python_blocks_run(code, tmp_path):
+    """Every block without a prompt is a script that runs beside ``examples/``, unless its fence says ``no-run``."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_is_code_to_run():
+    assert SCRIPTS
+
+
+def commands():
+    """Return page and arguments of every command line in a console, bash or sh block."""
+    return [
+        pytest.param(shlex.split(line.replace("\\\n", " "), comments=True)[1:], id=f"{page_id(page)}: {line[:60]}")
+        for language in ("console", "bash", "sh")
+        for page, _, content in code_blocks(language)
+        for line in COMMAND.findall(content)
+    ]
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_are_understood(arguments):
+    """Options and arguments are parsed as on the command line; a run file in it is loaded with its overrides."""
+    group = typer.main.get_command(cli.app)
+    if arguments == ["--help"]:
+        return
+    command = group.commands[arguments[0]]
+    if "--help" in arguments:
+        return
+    with command.make_context(arguments[0], arguments[1:]) as context:
+        values = context.params
+    if values.get("run") is not None and (ROOT / values["run"]).exists():
+        assert load_run(ROOT / values["run"], values["overrides"], values["seed"]).optimizer_steps >= 1
+
+
+# -------------------------------------------------------------------------------- the keys of a run file
+
+
+def allowed(schema, model_schema):
+    """Return in words what a JSON schema allows."""
+    schema = {**schema, **model_schema["$defs"].get(schema.get("$ref", "").rpartition("/")[2], {})}
+    if "anyOf" in schema:
+        (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
+    if "enum" in schema:
+        return ", ".join(schema["enum"])
+    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    text = words.get(schema.get("type"), "list")
+    limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema]
+    return " ".join([text, ", ".join(bounds)]) if bounds else text
+
+
+def shown_default(field):
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case list():
+            return "as given" if value else "none"
+        case _:
+            return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def submodel(annotation):
+    """Return the model in ``Model``, ``Model | None`` and ``list[Model]``, and whether it is a list's."""
+    for one in (annotation, *get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, BaseModel):
+            return one, getattr(annotation, "__origin__", None) is list
+    return None, False
+
+
+def key_rows(model=RunConfig, prefix="", kind=""):
+    """Return the rows of the table of keys: key, allowed, default, meaning."""
+    rows = []
+    schema = {"$defs": {}, **model.model_json_schema()}
+    for name, field in model.model_fields.items():
+        meaning = " ".join(field.description.replace("``", "`").split()) if field.description else ""
+        inner, is_list = submodel(field.annotation)
+        if field.annotation == get_args(Decode)[0]:
+            kinds = get_args(field.annotation)
+            names = [get_args(one.model_fields["kind"].annotation)[0] for one in kinds]
+            rows.append(f"| `{prefix}{name}.kind` | {', '.join(names)} | required | {meaning} |")
+            for one, its_name in zip(kinds, names, strict=True):
+                rows += key_rows(one, f"{prefix}{name}.", its_name)[1:]
+        elif inner is not None and not is_list:
+            rows += key_rows(inner, f"{prefix}{name}.")
+        elif inner is not None:
+            rows += key_rows(inner, f"{prefix}{name}[].")
+        else:
+            meaning = f"{kind}: {meaning}" if kind else meaning
+            range_ = allowed(schema["properties"][name], schema)
+            rows.append(f"| `{prefix}{name}` | {range_} | {shown_default(field)} | {meaning} |")
+    return rows
+
+
+def test_table_of_keys_is_that_of_the_configuration():
+    """Key, range, default and meaning of every key of a run file; paste the right side of a difference into the page."""
+    table = section(text_of("docs/simulator.md"), "Every key of RUN.toml")
+    assert [line for line in table.splitlines() if line.startswith("| `")] == key_rows()
+
+
+def test_keys_of_the_examples_are_in_the_table():
+    """The table is made by code of this file; here it is held to files that are known to load."""
+    known = set(first_cells(section(text_of("docs/simulator.md"), "Every key of RUN.toml")))
+    examples = sorted((ROOT / "examples").glob("*.toml"))
+    assert len(examples) > 1
+    for path in examples:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        compare = data.pop("compare", {})
+        keys = dotted(data) + [f"compare.{key}" for key in compare if key not in ("arms", "scenarios")]
+        for what in ("arms", "scenarios"):
+            keys += [f"compare.{what}[].{key}" for variant in compare.get(what, []) for key in variant]
+        assert set(keys) <= known, path.name
+
+
+def test_coefficients_of_the_main_example_are_those_of_the_page():
+    """Every number of the hardware tables of the example, and of its scenarios, stands in the table of the page."""
+    table = section(text_of("docs/simulator.md"), "Coefficients of the main example")
+    cells = [cell.strip() for line in table.splitlines() if line.startswith("|") for cell in line.split("|")]
+    written = {float(cell.replace("–", "-")) for cell in cells if re.fullmatch(r"[\d.]+(e-?\d+)?", cell)}
+    path = ROOT / "examples" / "qwen7b_128_h100.toml"
+    scenarios = tomllib.loads(path.read_text(encoding="utf-8"))["compare"]["scenarios"]
+    for scenario in scenarios:
+        hardware = load_run(path, scenario.get("set", [])).hardware
+        used = hardware.model_dump(mode="json", exclude_unset=True)
+        numbers = {key: value for key, value in flat(used).items() if isinstance(value, int | float)}
+        missing = {key: value for key, value in numbers.items() if value not in written}
+        assert missing == {}, scenario["name"]
+
+
+def flat(tables):
+    return {
+        f"{key}.{rest}" if rest else key: value
+        for key, inner in tables.items()
+        for rest, value in (flat(inner).items() if isinstance(inner, dict) else [("", inner)])
+    }
+
+
+# ---------------------------------------------------------------------------------- the keys of results
+
+TINY = [
+    "optimizer_steps=4",
+    "scheduler.train_batch_size=16",
+    "scheduler.generation_batch_size=8",
+    'workload.length={ kind = "uniform", max = 64 }',
+]
+QUICKSTART = ROOT / "examples" / "quickstart.toml"
+RUNS = {
+    "pipeline": [],
+    "conventional": ["scheduler.kind=conventional"],
+    "paper mode": ['hardware.decode={ kind = "utilisation", flash_s = 1.54e-5 }'],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of tiny runs of each sort."""
+    base = tmp_path_factory.mktemp("runs")
+    for name, overrides in RUNS.items():
+        simulate(load_run(QUICKSTART, [*TINY, *overrides]), out=base / name, trace=True)
+    return {name: base / name for name in RUNS}
+
+
+def test_keys_of_summary_are_those_of_the_page(folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "summary.json"))
+    written = {key for folder in folders.values() for key in dotted(json.loads((folder / "summary.json").read_text()))}
+    assert sorted(listed) == sorted(written)
+
+
+def test_columns_of_steps_are_those_of_the_page(folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "steps.csv"))
+    with (folders["pipeline"] / "steps.csv").open(newline="") as file:
+        assert listed == next(csv.reader(file)) == [field.name for field in fields(StepRow)]
+
+
+def test_keys_of_profile_are_those_of_the_page(folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "profile.json"))
+    profile = json.loads((folders["pipeline"] / "profile.json").read_text())
+    timeline = profile["timeline"]
+    for what in ("engines", "updates"):
+        timeline[f"{what}[]"] = timeline.pop(what)[0]
+    assert sorted(listed) == sorted(dotted(profile))
+
+
+def test_files_of_a_run_folder_are_those_of_the_page(folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "The folder of a run"))
+    written = {path.name for folder in folders.values() for path in folder.iterdir()}
+    assert sorted(listed) == sorted(written | {"figures/"})
+
+
+def test_events_and_commands_are_those_of_the_page():
+    page = section(text_of("docs/concepts.md"), "Events and commands")
+    names = [kind.__name__ for kind in (*get_args(events.Event), *get_args(events.Command))]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [events.WeightUpdate, events.OnStale, events.OnFull, events.DiscardReason, events.StopReason],
+    ids=lambda choice: choice.__name__,
+)
+def test_every_choice_is_explained(choice):
+    page = text_of("docs/concepts.md")
+    assert [one.value for one in choice if f"`{one.value}`" not in page] == []
+
+
+def test_the_shown_trace_lines_are_as_written(tmp_path):
+    """The two lines on the page, decoded and written again, are the same but for spaces."""
+    shown = FENCE.search(section(text_of("docs/concepts.md"), "trace.jsonl.gz"))[3].splitlines()
+    spans = events.VersionSpans((3, 4), (100, 180))
+    with TraceWriter(tmp_path / "trace", load_run(QUICKSTART)) as writer:
+        writer.event(12.5, events.RolloutFinished(7, 0, spans))
+        writer.command(12.5, events.StartRollout(71, 8, 0))
+    written = subprocess.run(["gzip", "-dc"], stdin=(tmp_path / "trace").open("rb"), capture_output=True, check=True)
+    assert [json.loads(line) for line in shown] == [json.loads(line) for line in written.stdout.splitlines()[1:]]
+
+
+# ------------------------------------------------------------------------------------------- the rest
+
+
+def test_functions_named_on_the_analytic_page_exist():
+    page = text_of("docs/analytic.md")
+    table = section(page, "From equation to function")
+    named = re.findall(r"`(\w+)` \|$|`(\w+)` \|\n", table, re.MULTILINE)
+    names = {one or other for one, other in named}
+    assert len(names) > 8
+    assert [name for name in names if not hasattr(analytic, name)] == []
+
+
+def test_changelog_has_the_version_of_the_package():
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    assert f"## [{version}]" in text_of("CHANGELOG.md")
+
+
+def test_notice_names_every_source_of_the_shipped_sets():
+    table = section(text_of("sim/data/README.md"), "Sets and where they come from")
+    sources = set(re.findall(r"https://github.com/[\w-]+/[\w-]+", table))
+    assert len(sources) > 2
+    assert [source for source in sorted(sources) if source not in text_of("NOTICE")] == []
+
+
+def test_licence_is_the_whole_apache_licence():
+    text = text_of("LICENSE")
+    assert text.lstrip().startswith("Apache License")
+    assert "TERMS AND CONDITIONS FOR USE, REPRODUCTION, AND DISTRIBUTION" in text
+    assert [number for number in range(1, 10) if f"\n   {number}. " not in text] == []
+    assert text.rstrip().endswith("limitations under the License.")

@@ -1,0 +1,473 @@
+"""The scheduler on short hand-made histories: what it answers, literally.
+
+In short: B is ``train_batch_size``, H ``generation_batch_size``, m ``max_lag``; unless a test says otherwise there
+is one engine with H = 4, B = 2, and groups of one rollout, so that rollout r answers prompt r.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from pipelinerl.config import SchedulerConfig
+from pipelinerl.errors import SchedulerError
+from pipelinerl.events import (
+    NO_TOKENS,
+    AbortRollout,
+    DiscardReason,
+    DiscardRollouts,
+    OnFull,
+    OnStale,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    VersionSpans,
+    WeightsLoaded,
+    WeightsPublished,
+    WeightUpdate,
+)
+from pipelinerl.scheduler import make_scheduler
+
+
+def make(*, optimizer_steps=10, num_engines=1, group_size=1, **settings):
+    config = SchedulerConfig(**{"train_batch_size": 2, "generation_batch_size": 4, **settings})
+    return make_scheduler(config, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+
+
+def started(**kwargs):
+    scheduler = make(**kwargs)
+    scheduler.start()
+    return scheduler
+
+
+def tell(scheduler, *events):
+    """Report events and return all that is answered."""
+    return [command for event in events for command in scheduler.handle(event)]
+
+
+def start(rollout_id, engine=0, *, prompt_id=None, kept_tokens=0):
+    return StartRollout(rollout_id, rollout_id if prompt_id is None else prompt_id, engine, kept_tokens)
+
+
+def starts(commands):
+    """Rollouts that are started."""
+    return [command.rollout_id for command in commands if isinstance(command, StartRollout)]
+
+
+def others(commands):
+    """All commands that start nothing."""
+    return [command for command in commands if not isinstance(command, StartRollout)]
+
+
+def tokens(*versions):
+    """One token of each version."""
+    return VersionSpans(versions, tuple(range(1, len(versions) + 1)))
+
+
+def finished(rollout_id, *versions, engine=0):
+    return RolloutFinished(rollout_id, engine, tokens(*versions))
+
+
+def scored(rollout_id, reward=1.0):
+    return RolloutScored(rollout_id, reward)
+
+
+def done(*rollout_ids, version=0, engine=0, rewards=(1.0,)):
+    """Rollouts finish and are scored, one after the other."""
+    return [
+        event
+        for i, rollout_id in enumerate(rollout_ids)
+        for event in (finished(rollout_id, version, engine=engine), scored(rollout_id, rewards[i % len(rewards)]))
+    ]
+
+
+def aborted(rollout_id, *versions, engine=0):
+    return RolloutAborted(rollout_id, engine, tokens(*versions))
+
+
+def trained(version):
+    return TrainingFinished(version, 1.0)
+
+
+def published(version):
+    return WeightsPublished(version, 1.0)
+
+
+def loaded(version, engine=0):
+    return WeightsLoaded(engine, version, 1.0)
+
+
+def train(*rollout_ids, version=0, completes_step=True):
+    return StartTraining(rollout_ids, version, completes_step)
+
+
+def publish(version, weight_update=WeightUpdate.KEEP):
+    return PublishWeights(version, weight_update)
+
+
+def discard(*rollout_ids, reason):
+    return DiscardRollouts(rollout_ids, reason)
+
+
+# ------------------------------------------------------------------------------------------- pipeline
+
+
+def test_the_start_fills_all_slots_emptiest_engine_first():
+    scheduler = make(generation_batch_size=2, num_engines=2)
+    assert scheduler.start() == [start(0, 0), start(1, 1), start(2, 0), start(3, 1)]
+    assert scheduler.num_in_flight == 4
+
+
+def test_a_finished_rollout_is_replaced_at_once_where_it_ran():
+    scheduler = started(generation_batch_size=2, num_engines=2)
+    assert tell(scheduler, finished(1, 0, engine=1)) == [start(4, 1)]
+    assert scheduler.num_in_flight == 4
+
+
+def test_rollouts_of_a_group_share_a_prompt_and_start_one_by_one():
+    scheduler = make(generation_batch_size=3, group_size=2)
+    assert scheduler.start() == [start(0, prompt_id=0), start(1, prompt_id=0), start(2, prompt_id=1)]
+    assert tell(scheduler, finished(0, 0), finished(2, 0)) == [start(3, prompt_id=1), start(4, prompt_id=2)]
+
+
+def test_a_group_is_ready_only_when_all_its_rollouts_are_scored():
+    scheduler = started(generation_batch_size=2, group_size=2)
+    assert others(tell(scheduler, finished(0, 0), scored(0), finished(1, 0))) == []
+    assert tell(scheduler, scored(1)) == [train(0, 1)]
+
+
+def test_a_batch_is_exactly_B_rollouts_in_order_of_arrival():
+    scheduler = started()
+    assert others(tell(scheduler, *done(3))) == []
+    assert others(tell(scheduler, *done(1))) == [train(3, 1)]
+    assert others(tell(scheduler, *done(0, 2, 4))) == [], "the trainer is busy"
+    assert others(tell(scheduler, trained(1), published(1))) == [publish(1), train(0, 2, version=1)]
+    assert others(tell(scheduler, trained(2))) == [], "rollout 4 alone is no batch, and version 1 is on its way"
+
+
+def test_weights_are_published_before_the_next_batch():
+    scheduler = started()
+    tell(scheduler, *done(0, 1, 2, 3))
+    assert tell(scheduler, trained(1)) == [publish(1)]
+    assert tell(scheduler, published(1)) == [train(2, 3, version=1)]
+
+
+def test_weights_are_published_even_if_no_batch_is_ready():
+    scheduler = started()
+    tell(scheduler, *done(0, 1))
+    assert tell(scheduler, trained(1), published(1), loaded(1)) == [publish(1)]
+
+
+def test_publications_are_made_up_for_by_one_when_the_last_engine_has_loaded():
+    """Steps 2 and 3 end while engine 1 still loads version 1: version 2 is never published."""
+    scheduler = started(num_engines=2)
+    tell(scheduler, *done(0, 2, 4, 6, 8, 9, 10, 11), trained(1))
+    assert tell(scheduler, loaded(1, 0), published(1)) == [train(4, 6, version=1)]
+    assert tell(scheduler, trained(2)) == [train(8, 9, version=2)]
+    assert tell(scheduler, loaded(1, 1)) == [], "the trainer is busy"
+    assert tell(scheduler, trained(3)) == [publish(3)]
+
+
+def test_an_idle_trainer_publishes_as_soon_as_the_last_engine_has_loaded():
+    scheduler = started(num_engines=2)
+    tell(scheduler, *done(0, 2, 4, 6), trained(1), loaded(1, 0), published(1), trained(2))
+    assert tell(scheduler, loaded(1, 1)) == [publish(2)]
+
+
+def test_only_the_last_micro_batch_completes_the_step():
+    """B = 4 in micro-batches of 2: training starts when half the batch is there, the version rises at its end."""
+    scheduler = started(train_batch_size=4, micro_batch_size=2)
+    assert others(tell(scheduler, *done(0, 1))) == [train(0, 1, completes_step=False)]
+    assert others(tell(scheduler, trained(0))) == []
+    assert scheduler.version == 0
+    assert others(tell(scheduler, *done(2, 3))) == [train(2, 3)]
+    assert others(tell(scheduler, trained(1))) == [publish(1)]
+    assert scheduler.version == 1
+
+
+def test_a_publication_that_had_to_wait_goes_out_between_two_micro_batches():
+    scheduler = started(train_batch_size=4, micro_batch_size=2)
+    tell(scheduler, *done(*range(6)), trained(0), trained(1), published(1), trained(1), loaded(1), *done(6, 7))
+    assert others(tell(scheduler, trained(2))) == [publish(2)]
+    tell(scheduler, *done(*range(8, 14)), published(2), trained(2))
+    assert others(tell(scheduler, trained(3))) == [train(12, 13, version=3, completes_step=False)]
+    assert others(tell(scheduler, loaded(2))) == []
+    assert others(tell(scheduler, trained(3))) == [publish(3)]
+
+
+# --------------------------------------------------------------------------------------- conventional
+
+
+def conventional(**kwargs):
+    return make(kind="conventional", **{"generation_batch_size": 8, "optimizer_steps_per_rl_step": 2, **kwargs})
+
+
+def test_conventional_generates_exactly_BG_rollouts():
+    scheduler = conventional()
+    assert scheduler.start() == [start(0), start(1), start(2), start(3)]
+    assert tell(scheduler, *done(0, 1, 2)) == []
+
+
+def test_conventional_trains_G_batches_in_order_of_admission_then_publishes_once():
+    scheduler = conventional(generation_batch_size=2)
+    scheduler.start()
+    assert tell(scheduler, *done(1, 0, 3, 2)) == [start(2), start(3), train(0, 1)]
+    assert tell(scheduler, trained(1)) == [train(2, 3, version=1)]
+    assert tell(scheduler, trained(2)) == [publish(2)]
+
+
+def test_conventional_starts_nothing_from_the_first_training_to_the_last_load():
+    scheduler = conventional(num_engines=2)
+    scheduler.start()
+    tell(scheduler, *done(0, 2, engine=0), *done(1, 3, engine=1))
+    assert others(tell(scheduler, trained(1), trained(2))) == [train(2, 3, version=1), publish(2)]
+    assert tell(scheduler, published(2), loaded(2, 1)) == []
+    assert tell(scheduler, loaded(2, 0)) == [start(4, 0), start(5, 1), start(6, 0), start(7, 1)]
+
+
+def test_conventional_trains_in_micro_batches_and_publishes_after_the_last():
+    scheduler = conventional(micro_batch_size=1)
+    scheduler.start()
+    assert tell(scheduler, *done(0, 1, 2, 3), trained(0), trained(1), trained(1), trained(2)) == [
+        train(0, completes_step=False),
+        train(1),
+        train(2, version=1, completes_step=False),
+        train(3, version=1),
+        publish(2),
+    ]
+
+
+def test_conventional_makes_the_last_RL_step_shorter():
+    """3 steps at G = 2: an RL step of 2, then one of 1 that generates B rollouts only."""
+    scheduler = conventional(optimizer_steps=3)
+    scheduler.start()
+    tell(scheduler, *done(0, 1, 2, 3), trained(1), trained(2), published(2))
+    assert tell(scheduler, loaded(2)) == [start(4), start(5)]
+    assert tell(scheduler, *done(4, 5, version=2)) == [train(4, 5, version=2)]
+    assert tell(scheduler, trained(3)) == [Stop(StopReason.DONE)]
+
+
+def test_conventional_replaces_what_fails():
+    scheduler = conventional()
+    scheduler.start()
+    assert tell(scheduler, *done(0, 1, 2), RolloutFailed(3)) == [start(4)]
+    assert tell(scheduler, *done(4)) == [train(0, 1)]
+
+
+# ------------------------------------------------------------------------------------- weight updates
+
+
+def test_wait_starts_nothing_on_an_engine_until_it_has_loaded():
+    scheduler = started(weight_update=WeightUpdate.WAIT, generation_batch_size=2, num_engines=2)
+    tell(scheduler, *done(0, engine=0), *done(1, engine=1))
+    assert tell(scheduler, trained(1)) == [publish(1, WeightUpdate.WAIT)]
+    assert tell(scheduler, finished(2, 0, engine=0), finished(4, 0, engine=0), finished(3, 0, engine=1)) == []
+    assert tell(scheduler, loaded(1, 0)) == [start(6, 0), start(7, 0)], "both slots of engine 0, none of engine 1"
+    assert tell(scheduler, finished(5, 0, engine=1), loaded(1, 1)) == [start(8, 1), start(9, 1)]
+
+
+def test_wait_releases_an_engine_that_is_full():
+    """The rollouts of an engine may be reported after its load; its slots are free only then."""
+    scheduler = started(weight_update=WeightUpdate.WAIT, generation_batch_size=1)
+    tell(scheduler, *done(0, 1), trained(1))
+    assert tell(scheduler, loaded(1)) == []
+    assert tell(scheduler, finished(2, 0)) == [start(3)]
+
+
+def test_rollouts_aborted_by_a_weight_update_start_again_with_their_tokens_before_new_ones():
+    scheduler = started(weight_update=WeightUpdate.ABORT, generation_batch_size=2, num_engines=2)
+    tell(scheduler, *done(0, 2))
+    assert tell(scheduler, trained(1)) == [publish(1, WeightUpdate.ABORT)]
+    assert tell(scheduler, aborted(1, 0, engine=1)) == [start(1, 1, kept_tokens=1)]
+    assert tell(scheduler, aborted(4, engine=0)) == [start(4, 0)], "it had not begun"
+    assert tell(scheduler, finished(1, 0, 1, engine=1)) == [start(6, 1)]
+
+
+def test_interrupted_rollouts_start_first_come_first_served():
+    """Engine 0 waits for nothing here: both of its rollouts are aborted while all slots are still taken."""
+    scheduler = started(weight_update=WeightUpdate.ABORT, generation_batch_size=1, num_engines=2)
+    tell(scheduler, *done(0, 2), trained(1))
+    assert tell(scheduler, aborted(1, 0, engine=1)) == [start(1, 1, kept_tokens=1)]
+    assert tell(scheduler, aborted(1, 0, engine=1)) == [start(1, 1, kept_tokens=1)], "twice is once too many, but legal"
+
+
+# --------------------------------------------------------------------------------------------- max_lag
+
+
+def test_the_lag_gate_admits_what_can_be_trained_in_time():
+    """m = 1, B = 2: at version 0 two batches can be in time, so 4 of 8 slots are used; one batch per load follows."""
+    scheduler = make(max_lag=1, generation_batch_size=8)
+    assert scheduler.start() == [start(0), start(1), start(2), start(3)]
+    assert tell(scheduler, *done(0, 1)) == [train(0, 1)], "the next step could be the last for what starts now"
+    assert tell(scheduler, trained(1), published(1)) == [publish(1)]
+    assert tell(scheduler, loaded(1)) == [start(4), start(5)]
+
+
+def test_the_lag_gate_counts_what_the_running_step_has_taken():
+    """m = 0, B = 4: micro-batches make room for nothing until the step is published and loaded."""
+    scheduler = make(max_lag=0, train_batch_size=4, micro_batch_size=2, generation_batch_size=8)
+    assert starts(scheduler.start()) == [0, 1, 2, 3]
+    assert starts(tell(scheduler, *done(0, 1), trained(0), *done(2, 3), trained(1), published(1))) == []
+    assert starts(tell(scheduler, loaded(1))) == [4, 5, 6, 7]
+
+
+def test_a_discarded_group_leaves_the_lag_gate():
+    scheduler = started(max_lag=0, generation_batch_size=8)
+    assert tell(scheduler, RolloutFailed(0)) == [start(2)]
+
+
+def test_the_trainer_waits_for_a_straggler_that_would_be_too_old_afterwards():
+    """m = 1, B = 2. Rollouts 0 and 3 hold tokens of version 0, so both must be in the batch at version 1.
+
+    When 4 and 5 (version 1) are ready first, training on them would leave 0 and 3 to version 2: lag 2. When 0
+    comes, a batch of 0 and 4 would leave 3. When 3 comes, 0 and 3 are trained on at lag 1, and 4 and 5 can wait.
+    """
+    scheduler = started(max_lag=1)
+    assert others(tell(scheduler, *done(1, 2))) == [train(1, 2)]
+    assert tell(scheduler, trained(1), published(1), loaded(1)) == [publish(1), start(4), start(5)]
+    assert tell(scheduler, *done(4, 5, version=1)) == []
+    assert tell(scheduler, finished(0, 0, 1), scored(0)) == []
+    assert tell(scheduler, finished(3, 0, 1), scored(3)) == [train(0, 3, version=1)]
+    assert tell(scheduler, trained(2), published(2)) == [publish(2), train(4, 5, version=2)]
+
+
+def test_the_trainer_does_not_wait_for_a_straggler_that_failed():
+    scheduler = started(max_lag=1)
+    tell(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
+    assert others(tell(scheduler, RolloutFailed(0))) == []
+    assert others(tell(scheduler, RolloutFailed(3))) == [train(4, 5, version=1)]
+
+
+def test_a_straggler_with_newer_tokens_than_its_bound_does_not_hold_the_trainer():
+    """Engine 0 had version 1 before it said so: rollouts 0 and 3 hold no token of version 0, and can wait."""
+    scheduler = started(max_lag=1)
+    tell(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
+    assert tell(scheduler, finished(0, 1), scored(0)) == []
+    assert tell(scheduler, finished(3, 1), scored(3)) == [train(4, 5, version=1)]
+
+
+@pytest.mark.parametrize(
+    ("on_stale", "prompt_ids"), [(OnStale.DROP, {0: 6, 3: 7, 4: 8}), (OnStale.REQUEUE, {0: 0, 3: 3, 4: 4})]
+)
+def test_what_the_next_batch_comes_too_late_for_is_aborted_once_and_replaced(on_stale, prompt_ids):
+    """m = 0: when the step at version 0 starts, all that began before it can only be too old.
+
+    ``drop`` starts new prompts in its place, ``requeue`` the same ones as new rollouts, first aborted first.
+    """
+    scheduler = started(max_lag=0, on_stale=on_stale)
+    tell(scheduler, finished(1, 0), finished(2, 0), scored(1))
+    assert tell(scheduler, scored(2)) == [train(1, 2), *(AbortRollout(r, 0) for r in (0, 3, 4, 5))]
+    assert tell(scheduler, aborted(0, 0)) == [start(6, prompt_id=prompt_ids[0])]
+    assert tell(scheduler, aborted(3, 0)) == [start(7, prompt_id=prompt_ids[3])]
+    assert tell(scheduler, finished(4, 0)) == [start(8, prompt_id=prompt_ids[4])], "it had finished before the abort"
+    assert tell(scheduler, scored(4)) == [discard(4, reason=DiscardReason.STALE)]
+    assert others(tell(scheduler, trained(1))) == [publish(1)]
+
+
+def test_a_ready_group_that_has_become_too_old_is_discarded():
+    """m = 0: of four ready rollouts the first two make the batch, for the others the next one comes too late."""
+    scheduler = started(max_lag=0, on_stale=OnStale.DROP, train_batch_size=1)
+    tell(scheduler, *done(0), finished(1, 0), finished(2, 0))
+    assert others(tell(scheduler, trained(1))) == [publish(1)]
+    assert others(tell(scheduler, scored(1))) == [discard(1, reason=DiscardReason.STALE)]
+
+
+def test_a_group_that_finishes_too_old_is_discarded_at_its_last_score():
+    """m = 0, drop: rollout 4 starts after the step at version 0 has begun; its token of version 0 is too old."""
+    scheduler = started(max_lag=0, on_stale=OnStale.DROP)
+    tell(scheduler, *done(0, 1))
+    assert starts(tell(scheduler, aborted(2, 0))) == [6]
+    assert tell(scheduler, finished(6, 0), scored(6))[1:] == [discard(6, reason=DiscardReason.STALE)]
+
+
+def test_a_finished_group_is_judged_by_its_tokens_and_not_by_its_admission():
+    """m = 0. Rollout 4 starts before the engine reports version 1, but is sampled with it: it is in time at version 1."""
+    scheduler = started(max_lag=0, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=1, num_engines=1)
+    tell(scheduler, *done(0), aborted(1, 0), trained(1), published(1))
+    assert others(tell(scheduler, finished(2, 1), loaded(1), finished(3, 1), scored(3))) == [train(3, version=1)]
+
+
+def test_under_max_lag_the_oldest_is_trained_on_first():
+    scheduler = started(max_lag=3, on_stale=OnStale.DROP, generation_batch_size=6)
+    tell(scheduler, *done(0, 1), trained(1), published(1), loaded(1))
+    tell(scheduler, finished(2, 1), scored(2))
+    assert others(tell(scheduler, finished(3, 0, 1), scored(3))) == [train(3, 2, version=1)]
+
+
+def test_without_max_lag_nothing_is_too_old():
+    scheduler = started(train_batch_size=1, generation_batch_size=2)
+    for version in range(5):
+        tell(scheduler, *done(1 + version, version=version), trained(version + 1), published(version + 1))
+        tell(scheduler, loaded(version + 1))
+    assert others(tell(scheduler, *done(0))) == [train(0, version=5)]
+
+
+# ------------------------------------------------------------------------------------ discards, failures
+
+
+def test_groups_without_signal_are_discarded_and_replaced():
+    scheduler = started(filter_no_signal=True, group_size=2)
+    assert others(tell(scheduler, *done(0, 1, rewards=(1.0, 1.0)))) == [discard(0, 1, reason=DiscardReason.NO_SIGNAL)]
+    assert others(tell(scheduler, *done(2, 3, rewards=(1.0, 0.0)))) == [train(2, 3)]
+
+
+def test_a_reward_that_differs_in_the_middle_is_a_signal():
+    scheduler = started(filter_no_signal=True, group_size=3, train_batch_size=3)
+    assert others(tell(scheduler, *done(0, 1, 2, rewards=(0.0, 1.0, 0.0)))) == [train(0, 1, 2)]
+
+
+def test_groups_without_signal_are_trained_on_unless_filtered():
+    scheduler = started(group_size=2)
+    assert others(tell(scheduler, *done(0, 1, rewards=(0.0, 0.0)))) == [train(0, 1)]
+
+
+def test_the_failure_of_one_rollout_ends_its_group():
+    """Rollout 0 is scored, 1 is being scored, 2 in flight, 3 fails: each ends in its own way, and once."""
+    scheduler = started(group_size=4, train_batch_size=4)
+    tell(scheduler, *done(0), finished(1, 0))
+    assert tell(scheduler, RolloutFailed(3)) == [
+        AbortRollout(2, 0),
+        discard(0, reason=DiscardReason.SIBLING_FAILED),
+        start(6, prompt_id=1),
+    ]
+    assert tell(scheduler, scored(1)) == [discard(1, reason=DiscardReason.SIBLING_FAILED)]
+    assert tell(scheduler, aborted(2, 0)) == [start(7, prompt_id=1)]
+
+
+def test_rollouts_of_a_failed_group_that_have_not_started_never_do():
+    scheduler = started(group_size=4, train_batch_size=4, generation_batch_size=2)
+    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0), start(4, prompt_id=1)]
+
+
+def test_a_rollout_that_fails_while_it_is_scored_ends_its_group():
+    scheduler = started(group_size=2, generation_batch_size=2)
+    tell(scheduler, finished(0, 0))
+    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0)]
+
+
+def test_all_rollouts_of_a_group_may_fail():
+    scheduler = started(group_size=2, generation_batch_size=2)
+    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0), start(2, prompt_id=1)]
+    assert tell(scheduler, RolloutFailed(1)) == [start(3, prompt_id=1)]
+
+
+def test_an_interrupted_rollout_of_a_failed_group_is_discarded():
+    """Engine 1 is held up by nothing: rollout 1 is interrupted while both slots are taken, then its sibling fails."""
+    scheduler = started(weight_update=WeightUpdate.ABORT, group_size=2, generation_batch_size=1, num_engines=1)
+    tell(scheduler, *done(0, 1), trained(1))
+    assert tell(scheduler, finished(2, 0)) == [start(3, prompt_id=1)]
+    assert tell(scheduler, aborted(3, 0)) == [start(3, prompt_id=1, kept_tokens=1)]
+    assert tell(scheduler, RolloutFailed(2)) == [AbortRollout(3, 0)]
+    assert tell(scheduler, aborted(3, 0)) == [start(4, prompt_id=2)]
+
+
+# ------------------------------------------------------------------------------------- the ready queue
