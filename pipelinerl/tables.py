@@ -49,7 +49,9 @@ def print_comparison(comparison: dict[str, Any], name: str) -> None:
     """
     baseline = comparison["baseline"]
     title = f"{name}: speed-up over {baseline}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
     table.add_column("scheduler", no_wrap=True)
     summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
     flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)

@@ -2,6 +2,7 @@
 
 import csv
 import doctest
+import gzip
 import json
 import os
 import re
@@ -104,7 +105,7 @@ def test_files_named_with_their_folder_exist(page):
 def test_there_are_links_and_files_to_check():
     pages = [page.read_text(encoding="utf-8") for page in PAGES]
     assert sum(len(LINK.findall(text)) for text in pages) > 10
-    assert sum(len(PATH.findall(text)) for text in pages) > 50
+    assert sum(len(PATH.findall(text)) for text in pages) > 30
 
 
 # ---------------------------------------------------------------------------------- code and commands
@@ -194,8 +195,8 @@ def shown_default(field):
             return "none"
         case bool():
             return str(value).lower()
-        case list():
-            return "as given" if value else "none"
+        case []:
+            return "none"
         case _:
             return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -233,7 +234,7 @@ def key_rows(model=RunConfig, prefix="", kind=""):
 
 
 def test_table_of_keys_is_that_of_the_configuration():
-    """Key, range, default and meaning of every key of a run file; paste the right side of a difference into the page."""
+    """Key, range, default and meaning of every key; after a change paste the rows of ``key_rows()`` into the page."""
     table = section(text_of("docs/simulator.md"), "Every key of RUN.toml")
     assert [line for line in table.splitlines() if line.startswith("| `")] == key_rows()
 
@@ -350,8 +351,8 @@ def test_the_shown_trace_lines_are_as_written(tmp_path):
     with TraceWriter(tmp_path / "trace", load_run(QUICKSTART)) as writer:
         writer.event(12.5, events.RolloutFinished(7, 0, spans))
         writer.command(12.5, events.StartRollout(71, 8, 0))
-    written = subprocess.run(["gzip", "-dc"], stdin=(tmp_path / "trace").open("rb"), capture_output=True, check=True)
-    assert [json.loads(line) for line in shown] == [json.loads(line) for line in written.stdout.splitlines()[1:]]
+    written = gzip.decompress((tmp_path / "trace").read_bytes()).splitlines()
+    assert [json.loads(line) for line in shown] == [json.loads(line) for line in written[1:]]
 
 
 # ------------------------------------------------------------------------------------------- the rest

@@ -6,7 +6,6 @@ is one engine with H = 4, B = 2, and groups of one rollout, so that rollout r an
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from pipelinerl.config import SchedulerConfig
 from pipelinerl.errors import SchedulerError
 from pipelinerl.events import (
-    NO_TOKENS,
     AbortRollout,
     DiscardReason,
     DiscardRollouts,
@@ -171,10 +169,10 @@ def test_publications_are_made_up_for_by_one_when_the_last_engine_has_loaded():
     """Steps 2 and 3 end while engine 1 still loads version 1: version 2 is never published."""
     scheduler = started(num_engines=2)
     tell(scheduler, *done(0, 2, 4, 6, 8, 9, 10, 11), trained(1))
-    assert tell(scheduler, loaded(1, 0), published(1)) == [train(4, 6, version=1)]
-    assert tell(scheduler, trained(2)) == [train(8, 9, version=2)]
-    assert tell(scheduler, loaded(1, 1)) == [], "the trainer is busy"
-    assert tell(scheduler, trained(3)) == [publish(3)]
+    assert others(tell(scheduler, loaded(1, 0), published(1))) == [train(4, 6, version=1)]
+    assert others(tell(scheduler, trained(2))) == [train(8, 9, version=2)]
+    assert others(tell(scheduler, loaded(1, 1))) == [], "the trainer is busy"
+    assert others(tell(scheduler, trained(3))) == [publish(3)]
 
 
 def test_an_idle_trainer_publishes_as_soon_as_the_last_engine_has_loaded():
@@ -195,13 +193,13 @@ def test_only_the_last_micro_batch_completes_the_step():
 
 
 def test_a_publication_that_had_to_wait_goes_out_between_two_micro_batches():
+    """Version 1 is still on its way when step 2 ends; it arrives while the first half of step 3 is trained."""
     scheduler = started(train_batch_size=4, micro_batch_size=2)
-    tell(scheduler, *done(*range(6)), trained(0), trained(1), published(1), trained(1), loaded(1), *done(6, 7))
+    tell(scheduler, *done(0, 1, 2, 3), trained(0), trained(1), published(1))
+    tell(scheduler, *done(4, 5, 6, 7), trained(1))
+    assert others(tell(scheduler, trained(2))) == [], "version 2 has to wait"
+    assert others(tell(scheduler, *done(8, 9), loaded(1))) == [train(8, 9, version=2, completes_step=False)]
     assert others(tell(scheduler, trained(2))) == [publish(2)]
-    tell(scheduler, *done(*range(8, 14)), published(2), trained(2))
-    assert others(tell(scheduler, trained(3))) == [train(12, 13, version=3, completes_step=False)]
-    assert others(tell(scheduler, loaded(2))) == []
-    assert others(tell(scheduler, trained(3))) == [publish(3)]
 
 
 # --------------------------------------------------------------------------------------- conventional
@@ -292,12 +290,12 @@ def test_rollouts_aborted_by_a_weight_update_start_again_with_their_tokens_befor
     assert tell(scheduler, finished(1, 0, 1, engine=1)) == [start(6, 1)]
 
 
-def test_interrupted_rollouts_start_first_come_first_served():
-    """Engine 0 waits for nothing here: both of its rollouts are aborted while all slots are still taken."""
-    scheduler = started(weight_update=WeightUpdate.ABORT, generation_batch_size=1, num_engines=2)
-    tell(scheduler, *done(0, 2), trained(1))
-    assert tell(scheduler, aborted(1, 0, engine=1)) == [start(1, 1, kept_tokens=1)]
-    assert tell(scheduler, aborted(1, 0, engine=1)) == [start(1, 1, kept_tokens=1)], "twice is once too many, but legal"
+def test_interrupted_rollouts_start_first_come_first_served_before_new_ones():
+    """An engine that is to be empty before it loads gives two rollouts up; nothing starts there until it has."""
+    scheduler = started(weight_update=WeightUpdate.WAIT, generation_batch_size=3)
+    tell(scheduler, *done(0, 1), trained(1))
+    assert tell(scheduler, aborted(3, 0), aborted(2, 0), finished(4, 0)) == []
+    assert tell(scheduler, loaded(1)) == [start(3, kept_tokens=1), start(2, kept_tokens=1), start(5)]
 
 
 # --------------------------------------------------------------------------------------------- max_lag
@@ -347,8 +345,8 @@ def test_the_trainer_does_not_wait_for_a_straggler_that_failed():
     assert others(tell(scheduler, RolloutFailed(3))) == [train(4, 5, version=1)]
 
 
-def test_a_straggler_with_newer_tokens_than_its_bound_does_not_hold_the_trainer():
-    """Engine 0 had version 1 before it said so: rollouts 0 and 3 hold no token of version 0, and can wait."""
+def test_a_straggler_whose_tokens_are_new_does_not_hold_the_trainer():
+    """Rollouts 0 and 3 began so late that they have no token of version 0: 4 and 5 were first, and go first."""
     scheduler = started(max_lag=1)
     tell(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
     assert tell(scheduler, finished(0, 1), scored(0)) == []
@@ -373,27 +371,37 @@ def test_what_the_next_batch_comes_too_late_for_is_aborted_once_and_replaced(on_
     assert others(tell(scheduler, trained(1))) == [publish(1)]
 
 
-def test_a_ready_group_that_has_become_too_old_is_discarded():
-    """m = 0: of four ready rollouts the first two make the batch, for the others the next one comes too late."""
-    scheduler = started(max_lag=0, on_stale=OnStale.DROP, train_batch_size=1)
-    tell(scheduler, *done(0), finished(1, 0), finished(2, 0))
-    assert others(tell(scheduler, trained(1))) == [publish(1)]
-    assert others(tell(scheduler, scored(1))) == [discard(1, reason=DiscardReason.STALE)]
+def test_a_ready_group_that_the_next_batch_comes_too_late_for_is_discarded():
+    """m = 1, B = 1: rollouts 1 and 2 are ready, of version 0. One is trained on at version 1, the other is too old."""
+    scheduler = started(max_lag=1, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=2)
+    tell(scheduler, *done(0), *done(1, 2), trained(1))
+    assert tell(scheduler, published(1)) == [
+        train(1, version=1),
+        discard(2, reason=DiscardReason.STALE),
+        AbortRollout(3, 0),
+        AbortRollout(4, 0),
+    ]
 
 
-def test_a_group_that_finishes_too_old_is_discarded_at_its_last_score():
-    """m = 0, drop: rollout 4 starts after the step at version 0 has begun; its token of version 0 is too old."""
+def test_a_group_whose_tokens_are_too_old_is_discarded_when_it_is_scored():
+    """m = 0: rollout 6 starts after the step at version 0 has begun, but before the engine has version 1."""
     scheduler = started(max_lag=0, on_stale=OnStale.DROP)
     tell(scheduler, *done(0, 1))
-    assert starts(tell(scheduler, aborted(2, 0))) == [6]
-    assert tell(scheduler, finished(6, 0), scored(6))[1:] == [discard(6, reason=DiscardReason.STALE)]
+    assert tell(scheduler, aborted(2, 0)) == [start(6)]
+    assert tell(scheduler, finished(6, 0), scored(6)) == [start(7), discard(6, reason=DiscardReason.STALE)]
 
 
-def test_a_finished_group_is_judged_by_its_tokens_and_not_by_its_admission():
-    """m = 0. Rollout 4 starts before the engine reports version 1, but is sampled with it: it is in time at version 1."""
-    scheduler = started(max_lag=0, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=1, num_engines=1)
-    tell(scheduler, *done(0), aborted(1, 0), trained(1), published(1))
-    assert others(tell(scheduler, finished(2, 1), loaded(1), finished(3, 1), scored(3))) == [train(3, version=1)]
+def test_a_group_that_has_finished_is_judged_by_its_tokens():
+    """m = 1, B = 1. Rollouts 2, 3, 4 started when the engine had reported version 0 only.
+
+    When the step at version 1 begins, 2 has finished, and all its tokens are of version 1: in time for version 2.
+    Of 3 and 4 nothing has been reported: they may be too old.
+    """
+    scheduler = started(max_lag=1, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=2)
+    tell(scheduler, *done(0), trained(1), published(1))
+    assert tell(scheduler, finished(2, 1), finished(1, 0)) == [start(3), start(4)]
+    assert tell(scheduler, scored(1)) == [train(1, version=1), AbortRollout(3, 0), AbortRollout(4, 0)]
+    assert tell(scheduler, scored(2), trained(2)) == [train(2, version=2)]
 
 
 def test_under_max_lag_the_oldest_is_trained_on_first():
@@ -461,13 +469,177 @@ def test_all_rollouts_of_a_group_may_fail():
 
 
 def test_an_interrupted_rollout_of_a_failed_group_is_discarded():
-    """Engine 1 is held up by nothing: rollout 1 is interrupted while both slots are taken, then its sibling fails."""
-    scheduler = started(weight_update=WeightUpdate.ABORT, group_size=2, generation_batch_size=1, num_engines=1)
-    tell(scheduler, *done(0, 1), trained(1))
-    assert tell(scheduler, finished(2, 0)) == [start(3, prompt_id=1)]
-    assert tell(scheduler, aborted(3, 0)) == [start(3, prompt_id=1, kept_tokens=1)]
-    assert tell(scheduler, RolloutFailed(2)) == [AbortRollout(3, 0)]
-    assert tell(scheduler, aborted(3, 0)) == [start(4, prompt_id=2)]
+    """Rollout 2 is being scored and 3 waits for its engine to load when 2 fails."""
+    scheduler = started(weight_update=WeightUpdate.WAIT, group_size=2, generation_batch_size=2)
+    tell(scheduler, *done(0, 1), trained(1), finished(2, 0), aborted(3, 0))
+    assert tell(scheduler, RolloutFailed(2)) == [discard(3, reason=DiscardReason.SIBLING_FAILED)]
+    assert tell(scheduler, loaded(1)) == [start(4, prompt_id=2), start(5, prompt_id=2)]
 
 
 # ------------------------------------------------------------------------------------- the ready queue
+
+
+def test_ready_and_in_flight_together_fill_the_slots_and_the_ready_queue_and_no_more():
+    """H = 2, queue of 2: 4 places. While the trainer works, 2 .. 5 become ready, and each takes a place for good.
+
+    A batch that is taken gives 2 places back.
+    """
+    scheduler = started(ready_queue_size=2, generation_batch_size=2)
+    tell(scheduler, *done(0, 1, 2, 3))
+    assert tell(scheduler, finished(4, 0), scored(4)) == [start(6)]
+    assert tell(scheduler, finished(5, 0), scored(5), finished(6, 0)) == []
+    assert (scheduler.num_ready, scheduler.num_in_flight) == (4, 0)
+    assert tell(scheduler, trained(1), published(1)) == [publish(1), train(2, 3, version=1), start(7), start(8)]
+
+
+def test_a_full_ready_queue_drops_the_group_that_came_first():
+    scheduler = started(ready_queue_size=3, on_full=OnFull.DROP_OLDEST)
+    assert others(tell(scheduler, *done(0, 1))) == [train(0, 1)]
+    assert others(tell(scheduler, *done(3, 2, 4))) == []
+    assert others(tell(scheduler, *done(5))) == [discard(3, reason=DiscardReason.QUEUE_FULL)]
+    assert others(tell(scheduler, trained(1), published(1))) == [publish(1), train(2, 4, version=1)]
+
+
+def test_a_full_ready_queue_drops_the_oldest_tokens_first_under_max_lag():
+    scheduler = started(ready_queue_size=2, on_full=OnFull.DROP_OLDEST, on_stale=OnStale.DROP, max_lag=5)
+    tell(scheduler, *done(0, 1), trained(1), published(1), loaded(1), *done(2, 3, version=1), finished(4, 1), scored(4))
+    assert others(tell(scheduler, finished(5, 0, 1), scored(5))) == []
+    assert others(tell(scheduler, finished(6, 1), scored(6))) == [discard(5, reason=DiscardReason.QUEUE_FULL)]
+
+
+# --------------------------------------------------------------------------------------------- the end
+
+
+def test_the_run_stops_after_the_last_step_without_publishing_it():
+    scheduler = started(optimizer_steps=2)
+    tell(scheduler, *done(0, 1, 2, 3), trained(1), published(1))
+    assert tell(scheduler, trained(2)) == [Stop(StopReason.DONE)]
+    assert scheduler.stopped is StopReason.DONE
+
+
+def test_nothing_is_answered_after_the_stop_whatever_is_reported():
+    scheduler = started(optimizer_steps=1)
+    tell(scheduler, *done(0, 1), trained(1))
+    assert tell(scheduler, *done(2, 3), aborted(4, 0), RolloutFailed(99), trained(1), published(5), loaded(9)) == []
+
+
+def test_the_run_stops_when_more_than_discard_limit_rollouts_are_given_up_in_one_step():
+    scheduler = started(discard_limit=2)
+    assert others(tell(scheduler, RolloutFailed(0), RolloutFailed(1))) == []
+    assert others(tell(scheduler, RolloutFailed(2))) == [Stop(StopReason.STALLED)]
+    assert scheduler.stopped is StopReason.STALLED
+    assert tell(scheduler, RolloutFailed(3)) == []
+
+
+def test_every_optimizer_step_has_its_own_discard_limit():
+    scheduler = started(discard_limit=1)
+    assert others(tell(scheduler, RolloutFailed(0), *done(1, 2), trained(1))) == [train(1, 2), publish(1)]
+    assert others(tell(scheduler, RolloutFailed(3))) == []
+    assert others(tell(scheduler, RolloutFailed(4))) == [Stop(StopReason.STALLED)]
+
+
+def test_a_group_that_is_given_up_counts_with_all_its_rollouts():
+    scheduler = started(discard_limit=3, group_size=2)
+    assert others(tell(scheduler, RolloutFailed(0))) == [AbortRollout(1, 0)]
+    assert others(tell(scheduler, RolloutFailed(2))) == [AbortRollout(3, 0), Stop(StopReason.STALLED)]
+
+
+def test_filtering_without_end_stalls():
+    scheduler = started(discard_limit=50, filter_no_signal=True, group_size=2)
+    answers = others(tell(scheduler, *done(*range(60))))
+    assert answers == [
+        *(discard(r, r + 1, reason=DiscardReason.NO_SIGNAL) for r in range(0, 52, 2)),
+        Stop(StopReason.STALLED),
+    ]
+
+
+# ------------------------------------------------------------------------------------ impossible events
+
+
+TRAINING = done(0, 1)
+PUBLISHING = [*TRAINING, trained(1)]
+LOADING = [*PUBLISHING, published(1)]
+LOADED = [*LOADING, loaded(1)]
+
+
+@pytest.mark.parametrize(
+    ("history", "event", "state"),
+    [
+        ([], finished(7, 0), "rollout 7 on engine 0: it is not there"),
+        ([], finished(0, 0, engine=1), "rollout 0 on engine 1: it is not there"),
+        ([], finished(0, 1), "tokens of versions 1 to 1: engines have had versions 0 to 0"),
+        ([*LOADED, *done(2)], finished(6, 0, 1), "tokens of versions 0 to 1: engines have had versions 1 to 1"),
+        ([finished(0, 0)], finished(0, 0), "rollout 0 on engine 0: it is not there"),
+        ([finished(0, 0)], aborted(0, 0), "rollout 0 on engine 0: it is not there"),
+        ([], aborted(7), "rollout 7 on engine 0: it is not there"),
+        ([], aborted(0, engine=1), "rollout 0 on engine 1: it is not there"),
+        ([], aborted(0, 1), "tokens of versions 1 to 1"),
+        ([], scored(0), "rollout 0: it is not being scored"),
+        ([], scored(7), "rollout 7: it is not being scored"),
+        (done(0), scored(0), "rollout 0: it is not being scored"),
+        (TRAINING, scored(1), "rollout 1: it is not being scored"),
+        ([], RolloutFailed(7), "rollout 7: it has ended or never started"),
+        (done(0), RolloutFailed(0), "rollout 0: it has ended or never started"),
+        ([RolloutFailed(0)], RolloutFailed(0), "rollout 0: it has ended or never started"),
+        ([], trained(1), "version 0, trainer IDLE"),
+        (TRAINING, trained(0), "version 0, trainer TRAINING"),
+        (TRAINING, trained(2), "version 0, trainer TRAINING"),
+        (PUBLISHING, trained(2), "version 1, trainer PUBLISHING"),
+        (TRAINING, published(0), "trainer TRAINING"),
+        (PUBLISHING, published(2), "trainer PUBLISHING, published 1"),
+        (LOADING, published(1), "trainer IDLE, published 1"),
+        ([], loaded(0), "published 0, engines still loading 0"),
+        ([], loaded(1), "published 0, engines still loading 0"),
+        (PUBLISHING, loaded(2), "published 1, engines still loading 1"),
+        (PUBLISHING, loaded(1, engine=1), "published 1, engines still loading 1"),
+        (PUBLISHING, loaded(1, engine=-1), "published 1, engines still loading 1"),
+        (LOADED, loaded(1), "published 1, engines still loading 0"),
+    ],
+)
+def test_an_impossible_event_is_refused_and_changes_nothing(history, event, state):
+    scheduler = started()
+    tell(scheduler, *history)
+    before = pickle.dumps(scheduler)
+    with pytest.raises(SchedulerError, match=f"^cannot handle .*{state}"):
+        scheduler.handle(event)
+    assert pickle.dumps(scheduler) == before
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def at_once(command, version):
+    """What a world reports that does everything at once; too fast for any abort."""
+    match command:
+        case StartRollout():
+            return done(command.rollout_id, version=version, engine=command.engine)
+        case StartTraining():
+            return [trained(command.version + command.completes_step)]
+        case PublishWeights():
+            return [published(command.version), loaded(command.version, 0), loaded(command.version, 1)]
+    return []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_lag": 0, "generation_batch_size": 64},
+        {"max_lag": 1, "on_stale": OnStale.REQUEUE},
+        {"on_full": OnFull.DROP_OLDEST},
+        {"kind": "conventional", "generation_batch_size": 64, "weight_update": WeightUpdate.WAIT},
+    ],
+    ids=str,
+)
+def test_the_scheduler_does_not_grow_with_the_length_of_the_run(settings):
+    """It holds no more around step 2000 than around step 200, but for larger numbers (64 bytes pickled)."""
+    scheduler = make(optimizer_steps=10**6, num_engines=2, **settings)
+    commands, version, sizes = scheduler.start(), 0, {200: 0, 2000: 0}
+    while scheduler.version < 2000:
+        events = [event for command in commands for event in at_once(command, version)]
+        commands = tell(scheduler, *events)
+        version = max([version, *(event.version for event in events if isinstance(event, WeightsLoaded))])
+        for step in sizes:
+            if step - 50 < scheduler.version <= step:
+                sizes[step] = max(sizes[step], len(pickle.dumps(scheduler)))
+    assert sizes[2000] <= sizes[200] + 64

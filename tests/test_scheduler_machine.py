@@ -263,6 +263,14 @@ class World:
                 if rollout.engine == engine and arrived:
                     rollout.ended = "interrupted"
 
+    def lose(self, entry):
+        """An engine that is to be empty before it loads does not wait for a rollout any longer."""
+        entry[2].ended = "interrupted"
+
+    def losable(self):
+        waits = self.config.weight_update is WeightUpdate.WAIT
+        return [entry for entry in self.running() if waits and self.true_version[entry[2].engine] < self.published]
+
     def report_loaded(self, engine):
         self.reported_version[engine] = self.true_version[engine]
         self.held[engine] = False
@@ -281,6 +289,10 @@ class World:
         for engine, version in enumerate(self.reported_version):
             yield WeightsLoaded(engine, version, 0.0)
             yield WeightsLoaded(engine, self.published + 1, 0.0)
+        for rollout_id, engine in self.ended[-3:]:
+            yield RolloutFinished(rollout_id, engine, VersionSpans((), ()))
+            yield RolloutScored(rollout_id, 1.0)
+            yield RolloutFailed(rollout_id)
         for rollout_id, group, rollout in self.rollouts(*Place):
             if rollout.place is Place.IN_FLIGHT:
                 yield RolloutFinished(rollout_id, rollout.engine + 1, rollout.spans)
@@ -309,7 +321,7 @@ class World:
         self.obey(answer)
 
     def obey(self, commands):
-        assert not (self.stopped and commands), "a command after Stop"
+        self.sound = False
         for command in commands:
             assert not self.stopped, "a command after Stop"
             match command:
@@ -331,6 +343,7 @@ class World:
             self.check_rollouts_go_on()
             self.check_trainer_goes_on()
             self.check_given_up_groups_end()
+        self.sound = True
 
     def obey_start(self, command):
         group_id, member = divmod(command.rollout_id, self.case.group_size)
@@ -343,7 +356,8 @@ class World:
         assert not group.given_up
         assert command.prompt_id == group.prompt_id
         assert not self.closed, "conventional: a rollout starts between the first train step and the last load"
-        assert not self.held[command.engine]
+        unheld = [engine for engine in range(self.case.num_engines) if not self.held[engine]]
+        assert command.engine == min(unheld, key=lambda engine: len(self.in_flight(engine))), "not the emptiest engine"
         if member == len(group.members):
             assert command.kept_tokens == 0
             assert not self.rollouts(Place.INTERRUPTED), "a new rollout starts before an interrupted one"
@@ -359,9 +373,9 @@ class World:
     def check_admission(self, prompt_id):
         """A prompt that is to be tried again, or else a new one; and only while there is a place for the group.
 
-        With ``on_full = wait`` that means: ready + in flight + the new group <= slots + ``ready_queue_limit``. Until the
-        next admission, only what is in flight or being scored now can become ready. So the ready queue never holds
-        more than ``ready_queue_limit``, plus all slots, plus what was finished and not ready at the last admission.
+        With ``on_full = wait`` that means: ready + in flight + the new group <= slots + ``ready_queue_limit``. Until
+        the next admission only what is in flight or has finished by now can become ready. So the ready queue never
+        holds more than ``ready_queue_limit``, all slots, and what had finished without being ready at that time.
         """
         if self.prompts_again:
             assert prompt_id == self.prompts_again.pop(0)
@@ -543,9 +557,8 @@ class World:
 
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""
-        size = self.config.generation_batch_size
-        engines = range(self.case.num_engines)
-        if not any(not self.held[engine] and len(self.in_flight(engine)) < size for engine in engines):
+        unheld = [engine for engine in range(self.case.num_engines) if not self.held[engine]]
+        if all(len(self.in_flight(engine)) == self.config.generation_batch_size for engine in unheld):
             return
         assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
         for group in self.groups.values():
@@ -603,6 +616,7 @@ class World:
                 lambda e=e: self.take_weights(e, all_have_arrived=rng.random() < 0.5) for e in self.engines_to_load()
             ],
             "load": [lambda e=e: self.report_loaded(e) for e in self.engines_to_report()],
+            "lose": [lambda r=r: self.lose(r) for r in self.losable()] if failures else [],
             "lie": [lambda: self.lie(rng.randrange(10**6))] if failures else [],
         }
         return {kind: calls for kind, calls in kinds.items() if calls}
@@ -622,6 +636,18 @@ class World:
         scheduler = self.case.fresh()
         assert tuple(scheduler.start()) == self.answers[0]
         assert [tuple(scheduler.handle(event)) for event in self.events] == self.answers[1:]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(case=cases(), seed=st.integers(0, 2**32 - 1), num_happenings=st.integers(0, 200))
+def test_a_fresh_scheduler_and_a_copy_give_the_recorded_commands(case, seed, num_happenings):
+    """Decisions depend on the events alone: in a replay from the start, and in a copy made at any time."""
+    world, rng = World(case), random.Random(seed)
+    world.go_on(rng, num_happenings=num_happenings, failures=True)
+    scheduler, num_events = copy.deepcopy(world.scheduler), len(world.events)
+    world.go_on(rng, num_happenings=200, failures=True)
+    world.replay()
+    assert [tuple(scheduler.handle(one)) for one in world.events[num_events:]] == world.answers[num_events + 1 :]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -689,6 +715,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         engine = self.pick(self.world.engines_to_load(), number)
         self.world.take_weights(engine, all_have_arrived=all_have_arrived)
 
+    @precondition(lambda self: self.world.losable())
+    @rule(number=st.integers(0, 20))
+    def lose(self, number):
+        self.world.lose(self.pick(self.world.losable(), number))
+
     @precondition(lambda self: self.world.engines_to_report())
     @rule(number=st.integers(0, 2))
     def report_loaded(self, number):
@@ -706,9 +737,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         """A fair world without failures brings every run to its end, and another scheduler to the same end."""
-        if self.world is None:
-            return
         world = self.world
+        if world is None or not world.sound:
+            return  # it has failed already
         world.go_on(random.Random(0), num_happenings=10_000, failures=False)
         assert world.stopped is StopReason.DONE or world.config.discard_limit < 10**6
         event(f"{world.config.kind}, {world.stopped}")
