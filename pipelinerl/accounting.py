@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,15 +82,15 @@ class StepRow:
     """Mean length of its rollouts (tokens)."""
 
 
-class _Finished:
-    """A rollout between its last token and its training."""
+class _MicroBatch(NamedTuple):
+    """What is kept of a micro-batch until its optimizer step is done; the arrays have an entry per version span."""
 
-    __slots__ = ("reward", "spans", "version")
-
-    def __init__(self, spans: VersionSpans, version: int) -> None:
-        self.spans = spans
-        self.version = version  # the trainer's, when it finished
-        self.reward = 0.0
+    samples: int
+    reward: float
+    starts: NDArray[np.int64]  # first position of each span
+    ends: NDArray[np.int64]  # position after it
+    lags: NDArray[np.int64]
+    queue_lags: NDArray[np.int64]  # the part of the lag from after the rollout finished
 
 
 class _Histogram:
@@ -147,11 +147,14 @@ class Accountant:
         self._version = 0
         self._stop: str | None = None
         # Rollouts.
-        self._finished: dict[int, _Finished] = {}
+        self._finished: dict[int, tuple[VersionSpans, int]] = {}  # its tokens; the trainer's version at its end
+        self._rewards: dict[int, float] = {}
         self._interrupted: dict[int, VersionSpans] = {}
         self._aborting: set[int] = set()
-        self._counts = dict.fromkeys(("started", "finished", "trained", "discarded", "aborted", "failed"), 0)
-        self._tokens = dict.fromkeys(("generated", "trained", "discarded", "aborted", "failed", "unfinished"), 0)
+        self._num_started = self._num_finished = 0
+        self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
+        self._ended = dict.fromkeys(("trained", "discarded", "aborted", "failed"), 0)
+        self._tokens = dict.fromkeys(self._ended, 0)
         self._reasons = {reason.value: 0 for reason in DiscardReason}
         self._num_interruptions = 0
         # Engines.
@@ -163,7 +166,7 @@ class Accountant:
         self._seconds = {"training": 0.0, "publishing": 0.0}
         self._step_start_s = 0.0
         self._step_seconds = {"training": 0.0, "publishing": 0.0}
-        self._step_batches: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], float]] = []
+        self._micro_batches: list[_MicroBatch] = []  # of the optimizer step that is under way
         # Lag.
         self._lag = {part: _Histogram() for part in ("total", "in_flight", "in_queue")}
 
@@ -176,11 +179,13 @@ class Accountant:
             case RolloutFinished():
                 rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
                 self._leave_engine(rollout_id, event.engine, num_tokens)
-                self._counts["finished"] += 1
-                self._tokens["generated"] += num_tokens
-                self._finished[rollout_id] = _Finished(event.spans, self._version)
+                self._num_finished += 1
+                self._tokens_finished += num_tokens
+                self._finished[rollout_id] = (event.spans, self._version)
+                if self._aborting:
+                    self._aborting.discard(rollout_id)  # it was faster
             case RolloutScored():
-                self._finished[event.rollout_id].reward = event.reward
+                self._rewards[event.rollout_id] = event.reward
             case RolloutAborted():
                 self._aborted(event)
             case RolloutFailed():
@@ -201,9 +206,10 @@ class Accountant:
             case StartRollout():
                 rollout_id, engine = command.rollout_id, command.engine
                 if self._interrupted and rollout_id in self._interrupted:
-                    self._tokens["generated"] -= self._interrupted.pop(rollout_id).num_tokens
+                    self._tokens_cut_short -= self._interrupted.pop(rollout_id).num_tokens
+                    self._num_interruptions += 1
                 else:
-                    self._counts["started"] += 1
+                    self._num_started += 1
                 self._engine_of[rollout_id] = engine
                 in_progress = self._engine_rollouts[engine] + 1
                 self._engine_rollouts[engine] = in_progress
@@ -234,32 +240,36 @@ class Accountant:
     def _aborted(self, event: RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
-        self._tokens["generated"] += num_tokens
+        self._tokens_cut_short += num_tokens
         if self._stop is None and rollout_id in self._aborting:
-            self._counts["aborted"] += 1
+            self._ended["aborted"] += 1
             self._tokens["aborted"] += num_tokens
         else:
             self._interrupted[rollout_id] = event.spans
-            self._num_interruptions += self._stop is None
         self._aborting.discard(rollout_id)
 
     def _failed(self, rollout_id: int) -> None:
-        self._counts["failed"] += 1
+        self._ended["failed"] += 1
         self._aborting.discard(rollout_id)
         if rollout_id in self._engine_of:
             self._leave_engine(rollout_id, self._engine_of[rollout_id], 0)
         else:
-            self._tokens["failed"] += self._finished.pop(rollout_id).spans.num_tokens
+            self._tokens["failed"] += self._forget(rollout_id)
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
             if rollout_id in self._interrupted:  # it never finished
-                self._counts["aborted"] += 1
+                self._ended["aborted"] += 1
                 self._tokens["aborted"] += self._interrupted.pop(rollout_id).num_tokens
             else:
-                self._counts["discarded"] += 1
-                self._tokens["discarded"] += self._finished.pop(rollout_id).spans.num_tokens
+                self._ended["discarded"] += 1
+                self._tokens["discarded"] += self._forget(rollout_id)
                 self._reasons[command.reason.value] += 1
+
+    def _forget(self, rollout_id: int) -> int:
+        """Forget a finished rollout and return its tokens."""
+        self._rewards.pop(rollout_id, None)
+        return self._finished.pop(rollout_id)[0].num_tokens
 
     def _loaded(self, event: WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
@@ -277,24 +287,18 @@ class Accountant:
         finish_versions: list[int] = []
         reward = 0.0
         for rollout_id in command.rollout_ids:
-            finished = self._finished.pop(rollout_id)
-            spans = finished.spans
+            spans, finish_version = self._finished.pop(rollout_id)
             versions += spans.versions
             ends += spans.ends
             counts.append(len(spans.ends))
-            finish_versions.append(finished.version)
-            reward += finished.reward
+            finish_versions.append(finish_version)
+            reward += self._rewards.pop(rollout_id)
         end_N = np.array(ends, dtype=np.int64)
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[np.cumsum([0, *counts[:-1]])] = 0
         lag_N = command.version - np.array(versions, dtype=np.int64)
         queue_N = command.version - np.repeat(np.array(finish_versions, dtype=np.int64), counts)
-        tokens_N = end_N - start_N
-        self._lag["total"].add(lag_N, tokens_N)
-        self._lag["in_queue"].add(queue_N, tokens_N)
-        self._lag["in_flight"].add(lag_N - queue_N, tokens_N)
-        self.profile.trained(start_N, end_N, lag_N)
-        self._step_batches.append((len(command.rollout_ids), tokens_N, lag_N, queue_N, reward))
+        self._micro_batches.append(_MicroBatch(len(counts), reward, start_N, end_N, lag_N, queue_N))
 
     def _trained(self, event: TrainingFinished) -> None:
         self._seconds["training"] += event.train_s
@@ -303,9 +307,15 @@ class Accountant:
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
         self._version = event.version
-        samples = sum(batch[0] for batch in self._step_batches)
-        tokens_N, lag_N, queue_N = (np.concatenate([batch[i] for batch in self._step_batches]) for i in (1, 2, 3))
-        reward = sum(batch[4] for batch in self._step_batches)
+        samples_M, reward_M, *spans_M = zip(*self._micro_batches, strict=True)
+        self._micro_batches.clear()
+        samples, reward = sum(samples_M), sum(reward_M)
+        start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans_M)
+        tokens_N = end_N - start_N
+        self._lag["total"].add(lag_N, tokens_N)
+        self._lag["in_queue"].add(queue_N, tokens_N)
+        self._lag["in_flight"].add(lag_N - queue_N, tokens_N)
+        self.profile.trained(start_N, end_N, lag_N)
         tokens = int(tokens_N.sum())
         lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
         training_s, publishing_s = self._step_seconds["training"], self._step_seconds["publishing"]
@@ -326,9 +336,8 @@ class Accountant:
             reward_mean=reward / samples,
             length_mean=tokens / samples,
         )
-        self._counts["trained"] += samples
+        self._ended["trained"] += samples
         self._tokens["trained"] += tokens
-        self._step_batches.clear()
         self._step_start_s = self._time_s
         self._step_seconds = {"training": 0.0, "publishing": 0.0}
         self.steps.append(row)
@@ -341,13 +350,10 @@ class Accountant:
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run so far: the keys of summary.json that follow from the trace alone."""
         duration_s = self._time_s
-        counts, tokens = dict(self._counts), dict(self._tokens)
-        counts["unfinished"] = counts["started"] - sum(
-            counts[key] for key in ("trained", "discarded", "aborted", "failed")
-        )
-        tokens["unfinished"] = tokens["generated"] - sum(
-            tokens[key] for key in ("trained", "discarded", "aborted", "failed")
-        )
+        counts = {"started": self._num_started, "finished": self._num_finished, **self._ended}
+        counts["unfinished"] = self._num_started - sum(self._ended.values())
+        generated = self._tokens_finished + self._tokens_cut_short
+        tokens = {"generated": generated, **self._tokens, "unfinished": generated - sum(self._tokens.values())}
         busy_s = sum(self._busy_s)
         for engine, rollouts in enumerate(self._engine_rollouts):
             busy_s += (duration_s - self._busy_since_s[engine]) if rollouts else 0.0
@@ -357,7 +363,6 @@ class Accountant:
             "generation": busy_s / (duration_s * len(self._busy_s)) if duration_s else 0.0,
             "training": training_s / duration_s if duration_s else 0.0,
         }
-        finished_tokens = tokens["generated"] - tokens["aborted"] - self._in_progress_tokens()
         return {
             "optimizer_steps": self._version,
             "duration_s": duration_s,
@@ -370,7 +375,7 @@ class Accountant:
             "tokens": tokens,
             "discarded_by_reason": self._reasons,
             "length": {
-                "finished_mean": finished_tokens / counts["finished"] if counts["finished"] else 0.0,
+                "finished_mean": self._tokens_finished / self._num_finished if self._num_finished else 0.0,
                 "trained_mean": tokens["trained"] / counts["trained"] if counts["trained"] else 0.0,
             },
             "utilisation": utilisation,
@@ -392,16 +397,13 @@ class Accountant:
         """
         if self._colocated:
             difference_s = rest_s - self._seconds["training"]
-            if abs(difference_s) < BALANCED_SHARE * self._time_s:
+            if abs(difference_s) <= BALANCED_SHARE * self._time_s:
                 return "balanced"
             return "generation" if difference_s > 0 else "training"
         if rest_s > BALANCED_SHARE * self._time_s:
             return "generation"
         num_ahead = sum(row.ready >= row.samples for row in self.steps)
         return "training" if 2 * num_ahead > len(self.steps) else "balanced"
-
-    def _in_progress_tokens(self) -> int:
-        return sum(spans.num_tokens for spans in self._interrupted.values())
 
     def _lag_summary(self) -> dict[str, float]:
         total = self._lag["total"]

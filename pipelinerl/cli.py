@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
+
+FIGURES_FOLDER = "figures"
+"""Where a run folder keeps its figures."""
 
 app = typer.Typer(
     help="Plan and run asynchronous reinforcement learning of language models.\n\n"
@@ -33,7 +37,7 @@ SetOption = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8."),
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", min=0, help="Replace the seed of the run file.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
@@ -61,16 +65,18 @@ def simulate(
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     simulator = _load("sim.run", extra="sim")
+    if out is not None:
+        _load("analysis.report", extra="plot")  # missing, it is missed before the run and not after it
     with _progress("optimizer steps", config.optimizer_steps) as advance:
         summary = simulator.simulate(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
-    if out is not None:
-        _draw([out], out / "figures")
     if as_json:
         _print_json(summary)
     else:
         from pipelinerl.tables import print_summary
 
         print_summary(summary, run.name)
+    if out is not None:
+        _draw([out], out / FIGURES_FOLDER)
 
 
 @app.command()
@@ -86,16 +92,19 @@ def compare(
 
     config = load_run(run, overrides, seed)
     comparer = _load("sim.compare", extra="sim")
+    if out is not None:
+        _load("analysis.report", extra="plot")
     with _progress("runs", len(comparer.plan_cells(config))) as advance:
         result = comparer.compare(config, out=out, on_done=lambda _cell, _failure: advance())
-    if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
-        _draw([out], out / "figures")
     if as_json:
         _print_json(result)
     else:
         from pipelinerl.tables import print_comparison
 
         print_comparison(result, run.name)
+    speedups = [arm["speedup"] for scenario in result["scenarios"] for arm in scenario["arms"]]
+    if out is not None and speedups and None not in speedups:
+        _draw([out], out / FIGURES_FOLDER)
     if not result["complete"]:
         for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
             _complain(failure)
@@ -113,7 +122,12 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
-    for path in _draw(folders, out if out is not None else folders[0] / "figures"):
+    figures = out if out is not None else folders[0] / FIGURES_FOLDER
+    try:
+        paths = _draw(folders, figures)
+    except OSError as error:
+        raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
+    for path in paths:
         typer.echo(path)
 
 
@@ -128,7 +142,7 @@ def replay(
     from pipelinerl.trace import Trace
     from pipelinerl.trace import replay as replay_trace
 
-    result = replay_trace(Trace(folder / TRACE_FILE if folder.is_dir() else folder))
+    result = replay_trace(Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder))
     if result.difference is None:
         typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
         return
@@ -143,7 +157,7 @@ def main() -> None:
     except (ConfigError, TraceError) as error:
         _complain(str(error))
         sys.exit(2)
-    except PipelineRLError as error:
+    except (PipelineRLError, OSError) as error:  # the run failed, or the disk is full
         _complain(str(error))
         sys.exit(1)
 
@@ -164,26 +178,26 @@ def _load(module: str, *, extra: str) -> Any:
 
 
 def _draw(folders: list[Path], figures: Path) -> list[Path]:
-    """Draw the figures of run folders; a comparison stands for its runs."""
+    """Draw the figures of runs side by side, or of one comparison."""
     from pipelinerl.runfile import load_run
     from pipelinerl.runfolder import COMPARISON_FILE, RUN_FILE
 
     readers, report = _load("analysis.runs", extra="plot"), _load("analysis.report", extra="plot")
-    comparison, curves, runs = None, None, []
-    for folder in folders:
-        if (folder / COMPARISON_FILE).exists():
-            comparison = readers.read_comparison(folder)
-            arms = next(iter(comparison.scenarios.values()))
-            runs += [readers.read_run(folder / arm.folder, arm.name) for arm in arms]
-            if len(folders) == 1:
-                paper_mode = _load("analysis.paper_mode", extra="plot")
-                config = load_run(folder / arms[0].folder / RUN_FILE)
-                curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
-        else:
-            runs += readers.read_runs([folder]) if len(folders) == 1 else []
-    if comparison is None and len(folders) > 1:
-        runs = readers.read_runs(folders)
-    paths: list[Path] = report.save_figures(runs, figures, comparison=comparison, curves=curves)
+    paths: list[Path]
+    comparisons = [folder for folder in folders if os.path.exists(folder / COMPARISON_FILE)]
+    if not comparisons:
+        paths = report.save_figures(readers.read_runs(folders), figures)
+        return paths
+    if len(folders) > 1:
+        raise ConfigError(f"DIR... must be runs or a single comparison, got {len(folders)} with {comparisons[0]}")
+    (folder,) = comparisons
+    comparison = readers.read_comparison(folder)
+    arms = next(arms for arms in comparison.scenarios.values() if arms)  # the first scenario stands for all
+    runs = [readers.read_run(folder / arm.folder, arm.name) for arm in arms]
+    config = load_run(folder / arms[0].folder / RUN_FILE)
+    paper_mode = _load("analysis.paper_mode", extra="plot")
+    curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
+    paths = report.save_figures(runs, figures, comparison=comparison, curves=curves)
     return paths
 
 

@@ -61,11 +61,14 @@ class Profile:
 
     def rollout_started(self, time_s: float, rollout_id: int, engine: int, in_progress: int) -> None:
         """Note a start; ``in_progress`` counts the engine's rollouts with it."""
-        if self._window_end_s is None:
+        if rollout_id in self._window:  # a weight update aborted it, now it goes on
+            self._window[rollout_id][1] = -1.0
+            self._num_left -= 1
+        elif self._window_end_s is None:
             if len(self._window) == WINDOW_ROLLOUTS:
                 self._window_end_s = time_s
             else:
-                self._window.setdefault(rollout_id, [time_s, -1.0, 0.0])
+                self._window[rollout_id] = [time_s, -1.0, 0.0]
                 self._num_first += time_s == 0.0
         if self._timeline_end_s is None:
             self._note_occupancy(time_s, engine, in_progress)
@@ -75,9 +78,9 @@ class Profile:
         if rollout_id in self._window:
             self._window[rollout_id][1:] = time_s, num_tokens
             self._num_left += 1
+            if self._window_end_s is None and not self._colocated and self._num_left == 3 * self._num_first:
+                self._window_end_s = time_s
             self._stop_watching_if_over()
-            if not self._colocated and self._num_left == 3 * self._num_first:
-                self._window_end_s = self._window_end_s or time_s
         if self._timeline_end_s is None:
             self._note_occupancy(time_s, engine, in_progress)
 
@@ -86,13 +89,20 @@ class Profile:
         self.watching = not (windows_closed and self._num_left >= len(self._window))
 
     def _note_occupancy(self, time_s: float, engine: int, in_progress: int) -> None:
-        if engine < len(self._occupancy) and self._num_points < TIMELINE_POINTS:
+        if engine < len(self._occupancy):
             points = self._occupancy[engine]
             if points and points[-1][0] == time_s:
                 points[-1] = (time_s, in_progress)
             else:
                 points.append((time_s, in_progress))
-                self._num_points += 1
+                self._count_point(time_s)
+
+    def _count_point(self, time_s: float) -> None:
+        """Count a point of the timeline, which ends here if it is the last one it may have."""
+        self._num_points += 1
+        if self._num_points == TIMELINE_POINTS:
+            self._timeline_end_s = time_s
+            self._stop_watching_if_over()
 
     # --------------------------------------------------------------------------------------- trainer
 
@@ -106,9 +116,11 @@ class Profile:
         """Note an interval in which the trainer was training or publishing."""
         if self._colocated and kind == "training" and self._window_end_s is None:
             self._window_end_s = start_s
-        if self._timeline_end_s is None and self._num_points < TIMELINE_POINTS:
+        if self._timeline_end_s is None:
             self._trainer.append((start_s, end_s, kind))
-            self._num_points += 1
+            self._count_point(end_s)
+        elif self._num_points == TIMELINE_POINTS and start_s < self._timeline_end_s < end_s:
+            self._trainer.append((start_s, self._timeline_end_s, kind))  # under way when the timeline was full
 
     def step_done(self, time_s: float, version: int) -> None:
         """Note the end of an optimizer step."""

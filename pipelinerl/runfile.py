@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.config import AffineDecode, RooflineDecode, RunConfig, UtilisationDecode
+from pipelinerl.config import AffineDecode, CompareConfig, RooflineDecode, RunConfig, UtilisationDecode, Variant
 from pipelinerl.errors import ConfigError
 
 
@@ -43,13 +43,16 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None =
         raise ConfigError(f"cannot read run file {path}: {reason}") from None
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, nested too deep
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if seed is not None:
         data["seed"] = seed
     data = with_overrides(data, overrides)
     _make_paths_absolute(data, path.parent)
-    return parse_run(data, name=path.name)
+    config = parse_run(data, name=path.name)
+    if config.compare is None:
+        return config
+    return config.model_copy(update={"compare": _with_absolute_paths(config.compare, path.parent)})
 
 
 def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
@@ -91,9 +94,10 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         if not separator or not all(parts):
             raise ConfigError(f"--set must be KEY=VALUE with a dotted key, got {override!r}")
         try:
-            value: Any = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text
+            tables = tomllib.loads(f"value = {text}")
+        except (ValueError, RecursionError):
+            tables = {}
+        value: Any = tables["value"] if len(tables) == 1 else text
         table = result
         for part in parts[:-1]:
             table = table.setdefault(part, {})
@@ -108,8 +112,13 @@ def dump_run(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _make_paths_absolute(data: dict[str, Any], folder: Path) -> None:
-    """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere."""
+def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+    """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere.
+
+    Returns:
+        Each path as it was and as it is now.
+    """
+    changes = []
     for keys in (("workload", "length", "source"), ("hardware", "decode", "table")):
         table: Any = data
         for key in keys[:-1]:
@@ -117,6 +126,26 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> None:
         value = table.get(keys[-1]) if isinstance(table, dict) else None
         if isinstance(value, str) and value.endswith(".csv"):
             table[keys[-1]] = str((folder / value).resolve())
+            changes.append((value, table[keys[-1]]))
+    return changes
+
+
+def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
+    """Return a comparison whose overrides name files by absolute paths, as the rest of the run file does."""
+
+    def changed(variants: list[Variant]) -> list[Variant]:
+        return [one.model_copy(update={"set": [absolute(override) for override in one.set]}) for one in variants]
+
+    def absolute(override: str) -> str:
+        try:
+            tables = with_overrides({}, [override])
+        except ConfigError:
+            return override  # who plans the comparison says what is wrong with it
+        for before, now in _make_paths_absolute(tables, folder):
+            override = override.replace(before, now)
+        return override
+
+    return compare.model_copy(update={"arms": changed(compare.arms), "scenarios": changed(compare.scenarios)})
 
 
 _DECODE_MODELS = {"utilisation": UtilisationDecode, "affine": AffineDecode, "roofline": RooflineDecode}
@@ -126,8 +155,10 @@ def _fault_lines(error: ValidationError) -> list[str]:
     """Return one line per fault: key, rule, value."""
     lines = []
     for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"] if part not in _DECODE_MODELS)
-        lines.append(_fault_line(key, fault))
+        loc = fault["loc"]
+        if loc[:2] == ("hardware", "decode"):
+            loc = loc[:2] + loc[3:]  # pydantic puts the kind in between
+        lines.append(_fault_line(".".join(map(str, loc)) or "the root", fault))
     return lines
 
 
@@ -156,16 +187,20 @@ def _fault_line(key: str, fault: ErrorDetails) -> str:
             return f"{key} must be true or false, {got}"
         case "list_type":
             return f"{key} must be a list, {got}"
-        case "model_type" | "model_attributes_type":
+        case "model_type" | "dict_type":
             return f"{key} must be a table, {got}"
         case "literal_error" | "enum":
             return f"{key} must be {ctx['expected']}, {got}"
         case "union_tag_not_found" | "union_tag_invalid":
-            found = value.get("kind", "nothing") if isinstance(value, dict) else value
-            return f"{key}.kind must be one of {', '.join(_DECODE_MODELS)}, got {_shown(found)}"
+            found = _shown(value["kind"]) if "kind" in value else "none"
+            return f"{key}.kind must be one of {', '.join(_DECODE_MODELS)}, got {found}"
         case "value_error":
             rule = str(ctx["error"])
-            return f"{key}.{rule}" if key else rule
+            return f"{key}.{rule}" if fault["loc"] else rule
+        case "too_short" | "string_too_short":
+            return f"{key} must not be empty, {got}"
+        case "json_invalid":
+            return f"a value cannot be read: {ctx['error']}"
         case _:
             return f"{key}: {fault['msg']}, {got}"
 

@@ -29,7 +29,8 @@ SUMMARY_FILE = "summary.json"
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.jsonl.gz"
 COMPARISON_FILE = "comparison.json"
-FIGURES_FOLDER = "figures"
+
+_FILES = (RUN_FILE, COMPARISON_FILE, STEPS_FILE, SUMMARY_FILE, PROFILE_FILE, TRACE_FILE)
 
 
 def check_vacant(folder: Path) -> None:
@@ -39,13 +40,33 @@ def check_vacant(folder: Path) -> None:
         folder: Need not exist.
 
     Raises:
-        ConfigError: If it is no folder, or holds a run or a comparison already.
+        ConfigError: If it is no folder, cannot be read, or holds a file of a run or a comparison already.
     """
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_file = folder.exists() and not folder.is_dir()
+        held = [name for name in _FILES if (folder / name).exists()]
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if is_file:
         raise ConfigError(f"--out must be a folder, got the file {folder}")
-    for name in (RUN_FILE, COMPARISON_FILE):
-        if (folder / name).exists():
-            raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {name}")
+    if held:
+        raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {held[0]}")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those it lies in, if they do not exist.
+
+    Raises:
+        ConfigError: If that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}")
 
 
 class RunFolder:
@@ -61,13 +82,13 @@ class RunFolder:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         check_vacant(folder)
+        make_folder(folder)
         self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             (folder / RUN_FILE).write_text(dump_run(config), encoding="utf-8")
             self._steps = (folder / STEPS_FILE).open("w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
-            raise ConfigError(f"--out must be a folder that can be written, got {folder}: {error.strerror}") from None
+            raise _unwritable(folder, error) from None
         self._rows = csv.writer(self._steps, lineterminator="\n")
         self._rows.writerow([field.name for field in fields(StepRow)])
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import operator
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar, get_args, get_type_hints
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import SchedulerError, TraceError
@@ -26,6 +27,7 @@ from pipelinerl.events import (
     Command,
     DiscardReason,
     Event,
+    RolloutAborted,
     StopReason,
     VersionSpans,
     WeightUpdate,
@@ -42,9 +44,7 @@ T = TypeVar("T")
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
-_FIELDS: dict[type[Any], tuple[str, ...]] = {
-    kind: tuple(one.name for one in fields(kind)) for kind in (*_EVENTS.values(), *_COMMANDS.values())
-}
+_FIELDS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
 
 
 class TraceWriter:
@@ -141,7 +141,7 @@ class Trace:
                     yield Record(number, time_s, _decoded(_EVENTS[data["event"]], data), None)
                 else:
                     yield Record(number, time_s, None, _decoded(_COMMANDS[data["command"]], data))
-            except (KeyError, TypeError, ValueError, IndexError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise TraceError(f"{self.path}, line {number}: broken record ({error!r})") from None
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
@@ -155,7 +155,7 @@ class Trace:
             raise TraceError(f"cannot read trace {self.path}: {reason}") from None
         except EOFError:
             raise TraceError(f"{self.path} is cut off after line {number}") from None
-        except (ValueError, zlib.error) as error:
+        except (ValueError, RecursionError, zlib.error) as error:
             raise TraceError(f"{self.path}, line {number + 1}: broken ({error})") from None
 
 
@@ -177,6 +177,9 @@ class ReplayResult:
 def replay(trace: Trace) -> ReplayResult:
     """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
 
+    A run that is interrupted ends by aborting what is in progress, without asking its scheduler: if a trace ends
+    in nothing but aborts, the answer to them is not compared.
+
     Args:
         trace: The recorded run, from any world.
 
@@ -195,33 +198,38 @@ def replay(trace: Trace) -> ReplayResult:
     )
     expected = list(scheduler.start())
     num_events = num_commands = position = 0
-    cause = "start()"
-    for record in trace.records():
-        if record.event is not None:
-            if position < len(expected):
-                return ReplayResult(num_events, num_commands, _missing(record.line, cause, expected[position]))
-            num_events += 1
-            cause = str(record.event)
-            try:
-                expected = list(scheduler.handle(record.event))
-            except SchedulerError as error:
-                return ReplayResult(num_events, num_commands, f"line {record.line}: the scheduler {error}")
-            position = 0
-        else:
-            if position == len(expected) or expected[position] != record.command:
-                now = str(expected[position]) if position < len(expected) else "nothing more"
-                difference = f"line {record.line}, after {cause}: recorded {record.command}, now {now}"
-                return ReplayResult(num_events, num_commands, difference)
+    cause: Event | str = "start()"
+    difference = None
+    records = trace.records()
+    for record in records:
+        now = expected[position] if position < len(expected) else None
+        if record.event is None:
+            if now != record.command:
+                answer = "nothing more" if now is None else now
+                difference = f"line {record.line}, after {cause}: recorded {record.command}, now {answer}"
+                break
             num_commands += 1
             position += 1
-    if position < len(expected):
-        return ReplayResult(num_events, num_commands, _missing(None, cause, expected[position]))
-    return ReplayResult(num_events, num_commands, None)
+        elif now is not None:
+            if not (_is_abort(record) and all(map(_is_abort, records))):
+                difference = f"line {record.line}, after {cause}: recorded nothing more, now {now}"
+            break
+        else:
+            num_events += 1
+            cause = record.event
+            try:
+                expected, position = list(scheduler.handle(record.event)), 0
+            except SchedulerError as error:
+                difference = f"line {record.line}: the scheduler {error}"
+                break
+    else:
+        if position < len(expected) and not isinstance(cause, RolloutAborted):
+            difference = f"end of trace, after {cause}: recorded nothing more, now {expected[position]}"
+    return ReplayResult(num_events, num_commands, difference)
 
 
-def _missing(line: int | None, cause: str, command: Command) -> str:
-    where = "end of trace" if line is None else f"line {line}"
-    return f"{where}, after {cause}: recorded nothing more, now {command}"
+def _is_abort(record: Record) -> bool:
+    return isinstance(record.event, RolloutAborted)
 
 
 # --------------------------------------------------------------------------------------- encoding
@@ -232,25 +240,36 @@ def _encoded(content: Event | Command) -> dict[str, Any]:
     for name in _FIELDS[type(content)]:
         one = getattr(content, name)
         if isinstance(one, VersionSpans):
-            starts = (0, *one.ends[:-1])
+            starts = (0, *one.ends)[:-1]
             one = [list(span) for span in zip(one.versions, starts, one.ends, strict=True)]
         data[name] = one
     return data
 
 
 def _decoded(kind: type[T], data: dict[str, Any]) -> T:
-    return kind(**{name: _decoded_field(name, data[name]) for name in _FIELDS[kind]})
+    return kind(**{name: _DECODERS[hint](data[name]) for name, hint in _FIELDS[kind].items()})
 
 
-def _decoded_field(name: str, one: Any) -> Any:
-    match name:
-        case "spans":
-            return VersionSpans(tuple(span[0] for span in one), tuple(span[2] for span in one))
-        case "rollout_ids":
-            return tuple(one)
-        case "weight_update":
-            return WeightUpdate(one)
-        case "reason":
-            return DiscardReason(one) if one in DiscardReason else StopReason(one)
-        case _:
-            return one
+def _decoded_ids(ids: Any) -> tuple[int, ...]:
+    return tuple(operator.index(one) for one in ids)
+
+
+def _decoded_spans(spans: Any) -> VersionSpans:
+    versions = _decoded_ids(version for version, _, _ in spans)
+    starts, ends = _decoded_ids(start for _, start, _ in spans), _decoded_ids(end for _, _, end in spans)
+    if starts != (0, *ends)[: len(ends)]:
+        raise ValueError(f"spans must follow each other from token 0, got {spans}")
+    return VersionSpans(versions, ends)
+
+
+_DECODERS: dict[Any, Callable[[Any], Any]] = {
+    int: operator.index,
+    float: float,
+    bool: bool,
+    tuple[int, ...]: _decoded_ids,
+    VersionSpans: _decoded_spans,
+    WeightUpdate: WeightUpdate,
+    DiscardReason: DiscardReason,
+    StopReason: StopReason,
+}
+"""How a field of each type is read; what is not of that type raises."""

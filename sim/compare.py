@@ -6,17 +6,22 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config import CompareConfig, RunConfig, Variant
-from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.runfile import parse_run, with_overrides
-from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, write_json
+from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.run import simulate
 from sim.world import World
+
+ALIVE_CHECK_S = 1.0
+"""How often the workers are looked after while no run ends (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,11 @@ class Cell:
     folder: str
     """Relative to the folder of the comparison."""
 
+    @property
+    def name(self) -> str:
+        """What error messages call it."""
+        return _cell_name(self.scenario, self.arm)
+
 
 def default_comparison(config: RunConfig) -> CompareConfig:
     """Return what is compared when the run file does not say: it as it is, and the paper's conventional G."""
@@ -36,6 +46,8 @@ def default_comparison(config: RunConfig) -> CompareConfig:
     arms = [Variant(name=own)]
     for steps in (8, 16, 32):
         overrides = ["scheduler.kind=conventional", f"scheduler.optimizer_steps_per_rl_step={steps}"]
+        if config.scheduler.max_lag is not None:
+            overrides.append(f"scheduler.max_lag={steps - 1}")  # the least that conventional RL with this G can keep
         arms.append(Variant(name=f"conventional G={steps}", set=overrides))
     return CompareConfig(arms=arms, baseline="conventional G=32")
 
@@ -57,8 +69,10 @@ def plan_cells(config: RunConfig) -> list[Cell]:
     cells = []
     for scenario in comparison.scenarios:
         for arm in comparison.arms:
-            data = with_overrides(base, [*scenario.set, *arm.set])
-            cell_config = parse_run(data, name=f"scenario {scenario.name!r}, arm {arm.name!r}")
+            name = _cell_name(scenario.name, arm.name)
+            with _naming(name):
+                data = with_overrides(base, [*scenario.set, *arm.set])
+            cell_config = parse_run(data, name=name)
             folder = f"{_file_name(scenario.name)}/{_file_name(arm.name)}"
             cells.append(Cell(scenario.name, arm.name, cell_config, folder))
     folders = [cell.folder for cell in cells]
@@ -92,28 +106,23 @@ def compare(
     """
     comparison = config.compare or default_comparison(config)
     cells = plan_cells(config)
-    if out is not None:
-        check_vacant(out)
-    for cell in cells:
-        World(cell.config)  # every file it names can be used
+    _check_files(cells, out)
     summaries: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
-    context = multiprocessing.get_context("spawn")
-    num_workers = min(workers or os.cpu_count() or 1, len(cells))
     complete = False
-    with context.Pool(num_workers, initializer=_ignore_interrupts) as pool:
-        jobs = [(index, cell, out) for index, cell in enumerate(cells)]
-        try:
-            for index, summary, failure in pool.imap_unordered(_run_cell, jobs):
-                if failure is None:
-                    summaries[cells[index].folder] = summary
-                else:
-                    failures.append(f"{cells[index].scenario}, {cells[index].arm}: {failure}")
-                if on_done is not None:
-                    on_done(cells[index], failure)
-            complete = not failures
-        except KeyboardInterrupt:
-            pool.terminate()
+    try:
+        for index, summary, failure in _run_cells(cells, out, min(workers or os.cpu_count() or 1, len(cells))):
+            if failure is None:
+                summaries[cells[index].folder] = summary
+            else:
+                failures.append(f"{cells[index].name}: {failure}")
+            if on_done is not None:
+                on_done(cells[index], failure)
+        complete = not failures
+    except RunFailedError as error:
+        failures.append(str(error))
+    except KeyboardInterrupt:
+        pass  # what has ended is kept
     result = {
         "baseline": comparison.baseline,
         "scenarios": _side_by_side(cells, summaries, comparison.baseline),
@@ -125,11 +134,47 @@ def compare(
     return result
 
 
-def _run_cell(job: tuple[int, Cell, Path | None]) -> tuple[int, dict[str, Any], str | None]:
+def _check_files(cells: list[Cell], out: Path | None) -> None:
+    """Check that every file that is read can be used and every folder can be written, then make the outer folder."""
+    for cell in cells:
+        with _naming(cell.name):
+            World(cell.config)
+    if out is not None:
+        for folder in (out, *(out / cell.folder for cell in cells)):
+            check_vacant(folder)
+        make_folder(out)
+
+
+def _run_cells(cells: list[Cell], out: Path | None, workers: int) -> Iterator[CellResult]:
+    """Simulate cells in parallel and yield each as it ends.
+
+    Raises:
+        RunFailedError: If a worker died, and its run with it.
+    """
+    with _interrupts_ignored():  # by the workers, that is: Ctrl-C is for this process alone
+        pool = multiprocessing.get_context("spawn").Pool(workers)
+    with pool:
+        pids = {process.pid for process in multiprocessing.active_children()}
+        results = pool.imap_unordered(_run_cell, [(index, cell, out) for index, cell in enumerate(cells)])
+        while True:
+            try:
+                yield results.next(ALIVE_CHECK_S)
+            except StopIteration:
+                return
+            except multiprocessing.TimeoutError:
+                if pids - {process.pid for process in multiprocessing.active_children()}:
+                    raise RunFailedError("a worker process died, out of memory perhaps; the others were ended") from None
+
+
+CellResult = tuple[int, dict[str, Any], str | None]
+"""Index of a cell, and its summary or else what went wrong."""
+
+
+def _run_cell(job: tuple[int, Cell, Path | None]) -> CellResult:
     index, cell, out = job
     try:
         return index, simulate(cell.config, out=None if out is None else out / cell.folder), None
-    except PipelineRLError as error:
+    except (PipelineRLError, OSError) as error:
         return index, {}, str(error)
 
 
@@ -156,6 +201,27 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_.") or "_"
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, which ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _cell_name(scenario: str, arm: str) -> str:
+    return f"scenario {scenario!r}, arm {arm!r}"
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put a name before what a ConfigError says."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C, where this thread may; processes started meanwhile inherit that for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -240,6 +239,7 @@ class Engine:
         sequence.order = order = self._next_order
         self._next_order += 1
         sequence.start_step = step = self._step
+        sequence.first_update = len(self._versions)
         self._running[sequence.rollout_id] = sequence
         tokens = sequence.tokens_to_prefill
         heapq.heappush(self._finishes, (step + sequence.num_left, order, sequence))
@@ -293,16 +293,18 @@ class Engine:
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
-        start, step, steps = sequence.start_step, self._step, self._version_steps
+        start, step, steps, versions = sequence.start_step, self._step, self._version_steps, self._versions
         if step == start:
             return sequence.spans
-        if steps[-1] <= start:  # no update since it joined
-            spans = VersionSpans((self._versions[-1],), (step - start,))
+        first, last = sequence.first_update, len(steps)
+        if steps[-1] == step:
+            last -= 1  # it samples nothing before the next step
+        if first == last:
+            spans = VersionSpans((versions[first - 1],), (step - start,))
         else:
-            first, last = bisect_right(steps, start), bisect_left(steps, step)
             ends = [one - start for one in steps[first:last]]
             ends.append(step - start)
-            spans = VersionSpans(tuple(self._versions[first - 1 : last]), tuple(ends))
+            spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
         return joined(sequence.spans, spans) if sequence.spans.ends else spans
 
     # -------------------------------------------------------------------------------------- planning
@@ -343,18 +345,20 @@ class Engine:
                 if not quiet or len(arrivals) > 1 or self._waiting:
                     return at
                 sequence = arrivals[0][2]
-                if not self._fits(sequence, context, batch):
-                    return at
-                # Look through this boundary: all that happens at it is that this rollout joins.
-                self._join = (to_request, at)
                 tokens = sequence.tokens_to_prefill
                 context += tokens
                 batch += 1
-                steps = min(finish_step - step - to_request, sequence.num_left)
+                if context + batch > self._capacity or batch > self._num_slots:
+                    return at
+                # Look through this boundary: all that happens at it is that this rollout joins.
+                prefill_ticks = self._prefill.ticks(tokens)
+                self._join = (to_request, at)
+                steps = finish_step - step - to_request
+                steps = min(steps, sequence.num_left)
                 if context + steps * batch > self._capacity:
                     steps = (self._capacity - context) // batch
                 self._wake_steps = steps
-                return at + self._duration(steps, context, batch, self._prefill.ticks(tokens))
+                return at + self._duration(steps, context, batch, prefill_ticks)
         self._wake_steps = steps
         return tick + self._duration(steps, context, batch, self._prefill_ticks)
 

@@ -52,8 +52,9 @@ def simulate(
 
 @contextmanager
 def _interruptible(world: World) -> Iterator[None]:
-    """Turn Ctrl-C into a clean end of the run, where this thread may."""
-    if threading.current_thread() is not threading.main_thread():
+    """Turn Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, lambda _signal, _frame: world.interrupt())

@@ -11,6 +11,7 @@ class Sequence:
     """A rollout as the simulator knows it, its true length included (mutable; owned by the world)."""
 
     __slots__ = (
+        "first_update",
         "length",
         "num_left",
         "order",
@@ -29,6 +30,7 @@ class Sequence:
         self.reward = reward
         self.order = -1  # place in the order of admission while in the batch, -1 otherwise
         self.start_step = 0  # decode steps its engine had done when it joined the batch
+        self.first_update = 1  # weight versions its engine had had by then
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then

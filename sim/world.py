@@ -162,7 +162,7 @@ class World:
         if self._score_ticks:
             Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
         else:
-            self._score(rollout_id)
+            self._deliver(RolloutScored(rollout_id, self._sequences[rollout_id].reward))
 
     def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
         """Report a rollout that ended early."""
@@ -176,10 +176,7 @@ class World:
         self._deliver(WeightsLoaded(engine, version, to_seconds(pause_ticks)))
 
     def _scored(self, wake: Wake) -> None:
-        self._score(wake.tag)
-
-    def _score(self, rollout_id: int) -> None:
-        self._deliver(RolloutScored(rollout_id, self._sequences[rollout_id].reward))
+        self._deliver(RolloutScored(wake.tag, self._sequences[wake.tag].reward))
 
     # ------------------------------------------------------------------------------------- commands
 

@@ -639,7 +639,7 @@ def test_the_scheduler_does_not_grow_with_the_length_of_the_run(settings):
         events = [event for command in commands for event in at_once(command, version)]
         commands = tell(scheduler, *events)
         version = max([version, *(event.version for event in events if isinstance(event, WeightsLoaded))])
-        for step in sizes:
+        for step, size in sizes.items():
             if step - 50 < scheduler.version <= step:
-                sizes[step] = max(sizes[step], len(pickle.dumps(scheduler)))
+                sizes[step] = max(size, len(pickle.dumps(scheduler)))
     assert sizes[2000] <= sizes[200] + 64
