@@ -340,6 +340,11 @@ class RunConfig(StrictModel):
                 "scheduler.micro_batch_size must divide train_batch_size and be a multiple of group_size, got "
                 f"micro_batch_size={micro}, train_batch_size={batch}, group_size={group}"
             )
+        if scheduler.filter_no_signal and group == 1:
+            raise ValueError(
+                "scheduler.filter_no_signal needs workload.group_size of at least 2, since one reward alone has no "
+                "signal, got filter_no_signal=true, group_size=1"
+            )
         if scheduler.ready_queue_limit < batch:
             raise ValueError(
                 "scheduler.ready_queue_size must be at least train_batch_size, got "

@@ -70,7 +70,7 @@ class OnFull(StrEnum):
     WAIT = "wait"
     """No new group starts: what is in flight and ready fills all slots and the queue (see ``scheduler``)."""
     DROP_OLDEST = "drop_oldest"
-    """The group that has been in the queue longest is discarded."""
+    """The oldest group is discarded: the longest in the queue; under ``max_lag``, the one with the oldest token."""
 
 
 class DiscardReason(StrEnum):

@@ -136,7 +136,7 @@ class RolloutPool:
             kept_tokens = self.interrupted.pop(rollout_id)
             group = self.groups[rollout_id // self.group_size]
         else:
-            assert self.starting is not None  # has_rollout_to_start() has just said so
+            assert self.starting is not None  # the caller has seen to it
             group, kept_tokens = self.starting, 0
             rollout_id = group.group_id * self.group_size + group.num_started
             group.num_started += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,9 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, 
 
     Returns:
         Each path as it was and as it is now.
+
+    Raises:
+        ConfigError: If a path has a zero byte, which no file name has.
     """
     changes = []
     for keys in (("workload", "length", "source"), ("hardware", "decode", "table")):
@@ -125,7 +129,9 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, 
             table = table.get(key) if isinstance(table, dict) else None
         value = table.get(keys[-1]) if isinstance(table, dict) else None
         if isinstance(value, str) and value.endswith(".csv"):
-            table[keys[-1]] = str((folder / value).resolve())
+            if "\0" in value:
+                raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {_shown(value)}")
+            table[keys[-1]] = os.path.realpath(folder / value)
             changes.append((value, table[keys[-1]]))
     return changes
 
@@ -199,10 +205,8 @@ def _fault_line(key: str, fault: ErrorDetails) -> str:
             return f"{key}.{rule}" if fault["loc"] else rule
         case "too_short" | "string_too_short":
             return f"{key} must not be empty, {got}"
-        case "json_invalid":
-            return f"a value cannot be read: {ctx['error']}"
-        case _:
-            return f"{key}: {fault['msg']}, {got}"
+        case _:  # of the root: a value somewhere that JSON, the way into pydantic, cannot hold
+            return f"{key}: {fault['msg']}, {got}" if fault["loc"] else f"a value cannot be read: {fault['msg']}"
 
 
 def _shown(value: Any) -> str:

@@ -178,7 +178,7 @@ def replay(trace: Trace) -> ReplayResult:
     """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
 
     A run that is interrupted ends by aborting what is in progress, without asking its scheduler: if a trace ends
-    in nothing but aborts, the answer to them is not compared.
+    in nothing but aborts, the answers to them are not compared.
 
     Args:
         trace: The recorded run, from any world.
@@ -211,7 +211,8 @@ def replay(trace: Trace) -> ReplayResult:
             num_commands += 1
             position += 1
         elif now is not None:
-            if not (_is_abort(record) and all(map(_is_abort, records))):
+            interrupted = isinstance(cause, RolloutAborted) and _is_abort(record) and all(map(_is_abort, records))
+            if not interrupted:
                 difference = f"line {record.line}, after {cause}: recorded nothing more, now {now}"
             break
         else:

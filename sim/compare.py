@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,6 @@ from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.run import simulate
 from sim.world import World
-
-ALIVE_CHECK_S = 1.0
-"""How often the workers are looked after while no run ends (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,10 @@ class Cell:
     def name(self) -> str:
         """What error messages call it."""
         return _cell_name(self.scenario, self.arm)
+
+
+CellResult = tuple[Cell, dict[str, Any], str | None]
+"""A cell, and its summary or else what went wrong."""
 
 
 def default_comparison(config: RunConfig) -> CompareConfig:
@@ -110,14 +113,16 @@ def compare(
     summaries: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     complete = False
+    num_workers = min(workers or os.cpu_count() or 1, len(cells))
     try:
-        for index, summary, failure in _run_cells(cells, out, min(workers or os.cpu_count() or 1, len(cells))):
-            if failure is None:
-                summaries[cells[index].folder] = summary
-            else:
-                failures.append(f"{cells[index].name}: {failure}")
-            if on_done is not None:
-                on_done(cells[index], failure)
+        with closing(_run_cells(cells, out, num_workers)) as results:
+            for cell, summary, failure in results:
+                if failure is None:
+                    summaries[cell.folder] = summary
+                else:
+                    failures.append(f"{cell.name}: {failure}")
+                if on_done is not None:
+                    on_done(cell, failure)
         complete = not failures
     except RunFailedError as error:
         failures.append(str(error))
@@ -145,37 +150,52 @@ def _check_files(cells: list[Cell], out: Path | None) -> None:
         make_folder(out)
 
 
-def _run_cells(cells: list[Cell], out: Path | None, workers: int) -> Iterator[CellResult]:
-    """Simulate cells in parallel and yield each as it ends.
+def _run_cells(cells: list[Cell], out: Path | None, workers: int) -> Generator[CellResult, None, None]:
+    """Simulate cells in parallel and yield each as it ends; closing it ends those still at work.
 
     Raises:
-        RunFailedError: If a worker died, and its run with it.
+        RunFailedError: If a worker died, and the others with it; after all that had ended.
     """
+    others = set(multiprocessing.active_children())
+    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     with _interrupts_ignored():  # by the workers, that is: Ctrl-C is for this process alone
-        pool = multiprocessing.get_context("spawn").Pool(workers)
-    with pool:
-        pids = {process.pid for process in multiprocessing.active_children()}
-        results = pool.imap_unordered(_run_cell, [(index, cell, out) for index, cell in enumerate(cells)])
-        while True:
-            try:
-                yield results.next(ALIVE_CHECK_S)
-            except StopIteration:
-                return
-            except multiprocessing.TimeoutError:
-                if pids - {process.pid for process in multiprocessing.active_children()}:
-                    raise RunFailedError("a worker process died, out of memory perhaps; the others were ended") from None
-
-
-CellResult = tuple[int, dict[str, Any], str | None]
-"""Index of a cell, and its summary or else what went wrong."""
-
-
-def _run_cell(job: tuple[int, Cell, Path | None]) -> CellResult:
-    index, cell, out = job
+        futures = [executor.submit(_run_cell, cell, out) for cell in cells]
+    processes = set(multiprocessing.active_children()) - others
+    died = False
     try:
-        return index, simulate(cell.config, out=None if out is None else out / cell.folder), None
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                died = True
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
+        executor.shutdown()
+    if died:
+        raise RunFailedError(
+            "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"
+        )
+
+
+def _end_with_parent() -> None:
+    """Have this worker end when the process that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run_cell(cell: Cell, out: Path | None) -> CellResult:
+    try:
+        return cell, simulate(cell.config, out=None if out is None else out / cell.folder), None
     except (PipelineRLError, OSError) as error:
-        return index, {}, str(error)
+        return cell, {}, str(error)
 
 
 def _side_by_side(cells: list[Cell], summaries: dict[str, dict[str, Any]], baseline: str) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ def simulate(
         on_step: Called with each row as soon as its optimizer step is done.
 
     Returns:
-        The summary (see ``docs/simulator.md`` for its keys).
+        The content of summary.json (``docs/concepts.md`` explains its keys).
 
     Raises:
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.

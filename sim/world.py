@@ -114,8 +114,12 @@ class World:
         )
         weights = hardware.weights
         self._publish_ticks = to_ticks(weights.publish_s)
-        to_generation_s = hardware.switch.to_generation_s if config.colocated else 0.0
-        self._transfer_ticks = to_ticks(weights.transfer_s + to_generation_s)
+        self._transfer_ticks = to_ticks(weights.transfer_s)
+        if config.colocated:
+            # The same accelerators publish and generate: no engine is ready before the publication is over.
+            after_publication = self._publish_ticks - settings.pause_ticks
+            to_generation = to_ticks(hardware.switch.to_generation_s)
+            self._transfer_ticks = max(self._transfer_ticks, after_publication) + to_generation
         self._to_training_ticks = to_ticks(hardware.switch.to_training_s)
         self._score_ticks = to_ticks(hardware.latency.reward_s + hardware.latency.preprocess_s)
         self._generating = config.colocated  # colocated only: in the generation phase

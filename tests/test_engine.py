@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simpy.events import NORMAL
 
 from pipelinerl.config import RunConfig
 from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
@@ -33,11 +34,19 @@ def settings_with(*, step=(10, 10), context=0, prefill=NO_PREFILL, capacity=None
     return EngineSettings(DecodeCost((0, *step), context), prefill, capacity, pause)
 
 
+class ForwardClock(Clock):
+    """A clock that nobody can turn back (SimPy would let them)."""
+
+    def schedule(self, event, priority=NORMAL, delay=0):
+        assert delay >= 0
+        super().schedule(event, priority, delay)
+
+
 class Log:
     """Writes down what engines report."""
 
     def __init__(self, make, given, *, num_engines=1):
-        self.clock = Clock()
+        self.clock = ForwardClock()
         self.entries = []
         self.engines = [make(self.clock, self, index, given) for index in range(num_engines)]
 
@@ -137,6 +146,35 @@ def test_a_rollout_goes_on_where_an_abort_ended_it(make):
     log.engines[0].submit(sequence, 100)
     log.clock.run()
     assert log.entries == [(24, "aborted", 0, spans((0, 2))), (116, "finished", 0, spans((0, 3)))]
+
+
+@both_engines
+def test_a_rollout_goes_on_on_another_engine(make):
+    """It leaves at 20 and has its 4 tokens at 25 + 20; engine 0, where it would have at 40, takes no notice."""
+    log = Log(make, settings_with(step=(10, 10, 10)), num_engines=2)
+    moving = Sequence(0, 0, 4)
+    for sequence in (moving, Sequence(1, 0, 3), Sequence(2, 0, 8)):
+        log.engines[0].submit(sequence, 0)
+    log.at(15, lambda: log.engines[0].abort(0))
+    log.at(25, lambda: log.engines[1].submit(moving, 25))
+    log.clock.run()
+    assert log.entries == [
+        (20, "aborted", 0, spans((0, 2))),
+        (30, "finished", 1, spans((0, 3))),
+        (45, "finished", 0, spans((0, 4))),
+        (80, "finished", 2, spans((0, 8))),
+    ]
+
+
+@both_engines
+def test_who_arrived_first_joins_first_whenever_the_other_was_submitted(make):
+    """Rollout 1 arrives at 15 and is in the batch from 20 on; rollout 2 is submitted in its first step."""
+    log = Log(make, settings_with(step=(10, 10, 10)))
+    log.engines[0].submit(Sequence(0, 0, 5), 0)
+    log.engines[0].submit(Sequence(1, 0, 1), 15)
+    log.at(25, lambda: log.engines[0].submit(Sequence(2, 0, 1), 25))
+    log.clock.run()
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in log.entries] == [(30, 1), (40, 2), (50, 0)]
 
 
 @both_engines
@@ -264,6 +302,14 @@ def test_the_last_admitted_is_preempted_and_first_in_the_queue_again(make):
 
 
 @both_engines
+def test_no_more_are_preempted_than_must_be(make):
+    """8 tokens of cache hold 2 + 2 + 1 and a step of three. At 10, 3 + 3 and a step of two fit exactly: 2 leaves."""
+    given = settings_with(step=(10, 10, 10), capacity=8)
+    entries = log_of(make, given, rollouts=[(0, 0, 2, 2), (0, 1, 2, 2), (0, 2, 1, 2)])
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(20, 0), (20, 1), (30, 2)]
+
+
+@both_engines
 def test_admission_is_first_come_first_served(make):
     """At 10 there are 5 of 10 tokens: 6 of rollout 1 do not fit, the 1 of rollout 2 would. Both join at 20."""
     given = settings_with(step=(10, 10, 10), capacity=10)
@@ -290,17 +336,20 @@ def test_a_preempted_rollout_has_all_its_versions(make):
 
 
 @both_engines
-@pytest.mark.parametrize(("until", "tokens"), [(9, 0), (10, 1), (11, 1), (29, 2), (30, 3), (33, 3), (42, 3)])
+@pytest.mark.parametrize(
+    ("until", "tokens"), [(9, 0), (10, 1), (11, 1), (29, 2), (30, 3), (45, 3), (55, 3), (64, 3), (65, 4)]
+)
 def test_at_the_end_a_rollout_has_the_tokens_of_the_steps_that_have_ended(make, until, tokens):
-    """Boundaries 10, 20, 30; an update pauses the engine from 30 to 40; one rollout waits, one will arrive."""
-    log = Log(make, settings_with(step=(10,), pause=10))
+    """Boundaries 10, 20, 30, then a pause to 55, and 65; one rollout waits, one will arrive."""
+    log = Log(make, settings_with(step=(10,), pause=25))
     for rollout_id, tick in ((2, 0), (1, 1), (0, 99)):
         log.engines[0].submit(Sequence(rollout_id, 5, 100), tick)
     log.engines[0].update(1, WeightUpdate.KEEP, 25)
     log.clock.run(until=until)
-    assert log.engines[0].end() == [(0, NO_TOKENS), (1, NO_TOKENS), (2, spans((0, tokens)) if tokens else NO_TOKENS)]
+    pairs = [(0, min(tokens, 3))] * (tokens > 0) + [(1, tokens)] * (tokens > 3)
+    assert log.engines[0].end() == [(0, NO_TOKENS), (1, NO_TOKENS), (2, spans(*pairs))]
     log.clock.run()
-    assert [kind for _, kind, *_ in log.entries] == ["loaded"] * (until > 40)
+    assert len(log.entries) == (until > 55)  # the weights; no more after the end
 
 
 # ------------------------------------------------------------------------------------ queueing theory
@@ -515,18 +564,15 @@ def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
     num_steps=st.integers(1, 10**6),
     num_sequences=st.integers(1, 512),
     prompt_tokens=st.integers(0, 10**5),
-    step_ticks=st.integers(1, 10**11),
-    context_ticks=st.integers(0, 10**5),
-    prefill_ticks=st.integers(0, 10**6),
-    early_ticks=st.integers(0, 1),
+    ticks=st.tuples(st.integers(1, 10**11), st.integers(0, 10**5), st.integers(0, 10**6)),
+    early=st.integers(0, 1),
 )
-def test_steps_are_counted_to_the_tick_over_a_million_steps(
-    num_steps, num_sequences, prompt_tokens, step_ticks, context_ticks, prefill_ticks, early_ticks
-):
+def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_sequences, prompt_tokens, ticks, early):
     """The run ends when step n does, or a tick before: n tokens or n - 1.
 
     n steps last n (step + k C) + k b n (n - 1) / 2 for context C and b sequences, and the prefill before.
     """
+    step_ticks, context_ticks, prefill_ticks = ticks
     given = settings_with(
         step=(step_ticks,) * num_sequences, context=context_ticks, prefill=PrefillCost(0, prefill_ticks, 0)
     )
@@ -534,10 +580,10 @@ def test_steps_are_counted_to_the_tick_over_a_million_steps(
     for rollout_id in range(num_sequences):
         log.engines[0].submit(Sequence(rollout_id, prompt_tokens, 10**6 + 1), 0)
     context = num_sequences * prompt_tokens
-    ticks = num_steps * (step_ticks + context_ticks * context) + prefill_ticks * context
-    ticks += context_ticks * num_sequences * num_steps * (num_steps - 1) // 2
-    log.clock.run(until=ticks - early_ticks)
-    assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early_ticks}
+    end = num_steps * (step_ticks + context_ticks * context) + prefill_ticks * context
+    end += context_ticks * num_sequences * num_steps * (num_steps - 1) // 2
+    log.clock.run(until=end - early)
+    assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early}
 
 
 class Recorded:
