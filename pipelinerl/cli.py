@@ -102,13 +102,13 @@ def compare(
         from pipelinerl.tables import print_comparison
 
         print_comparison(result, run.name)
-    speedups = [arm["speedup"] for scenario in result["scenarios"] for arm in scenario["arms"]]
-    if out is not None and speedups and None not in speedups:
-        _draw([out], out / FIGURES_FOLDER)
     if not result["complete"]:
         for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
             _complain(failure)
-        raise typer.Exit(1)
+    speedups = [arm["speedup"] for scenario in result["scenarios"] for arm in scenario["arms"]]
+    if out is not None and speedups and None not in speedups:
+        _draw([out], out / FIGURES_FOLDER)
+    raise typer.Exit(0 if result["complete"] else 1)
 
 
 @app.command()

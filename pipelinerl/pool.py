@@ -270,7 +270,8 @@ class RolloutPool:
                     f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to {newest}: "
                     f"engines have had versions {group.oldest_bound} to {self.newest_version} since it was admitted"
                 )
-            group.oldest_reported = min(group.oldest_reported, oldest)
+            if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
+                group.oldest_reported = oldest
         del self._in_flight[rollout_id]
         group.num_in_flight -= 1
         self._free[engine] += 1

@@ -149,14 +149,20 @@ class Trace:
         try:
             with gzip.open(self.path, "rt", encoding="utf-8") as file:
                 for number, line in enumerate(file, start=1):
-                    yield number, json.loads(line)
+                    yield number, self._parsed(number, line)
         except OSError as error:
             reason = error.strerror or str(error)
             raise TraceError(f"cannot read trace {self.path}: {reason}") from None
         except EOFError:
             raise TraceError(f"{self.path} is cut off after line {number}") from None
-        except (ValueError, RecursionError, zlib.error) as error:
-            raise TraceError(f"{self.path}, line {number + 1}: broken ({error})") from None
+        except (UnicodeDecodeError, zlib.error) as error:
+            raise TraceError(f"{self.path} is broken after line {number} ({error})") from None
+
+    def _parsed(self, number: int, line: str) -> Any:
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{self.path}, line {number}: broken ({error})") from None
 
 
 # ----------------------------------------------------------------------------------------- replay

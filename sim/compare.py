@@ -22,6 +22,9 @@ from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, wri
 from sim.run import simulate
 from sim.world import World
 
+NAME_LENGTH = 80
+"""Longest name of the folder of an arm or scenario (letters)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -79,8 +82,12 @@ def plan_cells(config: RunConfig) -> list[Cell]:
             folder = f"{_file_name(scenario.name)}/{_file_name(arm.name)}"
             cells.append(Cell(scenario.name, arm.name, cell_config, folder))
     folders = [cell.folder for cell in cells]
-    if len(set(folders)) < len(folders):
-        raise ConfigError(f"compare: names must differ in letters, digits or = + - ., got {sorted(folders)}")
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise ConfigError(
+                f"compare: names must differ in letters, digits or = + - . among the first {NAME_LENGTH}, "
+                f"got two that give {folder}"
+            )
     return cells
 
 
@@ -169,10 +176,10 @@ def _run_cells(cells: list[Cell], out: Path | None, workers: int) -> Generator[C
             except BrokenProcessPool:
                 died = True
     finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
-        executor.shutdown()
+        if not all(future.done() for future in futures):
+            for process in processes:
+                process.terminate()
+        executor.shutdown(cancel_futures=True)
     if died:
         raise RunFailedError(
             "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"
@@ -218,7 +225,7 @@ def _side_by_side(cells: list[Cell], summaries: dict[str, dict[str, Any]], basel
 
 
 def _file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_.") or "_"
+    return re.sub(r"[^A-Za-z0-9.=+-]+", "_", name).strip("_.")[:NAME_LENGTH] or "_"
 
 
 def _cell_name(scenario: str, arm: str) -> str:

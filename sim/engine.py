@@ -119,18 +119,21 @@ class Engine:
         """Have a rollout arrive at tick ``at``."""
         heapq.heappush(self._arrivals, (at, self._num_arrivals, sequence))
         self._num_arrivals += 1
-        self._requested()
+        if not self._awake:
+            self._requested()
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
         self._aborts.append((self._clock.now, rollout_id))
-        self._requested()
+        if not self._awake:
+            self._requested()
 
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
         """Have new weights arrive at tick ``at``."""
         assert self._update is None
         self._update = Update(at, version, weight_update)
-        self._requested()
+        if not self._awake:
+            self._requested()
 
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
@@ -144,9 +147,9 @@ class Engine:
         return sorted(ended, key=lambda pair: pair[0])
 
     def _requested(self) -> None:
-        if not self._awake:  # else it plans at the end of the boundary
-            self._catch_up()
-            self._plan(self._clock.now)
+        """Plan anew; not called in a boundary, at the end of which it plans anyway."""
+        self._catch_up()
+        self._plan(self._clock.now)
 
     # ------------------------------------------------------------------------------------ boundaries
 

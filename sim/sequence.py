@@ -23,14 +23,17 @@ class Sequence:
         "tokens_to_prefill",
     )
 
+    # Set when it joins a batch: its place in the order of admission (-1 once it has left unfinished), the
+    # decode steps its engine had done, and the weight versions its engine had had.
+    order: int
+    start_step: int
+    first_update: int
+
     def __init__(self, rollout_id: int, prompt_tokens: int, length: int, reward: float = 0.0) -> None:
         self.rollout_id = rollout_id
         self.prompt_tokens = prompt_tokens
         self.length = length  # tokens it will have when finished
         self.reward = reward
-        self.order = -1  # place in the order of admission while in the batch, -1 otherwise
-        self.start_step = 0  # decode steps its engine had done when it joined the batch
-        self.first_update = 1  # weight versions its engine had had by then
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then

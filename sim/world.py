@@ -21,7 +21,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
@@ -138,7 +138,8 @@ class World:
                 has been recorded all the same.
         """
         self._recorder = recorder
-        self._carry_out(self._scheduler.start())
+        for command in self._scheduler.start():
+            self._carry_out(command)
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for index, engine in enumerate(self._engines):
@@ -190,33 +191,31 @@ class World:
         if now != self._now:
             self._now, self._now_s = now, to_seconds(now)
         self._recorder.event(self._now_s, event)
-        commands = self._scheduler.handle(event)
-        if commands:
-            self._carry_out(commands)
+        for command in self._scheduler.handle(event):
+            self._carry_out(command)
         if self._interrupted:
             self._end()
 
-    def _carry_out(self, commands: Iterable[Command]) -> None:
-        for command in commands:
-            self._recorder.command(self._now_s, command)
-            match command:
-                case StartRollout():
-                    self._start_rollout(command)
-                case StartTraining():
-                    self._start_training(command)
-                case PublishWeights():
-                    self._publish(command)
-                case DiscardRollouts():
-                    for rollout_id in command.rollout_ids:
-                        del self._sequences[rollout_id]
-                case AbortRollout():
-                    self._aborting.add(command.rollout_id)
-                    self._engines[command.engine].abort(command.rollout_id)
-                case Stop():
-                    self._stop = command.reason
-                    self._end()
-                case _:
-                    assert_never(command)
+    def _carry_out(self, command: Command) -> None:
+        self._recorder.command(self._now_s, command)
+        match command:
+            case StartRollout():
+                self._start_rollout(command)
+            case StartTraining():
+                self._start_training(command)
+            case PublishWeights():
+                self._publish(command)
+            case DiscardRollouts():
+                for rollout_id in command.rollout_ids:
+                    del self._sequences[rollout_id]
+            case AbortRollout():
+                self._aborting.add(command.rollout_id)
+                self._engines[command.engine].abort(command.rollout_id)
+            case Stop():
+                self._stop = command.reason
+                self._end()
+            case _:
+                assert_never(command)
 
     def _end(self) -> None:
         if not self._done.triggered:

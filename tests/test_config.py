@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -370,7 +370,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
             "on_stale": st.sampled_from([one.value for one in OnStale]),
             "ready_queue_size": st.integers(batch, 10**4),
             "on_full": st.sampled_from([one.value for one in OnFull]),
-            "filter_no_signal": st.booleans(),
+            "filter_no_signal": st.booleans() if group_size > 1 else st.just(False),
             "discard_limit": st.integers(1, 10**9),
         },
     )
@@ -406,6 +406,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
     return data
 
 
+@settings(deadline=None)
 @given(run_tables())
 def test_what_is_dumped_is_read_back_equal_from_any_folder(data: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -621,6 +622,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         ("scheduler.micro_batch_size=2", "workload.group_size=4"),
         "scheduler.micro_batch_size must divide train_batch_size and be a multiple of group_size, got "
         "micro_batch_size=2, train_batch_size=8, group_size=4",
+    ),
+    (
+        ("scheduler.filter_no_signal=true",),
+        "scheduler.filter_no_signal needs workload.group_size of at least 2, since one reward alone has no signal, "
+        "got filter_no_signal=true, group_size=1",
     ),
     (
         ("scheduler.ready_queue_size=7",),

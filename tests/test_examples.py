@@ -1,0 +1,172 @@
+"""The shipped examples: they run, give the numbers that they promise, and replay. The long ones are slow tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from pipelinerl.runfile import load_run
+from sim.compare import plan_cells
+from sim.lengths import Workload
+from sim.run import simulate
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QUICKSTART, APPENDIX_A, QWEN7B = (EXAMPLES / f"{name}.toml" for name in ("quickstart", "appendix_a", "qwen7b_128_h100"))
+CONVENTIONAL = "scheduler.kind=conventional"
+
+
+def summary_of(example, *overrides):
+    return simulate(load_run(example, overrides))
+
+
+def rows_of(example, *overrides):
+    rows = []
+    simulate(load_run(example, overrides), on_step=rows.append)
+    return rows
+
+
+def tokens_per_s(rows, first):
+    """Trained tokens per second from step ``first`` on (counted from 0)."""
+    return sum(row.tokens for row in rows[first:]) / (rows[-1].time_s - rows[first - 1].time_s)
+
+
+def replayed(config, folder):
+    """What ``pipelinerl replay`` says of a run of it."""
+    simulate(config, out=folder, trace=True)
+    result = CliRunner().invoke(app, ["replay", str(folder)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+# ------------------------------------------------------------------------------------------ quickstart
+
+
+def test_the_quickstart_gives_the_numbers_it_always_gave():
+    """Goldens of this simulator, as the command line prints them: a change here changes every number of the docs."""
+    result = CliRunner().invoke(app, ["simulate", str(QUICKSTART), "--json"])
+    summary = json.loads(result.stdout)
+    assert (summary["samples_trained"], summary["tokens_trained"]) == (6400, 6_410_941)
+    assert summary["duration_s"] == pytest.approx(482.953289596462, abs=1e-9)
+    assert summary["lag"]["max"] == 11
+    assert summary["lag"]["mean"] == pytest.approx(3.978486465559424, abs=1e-9)
+    assert (summary["bottleneck"], summary["complete"]) == ("generation", True)
+
+
+def test_the_quickstart_generates_as_fast_as_its_engines_can():
+    """Full slots: 32 sequences, each with 200 + (1 + cv^2)/2 * 1000 tokens of context on average.
+
+    A step lasts 7.05 ms + 32 * 10.65 us + 22.82 ns * 32 * context. A rollout takes its length and a step in its slot,
+    10 ms of dispatch, and 5.2 ms of prefill of its engine. Engines pause 0.52 s per optimizer step. Measured cv 0.71
+    after the cut at 4096. Generated tokens per second from these alone: within 2 %.
+    """
+    config = load_run(QUICKSTART)
+    workload = Workload(config.workload, seed=0)
+    lengths = np.array([length for group in range(2000) for length in workload.group(group, group).lengths])
+    mean = lengths.mean()
+    context = 200 + (1 + (lengths.std() / mean) ** 2) / 2 * mean
+    step_s = 7.05e-3 + 32 * 1.065e-5 + 2.282e-8 * 32 * context
+    slot_s = (mean + 1) * step_s + 0.010 + 32 * 200 * 2.6e-5
+    summary = summary_of(QUICKSTART)
+    paused = 0.52 * 99 / summary["duration_s"]
+    expected = 4 * 32 * mean / slot_s * (1 - paused)
+    assert summary["tokens"]["generated"] / summary["duration_s"] == pytest.approx(expected, rel=0.02)
+
+
+def test_the_quickstart_commands_do_what_their_comments_say():
+    """Four on-policy-to-lag-3 steps per RL step, and a lag of 1 kept by waiting, both at the price of throughput."""
+    pipeline, conventional, bounded = (
+        summary_of(QUICKSTART, *overrides) for overrides in ((), (CONVENTIONAL,), ("scheduler.max_lag=1",))
+    )
+    assert conventional["lag"]["max"] == 3
+    assert bounded["lag"]["max"] == 1
+    assert bounded["tokens_per_s"] < pipeline["tokens_per_s"]
+    assert bounded["rollouts"]["discarded"] == 0
+
+
+# ------------------------------------------------------------------- the paper's case study (appendix A)
+
+
+def test_the_pipeline_of_the_case_study_makes_16_9_tokens_per_flash():
+    """A.4: r_gen = U(192) * 44 = 16.9. From step 150 on, when the first answers of all lengths have ended."""
+    rows = rows_of(APPENDIX_A, "optimizer_steps=400")
+    assert tokens_per_s(rows, 150) * 15.4e-6 == pytest.approx(16.9, rel=0.02)
+
+
+def test_conventional_rl_of_the_case_study_makes_10_7_tokens_per_flash():
+    """A.4: 1/(1/18.3 + 1/26.02) = 10.74 for G = 134, here for one RL step; lag 0 to 133."""
+    summary = summary_of(APPENDIX_A, CONVENTIONAL, "scheduler.optimizer_steps_per_rl_step=134", "optimizer_steps=134")
+    assert summary["tokens_per_flash"] == pytest.approx(10.7, rel=0.03)
+    assert summary["lag"]["max"] == 133
+    assert summary["lag"]["mean"] == pytest.approx(66.5, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_case_study_comes_out_as_in_the_paper():
+    """16.9 within 2 %, 10.7 within 3 %, so their ratio, 1.57, within 5 %. Largest lag 132 by the formula, 1 more for
+    the busy trainer, and a few for fluctuations."""
+    pipeline, conventional = (summary_of(APPENDIX_A, *overrides) for overrides in ((), (CONVENTIONAL,)))
+    assert pipeline["tokens_per_flash"] == pytest.approx(16.9, rel=0.02)
+    assert conventional["tokens_per_flash"] == pytest.approx(10.7, rel=0.03)
+    assert pipeline["tokens_per_flash"] / conventional["tokens_per_flash"] == pytest.approx(1.57, rel=0.05)
+    assert pipeline["lag"]["p99"] <= 132 <= pipeline["lag"]["max"] <= 140
+    assert conventional["lag"]["max"] == 133
+
+
+# ------------------------------------------------------------------------ the paper's main run (section 5)
+
+
+def test_the_main_run_has_the_in_flight_lag_of_its_formula():
+    """H I/B (1 + cv^2)/2 = 3 (1 + 0.43)/2 = 2.14 steps in steady state, generation-bound; sd 0.05: 5 %."""
+    config = load_run(QWEN7B, ["optimizer_steps=64"])
+    workload = Workload(config.workload, seed=0)
+    lengths = np.array([length for group in range(4000) for length in workload.group(group, group).lengths])
+    rows = rows_of(QWEN7B, "optimizer_steps=64")
+    tokens = sum(row.tokens for row in rows[16:])
+    in_flight = sum(row.tokens * row.lag_in_flight_mean for row in rows[16:]) / tokens
+    assert in_flight == pytest.approx(3 * (1 + (lengths.std() / lengths.mean()) ** 2) / 2, rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_main_run_is_steady_from_end_to_end():
+    """1000 steps of 1024: throughput and lag of the second and the last quarter are the same within 2 %."""
+    rows = rows_of(QWEN7B)
+    assert len(rows) == 1000
+    quarters = rows[250:500], rows[750:]
+    rates = [sum(row.tokens for row in part[1:]) / (part[-1].time_s - part[0].time_s) for part in quarters]
+    lags = [sum(row.tokens * row.lag_mean for row in part) / sum(row.tokens for row in part) for part in quarters]
+    assert rates[0] == pytest.approx(rates[1], rel=0.02)
+    assert lags[0] == pytest.approx(lags[1], rel=0.02)
+    assert np.mean([row.length_mean for row in rows]) == pytest.approx(3000, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B], ids=lambda path: path.stem)
+def test_every_arm_of_an_example_is_a_run_that_replays(example, tmp_path):
+    """Cut to a few steps; the first scenario stands for all, which differ in hardware only."""
+    cells = plan_cells(load_run(example))
+    for cell in cells:
+        if cell.scenario == cells[0].scenario:
+            config = cell.config.model_copy(update={"optimizer_steps": 3})
+            assert replayed(config, tmp_path / cell.folder).startswith("identical: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "overrides"),
+    [
+        pytest.param(QUICKSTART, (), id="quickstart"),
+        pytest.param(QUICKSTART, (CONVENTIONAL,), id="quickstart, conventional"),
+        pytest.param(QUICKSTART, ("scheduler.max_lag=1", "scheduler.on_stale=drop"), id="quickstart, drop"),
+        pytest.param(APPENDIX_A, (CONVENTIONAL,), id="appendix_a, conventional"),
+        pytest.param(QWEN7B, ("optimizer_steps=200",), id="qwen7b, a fifth"),
+    ],
+)
+def test_an_example_replays_from_end_to_end(example, overrides, tmp_path):
+    assert replayed(load_run(example, overrides), tmp_path / "run").startswith("identical: ")

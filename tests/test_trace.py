@@ -1,0 +1,569 @@
+"""Traces: what is written is read back, broken ones are told in one line, and replay finds what was changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, RunFailedError, TraceError
+from pipelinerl.events import (
+    NO_TOKENS,
+    AbortRollout,
+    Command,
+    DiscardReason,
+    DiscardRollouts,
+    Event,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    VersionSpans,
+    WeightsLoaded,
+    WeightsPublished,
+    WeightUpdate,
+)
+from pipelinerl.runfile import parse_run, with_overrides
+from pipelinerl.trace import FORMAT_VERSION, Record, ReplayResult, Trace, TraceWriter, replay
+from sim.run import simulate
+
+TABLES: dict[str, Any] = {
+    "seed": 3,
+    "optimizer_steps": 5,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 4, "generation_batch_size": 6},
+    "workload": {"group_size": 2, "prompt_tokens": 10, "length": {"kind": "uniform", "max": 50}},
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 0.01},
+        "training": {"token_s": 1e-3},
+        "weights": {"publish_s": 0.01, "transfer_s": 0.02, "pause_s": 0.01},
+        "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.05},
+    },
+}
+
+EXAMPLES: list[tuple[Event | Command, str]] = [
+    (
+        StartRollout(71, 8, 0, 20),
+        '"command":"StartRollout","rollout_id":71,"prompt_id":8,"engine":0,"kept_tokens":20',
+    ),
+    (AbortRollout(71, 0), '"command":"AbortRollout","rollout_id":71,"engine":0'),
+    (
+        DiscardRollouts((4, 5), DiscardReason.NO_SIGNAL),
+        '"command":"DiscardRollouts","rollout_ids":[4,5],"reason":"no_signal"',
+    ),
+    (
+        StartTraining((6, 7), 3, True),
+        '"command":"StartTraining","rollout_ids":[6,7],"version":3,"completes_step":true',
+    ),
+    (PublishWeights(4, WeightUpdate.WAIT), '"command":"PublishWeights","version":4,"weight_update":"wait"'),
+    (Stop(StopReason.STALLED), '"command":"Stop","reason":"stalled"'),
+    (
+        RolloutFinished(7, 1, VersionSpans((3, 4), (100, 180))),
+        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100],[4,100,180]]',
+    ),
+    (RolloutScored(7, 0.5), '"event":"RolloutScored","rollout_id":7,"reward":0.5'),
+    (RolloutAborted(8, 1, NO_TOKENS), '"event":"RolloutAborted","rollout_id":8,"engine":1,"spans":[]'),
+    (RolloutFailed(9), '"event":"RolloutFailed","rollout_id":9'),
+    (TrainingFinished(4, 2.25), '"event":"TrainingFinished","version":4,"train_s":2.25'),
+    (WeightsPublished(4, 0.5), '"event":"WeightsPublished","version":4,"publish_s":0.5'),
+    (WeightsLoaded(1, 4, 0.0), '"event":"WeightsLoaded","engine":1,"version":4,"pause_s":0.0'),
+]
+"""Every event and command, and how a trace writes it."""
+
+
+def run(*overrides: str) -> RunConfig:
+    return parse_run(with_overrides(TABLES, overrides))
+
+
+def write(path: Path, *contents: Event | Command) -> Path:
+    """Write a trace of these, one second apart."""
+    with TraceWriter(path, run()) as trace:
+        for time_s, one in enumerate(contents):
+            (trace.event if isinstance(one, get_args(Event)) else trace.command)(float(time_s), one)
+    return path
+
+
+def lines_of(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode().splitlines()
+
+
+def rewritten(path: Path, lines: list[str]) -> Path:
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), compresslevel=1))
+    return path
+
+
+def record(line: int, one: Event | Command) -> Record:
+    if isinstance(one, get_args(Event)):
+        return Record(line, line - 2.0, one, None)
+    return Record(line, line - 2.0, None, one)
+
+
+def recorded(path: Path, *overrides: str, on_step: Callable[[Any], None] | None = None) -> Path:
+    """Simulate with a trace and return its path."""
+    simulate(run(*overrides), out=path, trace=True, on_step=on_step)
+    return path / "trace.jsonl.gz"
+
+
+def fault(path: Path) -> str:
+    """Return the line that reading the whole trace ends with."""
+    with pytest.raises(TraceError) as caught:
+        list(Trace(path).records())
+    return str(caught.value)
+
+
+# -------------------------------------------------------------------------------- writing and reading
+
+
+def test_a_trace_is_the_configuration_then_a_line_per_event_and_command(tmp_path: Path) -> None:
+    header, *lines = lines_of(write(tmp_path / "trace", *(one for one, _ in EXAMPLES)))
+    assert json.loads(header) == {
+        "format": "pipelinerl-trace",
+        "format_version": 1,
+        "config": run().model_dump(mode="json", exclude_none=True),
+    }
+    assert lines == [f'{{"t":{float(time_s)},{text}}}' for time_s, (_, text) in enumerate(EXAMPLES)]
+
+
+def test_every_event_and_command_is_in_this_test() -> None:
+    assert {type(one) for one, _ in EXAMPLES} == {*get_args(Event), *get_args(Command)}
+
+
+def test_what_is_written_is_read_back_with_its_line_and_time(tmp_path: Path) -> None:
+    contents = [one for one, _ in EXAMPLES]
+    trace = Trace(write(tmp_path / "trace", *contents))
+    assert trace.config == run()
+    assert list(trace.records()) == [record(line, one) for line, one in enumerate(contents, start=2)]
+    assert list(trace.records()) == list(trace.records())  # it can be read again
+
+
+def test_what_is_read_has_its_own_types_again(tmp_path: Path) -> None:
+    contents = [one for one, _ in EXAMPLES]
+    for written, read in zip(contents, Trace(write(tmp_path / "trace", *contents)).records(), strict=True):
+        again = read.event if read.event is not None else read.command
+        for name in written.__slots__:
+            assert type(getattr(again, name)) is type(getattr(written, name)), name
+
+
+whole = st.integers(0, 2**60)
+seconds = st.floats(0, 1e12)
+versions = st.lists(whole, unique=True, max_size=5).map(sorted)
+spans = versions.flatmap(
+    lambda some: st.lists(whole.map(lambda one: one + 1), unique=True, min_size=len(some), max_size=len(some)).map(
+        lambda ends: VersionSpans(tuple(some), tuple(sorted(ends)))
+    )
+)
+ids = st.lists(whole, max_size=9).map(tuple)
+contents = st.one_of(
+    st.builds(RolloutFinished, whole, whole, spans),
+    st.builds(RolloutScored, whole, st.floats(-1e9, 1e9)),
+    st.builds(RolloutAborted, whole, whole, spans),
+    st.builds(RolloutFailed, whole),
+    st.builds(TrainingFinished, whole, seconds),
+    st.builds(WeightsPublished, whole, seconds),
+    st.builds(WeightsLoaded, whole, whole, seconds),
+    st.builds(StartRollout, whole, whole, whole, whole),
+    st.builds(AbortRollout, whole, whole),
+    st.builds(DiscardRollouts, ids, st.sampled_from(DiscardReason)),
+    st.builds(StartTraining, ids, whole, st.booleans()),
+    st.builds(PublishWeights, whole, st.sampled_from(WeightUpdate)),
+    st.builds(Stop, st.sampled_from(StopReason)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(contents, max_size=20))
+def test_any_events_and_commands_come_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, some: list[Event | Command]
+) -> None:
+    path = write(tmp_path_factory.getbasetemp() / "any.gz", *some)
+    assert list(Trace(path).records()) == [record(line, one) for line, one in enumerate(some, start=2)]
+
+
+def test_the_same_run_gives_the_same_bytes_whenever_and_wherever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = recorded(tmp_path / "first").read_bytes()
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    assert recorded(tmp_path / "second" / "deeper").read_bytes() == first
+    assert recorded(tmp_path / "third", "seed=4").read_bytes() != first
+    assert first[3:8] == bytes(5)  # gzip header (RFC 1952): no file name flag, no modification time
+
+
+# ------------------------------------------------------------------------------------- broken traces
+
+
+def test_a_missing_trace_is_one_line(tmp_path: Path) -> None:
+    assert fault(tmp_path / "no.gz") == f"cannot read trace {tmp_path}/no.gz: No such file or directory"
+    assert fault(tmp_path) == f"cannot read trace {tmp_path}: Is a directory"
+
+
+def test_a_file_that_is_not_compressed_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("optimizer_steps = 5")
+    assert fault(path) == f"cannot read trace {path}: Not a gzipped file (b'op')"
+
+
+@pytest.mark.parametrize("lines", [[], ["{}"], ["[1]"], ["null"], ['{"format": "other"}']])
+def test_a_file_that_does_not_begin_as_a_trace_is_one_line(tmp_path: Path, lines: list[str]) -> None:
+    path = rewritten(tmp_path / "trace", lines)
+    assert fault(path) == f"{path} is not a trace: its first line must be a pipelinerl-trace header"
+
+
+def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.touch()
+    assert fault(path) == f"{path} is not a trace: its first line must be a pipelinerl-trace header"
+
+
+@pytest.mark.parametrize("version", ["2", "null", '"1"'])
+def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str) -> None:
+    path = rewritten(tmp_path / "trace", [f'{{"format": "pipelinerl-trace", "format_version": {version}}}'])
+    found = json.loads(version)
+    assert FORMAT_VERSION == 1
+    assert fault(path) == f"{path} has trace format version {found}, this program reads 1"
+
+
+def test_a_broken_configuration_is_a_line_per_fault(tmp_path: Path) -> None:
+    path = rewritten(tmp_path / "trace", ['{"format": "pipelinerl-trace", "format_version": 1, "config": []}'])
+    with pytest.raises(ConfigError) as caught:
+        Trace(path)
+    assert str(caught.value) == f"{path}, line 1: the root must be a table, got []"
+
+
+BROKEN = [
+    ("garbage", "line 3: broken (Expecting value: line 1 column 1 (char 0))"),
+    ("", "line 3: broken (Expecting value: line 2 column 1 (char 1))"),
+    ("[" * 100_000, "line 3: broken (maximum recursion depth exceeded while decoding a JSON array"),
+    ("5", "line 3: broken record (TypeError(\"'int' object is not subscriptable\"))"),
+    ("[]", "line 3: broken record (TypeError('list indices must be integers or slices, not str'))"),
+    ("{}", "line 3: broken record (KeyError('t'))"),
+    ('{"t": 0}', "line 3: broken record (KeyError('command'))"),
+    ('{"t": null, "event": "RolloutFailed"}', "line 3: broken record (TypeError("),
+    ('{"t": 0, "event": "RolloutFailed"}', "line 3: broken record (KeyError('rollout_id'))"),
+    ('{"t": 0, "event": "StartRollout"}', "line 3: broken record (KeyError('StartRollout'))"),
+    ('{"t": 0, "command": "RolloutFailed"}', "line 3: broken record (KeyError('RolloutFailed'))"),
+    ('{"t": 0, "command": []}', "line 3: broken record (TypeError(\"unhashable type: 'list'\"))"),
+    ('{"t": 0, "command": "Stop", "reason": "bored"}', "line 3: broken record (ValueError("),
+    ('{"t": 0, "command": "Stop", "reason": "stale"}', "line 3: broken record (ValueError("),  # a reason to discard
+    ('{"t": 0, "command": "AbortRollout", "rollout_id": "7", "engine": 0}', "line 3: broken record (TypeError("),
+    ('{"t": 0, "command": "AbortRollout", "rollout_id": 7.0, "engine": 0}', "line 3: broken record (TypeError("),
+    ('{"t": 0, "command": "AbortRollout", "rollout_id": [], "engine": 0}', "line 3: broken record (TypeError("),
+    ('{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": []}', "line 3: broken record (TypeError("),
+    (
+        f'{{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": 1{"0" * 400}}}',
+        "line 3: broken record (OverflowError(",
+    ),
+    (
+        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 0, 5], [1, 6, 9]]}',
+        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 0, 5], [1, 6, 9]]'))",
+    ),
+    (
+        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 1, 5]]}',
+        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 1, 5]]'))",
+    ),
+    (
+        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 5]]}',
+        "line 3: broken record (ValueError('not enough values to unpack (expected 3, got 2)'))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), BROKEN, ids=[reason[8:40] for _, reason in BROKEN])
+def test_a_broken_line_is_told_with_its_number_after_the_lines_before_it(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    path = write(tmp_path / "trace", RolloutFailed(1), RolloutFailed(2), RolloutFailed(3))
+    lines = lines_of(path)
+    rewritten(path, [*lines[:2], text, *lines[3:]])
+    line = fault(path)
+    assert line.startswith(f"{path}, {reason}")
+    assert "\n" not in line
+    assert next(Trace(path).records()) == record(2, RolloutFailed(1))
+
+
+def test_bytes_that_are_no_text_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    header = lines_of(write(path))[0].encode()
+    path.write_bytes(gzip.compress(header + b"\n\xff\n"))
+    assert fault(path).startswith(f"{path} is broken after line 0 ('utf-8' codec can't decode byte 0xff")
+
+
+def test_a_trace_that_is_cut_off_gives_what_it_has_and_then_one_line(tmp_path: Path) -> None:
+    events = [RolloutFailed(number * 7919) for number in range(20_000)]
+    path = write(tmp_path / "trace", *events)
+    whole_file = path.read_bytes()
+    path.write_bytes(whole_file[: len(whole_file) // 2])
+    seen = list(until_fault(path))
+    assert fault(path) == f"{path} is cut off after line {len(seen) + 1}"
+    assert seen == [record(line, one) for line, one in enumerate(events[: len(seen)], start=2)]
+    assert 8_000 < len(seen) < 12_000  # half the bytes hold about half the lines
+
+
+def until_fault(path: Path) -> Iterator[Record]:
+    try:
+        yield from Trace(path).records()
+    except TraceError:
+        return
+
+
+def test_a_flipped_byte_is_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace", *(RolloutFailed(number) for number in range(1000)))
+    data = bytearray(path.read_bytes())
+    for place in range(20, len(data), 97):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        line = fault(path)
+        assert str(path) in line
+        assert "\n" not in line
+
+
+# ----------------------------------------------------------------------------------------- replay
+
+CASES = [
+    (),
+    ("seed=8", "optimizer_steps=12"),
+    ("scheduler.max_lag=1",),
+    ("scheduler.max_lag=0", "scheduler.micro_batch_size=2"),
+    ("scheduler.max_lag=1", "scheduler.on_stale=drop"),
+    ("scheduler.max_lag=1", "scheduler.on_stale=requeue", "scheduler.weight_update=abort"),
+    ("scheduler.weight_update=abort",),
+    ("scheduler.weight_update=recompute", "hardware.kv_cache_tokens=100"),
+    ("scheduler.weight_update=wait",),
+    ("scheduler.on_full=drop_oldest", "scheduler.ready_queue_size=4"),
+    ("scheduler.filter_no_signal=true",),
+    ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=3"),
+    ("scheduler.kind=conventional", "scheduler.filter_no_signal=true", "scheduler.micro_batch_size=2"),
+]
+
+
+@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+def test_a_run_replays_to_the_same_commands(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    trace = Trace(recorded(tmp_path, *overrides))
+    records = list(trace.records())
+    num_commands = sum(one.command is not None for one in records)
+    assert num_commands > 20
+    assert replay(trace) == ReplayResult(len(records) - num_commands, num_commands, None)
+
+
+def test_a_stalled_run_replays_to_the_same_commands(tmp_path: Path) -> None:
+    overrides = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
+    with pytest.raises(RunFailedError, match=r"stalled: more than scheduler\.discard_limit = 20 rollouts"):
+        recorded(tmp_path, *overrides)
+    trace = Trace(tmp_path / "trace.jsonl.gz")
+    assert Stop(StopReason.STALLED) in [one.command for one in trace.records()]
+    assert replay(trace).difference is None
+
+
+@pytest.mark.parametrize("overrides", [case for case in CASES if "scheduler.max_lag=1" not in case], ids=" ".join)
+@pytest.mark.parametrize("step", [1, 4])
+def test_an_interrupted_run_replays_up_to_where_it_was_interrupted(
+    tmp_path: Path, overrides: tuple[str, ...], step: int
+) -> None:
+    def interrupt(row: Any) -> None:
+        if row.step == step:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(RunFailedError, match="interrupted; what was finished is kept"):
+        recorded(tmp_path, *overrides, on_step=interrupt)
+    trace = Trace(tmp_path / "trace.jsonl.gz")
+    records = list(trace.records())
+    assert not any(isinstance(one.command, Stop) for one in records)
+    idle = "scheduler.max_lag=0" in overrides or "scheduler.kind=conventional" in overrides
+    assert isinstance(records[-1].event, RolloutAborted) is not idle  # what was in progress, if anything was
+    result = replay(trace)
+    assert result.difference is None
+    assert result.num_commands == sum(one.command is not None for one in records)
+
+
+def test_a_run_interrupted_with_one_rollout_in_progress_replays(tmp_path: Path) -> None:
+    """The abort of that one is the last line; what the scheduler answers to it was never asked."""
+    path = one_rollout(tmp_path, StopReason.DONE)[0]
+    lines = lines_of(path)
+    aborted = '{"t":0.5,"event":"RolloutAborted","rollout_id":0,"engine":0,"spans":[]}'
+    assert replay(Trace(rewritten(path, [*lines[:2], aborted]))) == ReplayResult(1, 1, None)
+
+
+def one_rollout(folder: Path, reason: StopReason) -> tuple[Path, list[str]]:
+    """Write the trace of one optimizer step with one rollout, and return it with its lines."""
+    config = run(
+        "optimizer_steps=1",
+        "workload.group_size=1",
+        "scheduler={train_batch_size=1, generation_batch_size=1, kind='conventional'}",
+        "cluster={accelerators=1}",
+    )
+    path = folder / "one.gz"
+    spans = VersionSpans((0,), (9,))
+    with TraceWriter(path, config) as trace:
+        trace.command(0.0, StartRollout(0, 0, 0, 0))
+        trace.event(1.0, RolloutFinished(0, 0, spans))
+        trace.event(1.0, RolloutScored(0, 1.0))
+        trace.command(1.0, StartTraining((0,), 0, True))
+        trace.event(2.0, TrainingFinished(1, 1.0))
+        trace.command(2.0, Stop(reason))
+    return path, lines_of(path)
+
+
+def test_a_trace_written_by_hand_replays(tmp_path: Path) -> None:
+    path, _ = one_rollout(tmp_path, StopReason.DONE)
+    assert replay(Trace(path)) == ReplayResult(3, 3, None)
+
+
+FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)))"
+SCORED = "RolloutScored(rollout_id=0, reward=1.0)"
+TRAINED = "TrainingFinished(version=1, train_s=1.0)"
+START = "StartRollout(rollout_id=0, prompt_id=0, engine=0, kept_tokens=0)"
+TRAIN = "StartTraining(rollout_ids=(0,), version=0, completes_step=True)"
+STOP = "Stop(reason=<StopReason.DONE: 'done'>)"
+
+TAMPERINGS: list[tuple[str, Callable[[list[str]], list[str]], ReplayResult]] = [
+    (
+        "another first command",
+        lambda lines: [lines[0], lines[1].replace('"prompt_id":0', '"prompt_id":5'), *lines[2:]],
+        ReplayResult(
+            0, 0, f"line 2, after start(): recorded {START.replace('prompt_id=0', 'prompt_id=5')}, now {START}"
+        ),
+    ),
+    (
+        "another command",
+        lambda lines: [*lines[:4], lines[4].replace("true", "false"), *lines[5:]],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded {TRAIN.replace('True', 'False')}, now {TRAIN}"),
+    ),
+    (
+        "another reason",
+        lambda lines: [*lines[:6], lines[6].replace("done", "stalled")],
+        ReplayResult(
+            3, 2, f"line 7, after {TRAINED}: recorded Stop(reason=<StopReason.STALLED: 'stalled'>), now {STOP}"
+        ),
+    ),
+    (
+        "a command too many",
+        lambda lines: [*lines[:2], lines[1], *lines[2:]],
+        ReplayResult(0, 1, f"line 3, after start(): recorded {START}, now nothing more"),
+    ),
+    (
+        "a command missing",
+        lambda lines: [*lines[:4], *lines[5:]],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
+    ),
+    (
+        "the first command missing",
+        lambda lines: [lines[0], *lines[2:]],
+        ReplayResult(0, 0, f"line 2, after start(): recorded nothing more, now {START}"),
+    ),
+    (
+        "the last command missing",
+        lambda lines: lines[:6],
+        ReplayResult(3, 2, f"end of trace, after {TRAINED}: recorded nothing more, now {STOP}"),
+    ),
+    (
+        "nothing but the header",
+        lambda lines: lines[:1],
+        ReplayResult(0, 0, f"end of trace, after start(): recorded nothing more, now {START}"),
+    ),
+    (
+        "an event missing",
+        lambda lines: [*lines[:3], *lines[4:]],
+        ReplayResult(1, 1, f"line 4, after {FINISHED}: recorded {TRAIN}, now nothing more"),
+    ),
+    (
+        "an impossible event",
+        lambda lines: [*lines[:2], lines[2].replace('"engine":0', '"engine":1'), *lines[3:]],
+        ReplayResult(1, 1, "line 3: the scheduler cannot handle the end of rollout 0 on engine 1: it is not there"),
+    ),
+    (
+        "a made-up abort in place of an answer",
+        lambda lines: [*lines[:4], lines[2].replace("Finished", "Aborted")],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("tamper", "result"), [case[1:] for case in TAMPERINGS], ids=[case[0] for case in TAMPERINGS])
+def test_replay_names_the_first_difference_and_its_line(
+    tmp_path: Path, tamper: Callable[[list[str]], list[str]], result: ReplayResult
+) -> None:
+    path, lines = one_rollout(tmp_path, StopReason.DONE)
+    changed = tamper(lines)
+    assert changed != lines
+    assert replay(Trace(rewritten(path, changed))) == result
+
+
+def test_what_happens_after_the_stop_has_no_answer(tmp_path: Path) -> None:
+    path, lines = one_rollout(tmp_path, StopReason.DONE)
+    rewritten(path, [*lines, '{"t":2.0,"event":"RolloutFailed","rollout_id":5}'])
+    assert replay(Trace(path)) == ReplayResult(4, 3, None)
+
+
+@cache
+def simulated_lines(folder: Path) -> tuple[str, ...]:
+    overrides = ("scheduler.max_lag=1", "scheduler.on_stale=requeue", "scheduler.weight_update=abort")
+    overrides += ("optimizer_steps=3",)
+    return tuple(lines_of(recorded(folder / "to_tamper_with", *overrides)))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_command_that_is_missing_or_changed_anywhere_is_noticed_there(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    lines = list(simulated_lines(folder))
+    commands = [number for number, line in enumerate(lines) if '"command"' in line]
+    number = data.draw(st.sampled_from(commands))
+    if data.draw(st.booleans()):
+        del lines[number]
+    else:
+        one = json.loads(lines[number])
+        changes = {"rollout_id": 10**6, "rollout_ids": [], "version": 99, "reason": "stalled"}
+        key = next(key for key in changes if key in one)
+        lines[number] = json.dumps(one | {key: changes[key] if one["command"] != "DiscardRollouts" else [0, 0]})
+    result = replay(Trace(rewritten(folder / "tampered.gz", lines)))
+    assert result.difference is not None
+    assert result.num_commands == commands.index(number)
+    assert result.difference.startswith(f"line {number + 1}, after " if number < len(lines) else "end of trace, after ")
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 10**30), st.floats(), st.text(max_size=3), st.lists(st.integers())
+)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_no_line_however_wrong_makes_replay_crash(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    lines = list(simulated_lines(folder))
+    number = data.draw(st.integers(1, len(lines) - 1))
+    one = json.loads(lines[number])
+    one[data.draw(st.sampled_from(sorted(one)))] = data.draw(JUNK)
+    lines[number] = json.dumps(one)
+    if data.draw(st.booleans()):
+        other = data.draw(st.integers(1, len(lines) - 1))
+        lines[number], lines[other] = lines[other], lines[number]
+    rewritten(folder / "tampered.gz", lines)
+    found = outcome(folder / "tampered.gz")
+    assert found is None or "line " in found or found.startswith("end of trace")
+
+
+def outcome(path: Path) -> str | None:
+    """Return what is wrong with a trace: broken or different."""
+    try:
+        return replay(Trace(path)).difference
+    except TraceError as error:
+        return str(error)
