@@ -40,8 +40,8 @@ class Profile:
         self.watching = True  # whether it still wants to be told of rollouts
         self._colocated = colocated
         # Lag by position: differences along the positions, so that a span costs two additions.
-        self._lag_change = np.zeros(longest + 1)
-        self._count_change = np.zeros(longest + 1)
+        self._lag_change = np.zeros(longest + 1, dtype=np.int64)
+        self._count_change = np.zeros(longest + 1, dtype=np.int64)
         # Generation window: start, end, tokens of each rollout in it.
         self._window: dict[int, list[float]] = {}
         self._window_end_s: float | None = None
@@ -108,9 +108,11 @@ class Profile:
 
     def trained(self, start_N: NDArray[np.int64], end_N: NDArray[np.int64], lag_N: NDArray[np.int64]) -> None:
         """Note the spans that a batch is trained on: tokens [start, end) at lag."""
-        size = len(self._lag_change)
-        self._lag_change += np.bincount(start_N, lag_N, size) - np.bincount(end_N, lag_N, size)
-        self._count_change += np.bincount(start_N, minlength=size) - np.bincount(end_N, minlength=size)
+        # In place at the spans' ends only: what it costs does not depend on the longest answer.
+        np.add.at(self._lag_change, start_N, lag_N)
+        np.subtract.at(self._lag_change, end_N, lag_N)
+        np.add.at(self._count_change, start_N, 1)
+        np.subtract.at(self._count_change, end_N, 1)
 
     def trainer_worked(self, start_s: float, end_s: float, kind: str) -> None:
         """Note an interval in which the trainer was training or publishing."""

@@ -710,7 +710,7 @@ def check_identities(books):
     assert all(row.lag_mean == pytest.approx(row.lag_in_flight_mean + row.lag_in_queue_mean) for row in rows)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(tables=runs())
 def test_the_books_of_a_run_balance(tables):
     books = Kept(tables)
@@ -725,7 +725,7 @@ def test_the_books_of_a_run_balance(tables):
     assert sum(row.wait_s for row in rows) == pytest.approx(waited_s, abs=1e-9)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(tables=runs(), stop_after=st.integers(1, 6))
 def test_the_books_of_a_run_cut_short_balance(tables, stop_after):
     books = Kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
@@ -734,7 +734,7 @@ def test_the_books_of_a_run_cut_short_balance(tables, stop_after):
     assert not books.summary()["complete"]
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(tables=runs())
 def test_the_sums_are_those_of_the_single_rollouts(tables):
     """Every token by hand: its lag from its span, its trainer version from the events before."""

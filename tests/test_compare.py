@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,14 @@ SLOW, FAST = (
     {"name": "slow trainer", "set": ["hardware.training.token_s=1e-2"]},
     {"name": "fast trainer", "set": ["hardware.training.token_s=1e-4"]},
 )
+
+
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(*overrides: str, **compare_table: Any) -> RunConfig:
@@ -437,14 +445,11 @@ def test_a_run_in_another_thread_leaves_ctrl_c_alone() -> None:
     assert summaries == [simulate(run())]
 
 
-def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     """As one that a shell has put into the background."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        summary = simulate(run(), on_step=lambda _row: signal.raise_signal(signal.SIGINT))
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    summary = simulate(run(), on_step=lambda _row: signal.raise_signal(signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     assert summary == simulate(run())
 
 

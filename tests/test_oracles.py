@@ -149,6 +149,7 @@ class Hardware:
     sequence_s: float = 1e-5
     context_s: float = 2e-8
     prefill_s: float = 2e-5
+    publish_s: float = 0.3
 
     def tables(self):
         return {
@@ -160,7 +161,7 @@ class Hardware:
             },
             "prefill": {"token_s": self.prefill_s},
             "training": {"token_s": 3e-4, "step_s": 0.5},
-            "weights": {"publish_s": 0.3, "transfer_s": 0.2, "pause_s": 0.4},
+            "weights": {"publish_s": self.publish_s, "transfer_s": 0.2, "pause_s": 0.4},
             "switch": {"to_training_s": 1.5, "to_generation_s": 2.5},
             "latency": {"dispatch_s": 0.003, "reward_s": 0.02, "preprocess_s": 0.05},
         }
@@ -177,14 +178,15 @@ def drain_ticks(hardware, lengths, prompt_tokens):
     return prefill + ticks
 
 
-def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picosecond():
+@pytest.mark.parametrize(("publish_s", "weights_s"), [(0.3, 0.2 + 0.4), (5.0, 5.0)])
+def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picosecond(publish_s, weights_s):
     """3 RL steps of G = 4: B G = 96 rollouts in 2 waves of 16 slots on 3 engines, 40 tokens each, prompts of 50.
 
     A wave: dispatch, then prefill and 40 steps of 16 sequences. Then, once per RL step, the last score and the
-    switch; 4 optimizer steps of 24 * 90 tokens on 3 accelerators; and, between RL steps, transfer, switch and pause
-    (publishing goes on meanwhile).
+    switch; 4 optimizer steps of 24 * 90 tokens on 3 accelerators; and, between RL steps, the switch back and the longer
+    of publication and transfer with pause, which go on at the same time.
     """
-    hardware = Hardware()
+    hardware = Hardware(publish_s=publish_s)
     run = play(
         12,
         batch=24,
@@ -197,7 +199,7 @@ def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picoseco
     )
     wave = to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)
     rl_step = 2 * wave + to_ticks(0.02 + 0.05) + to_ticks(1.5) + 4 * to_ticks(0.5 + 3e-4 / 3 * 24 * 90)
-    between = to_ticks(0.2 + 2.5) + to_ticks(0.4)
+    between = to_ticks(weights_s) + to_ticks(2.5)
     assert to_ticks(run.summary()["duration_s"]) == 3 * rl_step + 2 * between
 
 
@@ -276,7 +278,7 @@ def test_mean_lag_is_a_third_of_g_for_uniform_lengths():
     """Section 5 of the paper's notes: (H I/B) (1 + cv^2)/2; uniform on 1 .. L: g/3 with g = 2 H I/B = 64.
 
     C = 1024, B = 32, L = 256; 16 engines, so that no one engine sees all. The first three times L steps are left
-    out. sd 0.4 %, so 3 % is 7 sd.
+    out. sd 0.24 %, so 3 % is 12 sd.
     """
     run = play(900, batch=32, slots=64, engines=16, length=uniform(256))
     assert run.summary()["bottleneck"] == "generation"
@@ -296,15 +298,14 @@ def run_of_fixed_lengths(steps, *, engines, seed=0, hardware=None):
 def test_mean_lag_is_half_of_g_for_fixed_lengths():
     """g = H I/B = 512/32 = 16 times the share of slots in use, 256/288.5: g/2 = 7.10.
 
-    Without the random delay all slots would finish at the same instant. sd 0.1 %; the formula is 0.8 % low
-    (whole steps: the mean of 1 .. 256 is 128.5, and weights load a step later), 3 % leaves 20 sd.
+    Without the random delay all slots would finish at the same instant. Mean over seeds 0.2 % above it, sd 0.15 %.
     """
     run = run_of_fixed_lengths(600, engines=8)
     assert run.lag_mean(300) == pytest.approx(16 / 2 * 256 / 288.5, rel=0.03)
 
 
 def test_twice_the_accelerators_have_twice_the_lag():
-    """N -> 2N at the same B, H and I/N (Fig. 3a): g = H I/B doubles, and with it the lag of every token."""
+    """N -> 2N at the same B, H and I/N (Fig. 3a): g = H I/B doubles, and with it the mean lag. sd 0.2 %."""
     small, large = (run_of_fixed_lengths(40 * engines, engines=engines).lag_mean(20 * engines) for engines in (8, 16))
     assert large / small == pytest.approx(2, rel=0.02)
 
@@ -321,14 +322,24 @@ TABLE = [
 def test_lag_is_that_of_another_simulation(kind, in_flight, busy, mean, largest):
     """The table in section 5 of the paper's notes, B = 32, L = 256: another program's mean and largest lag.
 
-    The trainer is busy a share rho of the time if a step takes rho B (mean length + 1)/C. sd of the mean 0.6 %
-    (C = 256) and 0.4 %: 2 % is more than 3 sd, fails for 1 seed in 500. The largest lag strays by a step.
+    The trainer is busy a share rho of the time if a step takes rho B (mean length + 1)/C. sd of the
+    mean 0.2 %: 2 % allows for the other program's own. The largest lag strays by a step.
     """
     step_s = busy * 32 * (128.5 + 1) / in_flight
     steps = 4 * in_flight
     run = play(steps, batch=32, slots=in_flight, length={"kind": kind, "max": 256}, hardware=trains_in(step_s))
     assert run.lag_mean(in_flight // 4) == pytest.approx(mean, rel=0.02)
     assert abs(max(row.lag_max for row in run.steps) - largest) <= 1
+
+
+@pytest.mark.slow
+def test_a_busy_trainer_adds_its_share_to_the_lag_of_fixed_lengths():
+    """The last row of that table: C = 1024, g = 32, rho = 0.88: 16 + 0.88. The slots are in use 256/288.5 of the time.
+
+    Mean over seeds 0.6 % above it, sd 0.07 %.
+    """
+    run = run_of_fixed_lengths(1600, engines=16, hardware=trains_in(0.88 * 32 * 288.5 / 1024))
+    assert run.lag_mean(800) == pytest.approx(16 * 256 / 288.5 + 0.88, rel=0.02)
 
 
 # ------------------------------------------------------------------------------- lag when training limits
@@ -338,7 +349,7 @@ def test_lag_is_that_of_another_simulation(kind, in_flight, busy, mean, largest)
 def test_a_bounded_queue_keeps_lag_flat_when_the_trainer_limits(on_full):
     """Generation 1.5 times as fast as training, C = 256, queue 64, B = 32: 600 steps, lag of the quarters 2 and 4.
 
-    Without a bound the queue would grow by half a batch per step, 75 batches per quarter. sd of the ratio 0.6 %.
+    Without a bound the queue would grow by half a batch per step, 75 batches per quarter. sd of the ratio 0.6 %: 5 sd.
     With ``drop_oldest`` never more than 64 are ready.
     """
     run = play(
@@ -437,12 +448,12 @@ def test_staleness_is_that_of_applied_compute(in_flight, queue_batches, rate_rat
     """Section 16 of the paper's notes: a closed form, and another program's simulation of it.
 
     Their staleness is not our lag: it counts from the start of the group to its training, for every rollout alike.
-    M = 1.89 is the mean of the longest of 8 over the mean. We agree with the simulation within 1.5 % (sd 0.3 %, and
-    two decimals), so with the formula within its own gap to that simulation and 1.5 %.
+    M = 1.89 is the mean of the longest of 8 over the mean. We agree with the simulation within 2 % (sd 0.4 %, and
+    two decimals), so with the formula within its own gap to that simulation and 2 %.
     """
     run = applied_compute_run(250, in_flight=in_flight, queue_batches=queue_batches, rate_ratio=rate_ratio)
     staleness = group_staleness(run, 8, first_step=50)
-    assert staleness == pytest.approx(simulated, rel=0.015)
+    assert staleness == pytest.approx(simulated, rel=0.02)
     closed_form = staleness_applied_compute(
         in_flight=in_flight,
         train_batch_size=128,
@@ -451,7 +462,7 @@ def test_staleness_is_that_of_applied_compute(in_flight, queue_batches, rate_rat
         tailness=1.89,
     ).total
     assert closed_form == pytest.approx(formula, abs=0.011)
-    assert abs(closed_form - staleness) <= abs(formula - simulated) + 0.015 * simulated
+    assert abs(closed_form - staleness) <= abs(formula - simulated) + 0.02 * simulated
 
 
 # --------------------------------------------------------------------------------------- bounded lag
@@ -503,7 +514,7 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
         assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
 
 
-def run_within(max_lag, on_stale, *, seed=0):
+def run_within(max_lag, on_stale):
     """100 slots, B = 32, log-normal lengths around 200 with cv = 1: without a bound lags up to 19."""
     return play(
         150,
@@ -512,24 +523,29 @@ def run_within(max_lag, on_stale, *, seed=0):
         length={"kind": "lognormal", "mean": 200, "cv": 1.0, "max": 2000},
         scheduler={"on_stale": on_stale, **({} if max_lag is None else {"max_lag": max_lag})},
         workload={"group_size": 4},
-        seed=seed,
-    ).summary()
+    )
 
 
 def test_dropping_what_is_stale_shortens_what_is_trained_on():
-    """4800 answers of mean 200, sd 200: the mean of means is 200 within 3 %, but for those still in progress.
+    """The mean of 4800 answers as drawn, against those trained on; other answers in a few groups at the end: 1.5 %.
 
-    Waiting trains on them as they are, dropping on shorter ones, and the more so the tighter the bound. (What is
-    dropped before it finishes is in no mean of finished answers: that one is as short.)
+    Waiting trains on them as they are, dropping on shorter ones, the more so the tighter the bound: over 20 seeds
+    0.78 of the mean at 3, sd 0.006, and of that 0.84 at 1, sd 0.009. (What is dropped before it finishes is in no
+    mean of finished answers: that one is as short.)
     """
-    means = {
-        (max_lag, on_stale): run_within(max_lag, on_stale)["length"]["trained_mean"]
-        for max_lag, on_stale in ((None, "train"), (3, "train"), (3, "drop"), (1, "drop"))
-    }
-    assert means[None, "train"] == pytest.approx(200, rel=0.03)
-    assert means[3, "train"] == pytest.approx(200, rel=0.03)
-    assert means[3, "drop"] < 0.85 * means[3, "train"]
-    assert means[1, "drop"] < 0.9 * means[3, "drop"]
+    unbounded, waiting, dropping, dropping_more = (
+        run_within(*bound) for bound in ((None, "train"), (3, "train"), (3, "drop"), (1, "drop"))
+    )
+    workload = Workload(unbounded.config.workload, seed=0)
+    drawn = np.mean([workload.group(group, group).lengths for group in range(1200)])
+
+    def trained(run):
+        return run.summary()["length"]["trained_mean"]
+
+    assert trained(unbounded) == pytest.approx(drawn, rel=0.015)
+    assert trained(waiting) == pytest.approx(drawn, rel=0.015)
+    assert trained(dropping) < 0.85 * drawn
+    assert trained(dropping_more) < 0.9 * trained(dropping)
 
 
 def test_a_requeued_prompt_is_tried_again_and_a_dropped_one_is_not():

@@ -86,6 +86,14 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
 """Every event and command, and how a trace writes it."""
 
 
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def run(*overrides: str) -> RunConfig:
     return parse_run(with_overrides(TABLES, overrides))
 
