@@ -198,9 +198,10 @@ class World:
 
     def _carry_out(self, command: Command) -> None:
         self._recorder.command(self._now_s, command)
+        if isinstance(command, StartRollout):  # comes once per rollout
+            self._start_rollout(command)
+            return
         match command:
-            case StartRollout():
-                self._start_rollout(command)
             case StartTraining():
                 self._start_training(command)
             case PublishWeights():

@@ -316,6 +316,27 @@ def test_an_abort_on_command_is_an_end_and_one_that_came_too_late_is_none():
     assert summary["complete"] is False
 
 
+def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
+    """Each round one rollout is trained on, one aborted, one aborted too late, one failed, one discarded."""
+    monkeypatch.setattr(pipelinerl.profile, "WINDOW_ROLLOUTS", 5)
+
+    def kept(num_rounds):
+        history = []
+        for n in range(num_rounds):
+            trained, aborted, late, failed, unwanted = range(5 * n, 5 * n + 5)
+            history.append((n + 0.1, *(start(k) for k in range(5 * n, 5 * n + 5))))
+            history.append((n + 0.2, AbortRollout(aborted, 0), AbortRollout(late, 0)))
+            history.append((n + 0.3, RolloutAborted(aborted, 0, NO_TOKENS), RolloutFailed(failed)))
+            history.append((n + 0.4, *(entry for k in (trained, late, unwanted) for entry in ended(k, (0, 1)))))
+            history.append((n + 0.5, DiscardRollouts((late, unwanted), DiscardReason.STALE)))
+            history.append((n + 0.6, StartTraining((trained,), n, True), TrainingFinished(n + 1, 0.0)))
+        books = books_of(history)
+        assert books.summary()["rollouts"]["unfinished"] == 0
+        return sum(len(one) for one in vars(books).values() if isinstance(one, dict | set))
+
+    assert kept(3) == kept(30)
+
+
 def test_a_failure_loses_the_tokens_that_are_known():
     """Rollout 0 fails in generation (unknown tokens), 1 in scoring (6); 2 of the same group is aborted (1 token)."""
     summary = books_of(
@@ -543,6 +564,22 @@ def test_a_rollout_in_the_window_that_was_interrupted_counts_once_to_its_end():
     window = books_of(history).profile_summary()["generation_window"]
     assert window["in_progress"] == pytest.approx([2.0] * 200)
     assert window["tokens_per_s"] == pytest.approx([2.0] * 200)
+
+
+def test_an_interruption_is_no_end_for_the_window():
+    """One slot; the third rollout ends at 8 s, the first was interrupted twice before."""
+    again = [RolloutAborted(0, 0, NO_TOKENS), start(0)]
+    history = [
+        (0.0, start(0)),
+        (1.0, *again),
+        (2.0, *again),
+        (4.0, *ended(0, (0, 4)), start(1)),
+        (6.0, *ended(1, (0, 2)), start(2)),
+        (8.0, *ended(2, (0, 2)), start(3)),
+        (9.0, *ended(3, (0, 1)), StartTraining((0,), 0, True)),
+        (10.0, TrainingFinished(1, 1.0)),
+    ]
+    assert books_of(history).profile_summary()["generation_window"]["width_s"] == 8.0 / 200
 
 
 def test_the_window_of_a_colocated_run_is_its_first_generation_phase():

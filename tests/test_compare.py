@@ -388,6 +388,21 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
     assert (result["failures"], result["complete"]) == ([], False)
 
 
+def test_workers_are_started_with_ctrl_c_ignored_which_they_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to all of them, and one that heeded it would print a traceback."""
+    handlers: list[Any] = []
+
+    class Watching(InThisProcess):
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            return super().submit(function, *arguments)
+
+    monkeypatch.setattr(module, "ProcessPoolExecutor", Watching)
+    compare(two_by_two())
+    assert handlers == [signal.SIG_IGN] * 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_worker_that_dies_is_told_and_what_had_ended_is_kept(tmp_path: Path) -> None:
     """As when the system runs out of memory and kills one."""
 
