@@ -15,7 +15,8 @@ demo: $(VENV)/.demo
 	@echo "Figures: runs/demo/figures"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow  # whole runs: counting branches would slow them down
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -481,6 +481,19 @@ def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     assert states == [False] * 6
 
 
+def test_a_row_is_on_disk_as_soon_as_its_step_is_done(tmp_path: Path) -> None:
+    """So that a killed run leaves every step it made."""
+    seen: list[list[str]] = []
+
+    def look(_row: Any) -> None:
+        text = (tmp_path / "steps.csv").read_text()
+        assert text.endswith("\n")
+        seen.append([line.partition(",")[0] for line in text.splitlines()])
+
+    simulate(run("optimizer_steps=3"), out=tmp_path, on_step=look)
+    assert seen == [["step", "1"], ["step", "1", "2"], ["step", "1", "2", "3"]]
+
+
 def test_ctrl_c_ends_a_run_at_the_step_it_was_in_and_is_free_again(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="interrupted; what was finished is kept"):
         simulate(run(), out=tmp_path, on_step=lambda row: row.step == 2 and signal.raise_signal(signal.SIGINT))

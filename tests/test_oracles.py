@@ -229,7 +229,8 @@ def test_generation_of_conventional_rl_lasts_as_long_as_its_slowest_engine():
 def test_conventional_batch_i_is_trained_at_lag_i(group_size, micro_batch_size):
     """Algorithm 1: all tokens of an RL step are of one version, batch i = 0 .. G - 1 comes i steps later.
 
-    17 steps are three RL steps of G = 5 and one of 2. All of the lag is in the queue.
+    17 steps are three RL steps of G = 5 and one of 2. All of the lag is in the queue. Batches are cut in order of
+    admission, so that the first ones do not get the short answers.
     """
     run = play(
         17,
@@ -249,6 +250,8 @@ def test_conventional_batch_i_is_trained_at_lag_i(group_size, micro_batch_size):
     assert [row.lag_mean for row in run.steps] == expected
     assert [row.lag_max for row in run.steps] == expected
     assert [row.lag_in_queue_mean for row in run.steps] == expected
+    trained = [rollout_id for _, entry in run.of(StartTraining) for rollout_id in entry.rollout_ids]
+    assert trained == list(range(17 * 8))
 
 
 @pytest.mark.parametrize("rl_step", [1, 2, 8])
