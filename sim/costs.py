@@ -71,7 +71,8 @@ def decode_cost(config: RunConfig) -> DecodeCost:
     batch_s, context_s = _step_seconds(decode, config.cluster.tensor_parallel)
     num_slots = config.scheduler.generation_batch_size
     return DecodeCost(
-        batch_ticks=tuple(to_ticks(batch_s(batch)) if batch else 0 for batch in range(num_slots + 1)),
+        # A step lasts a tick at least: time must go on.
+        batch_ticks=tuple(max(1, to_ticks(batch_s(batch))) if batch else 0 for batch in range(num_slots + 1)),
         context_ticks=to_ticks(context_s),
     )
 

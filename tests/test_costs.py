@@ -174,3 +174,9 @@ def test_a_tick_is_a_picosecond_to_the_nearest(seconds, ticks):
 def test_ticks_survive_the_way_to_seconds_and_back(ticks):
     """A float has 53 bits: exact up to 2^53 ps, two and a half hours."""
     assert to_ticks(to_seconds(ticks)) == ticks
+
+
+def test_a_step_lasts_a_tick_at_least():
+    """Half a picosecond rounds to none; then the clock would stand still."""
+    cost = cost_of({"kind": "affine", "step_s": 4e-13}, slots=2)
+    assert cost.batch_ticks == (0, 1, 1)

@@ -483,7 +483,10 @@ class Scripted(Log):
             delay, *_ = self.script.updates[self.num_published]
             self.num_published += 1
             self.num_loading = len(self.engines)
-            self.at(self.clock.now + delay, self.publish)
+            if delay:
+                self.at(self.clock.now + delay, self.publish)
+            else:
+                self.publish()  # in the middle of a boundary of the engine that has loaded last
 
     def publish(self):
         _, transfer, kind = self.script.updates[self.num_published - 1]

@@ -131,6 +131,13 @@ def test_a_finished_rollout_is_replaced_at_once_where_it_ran():
     assert scheduler.num_in_flight == 4
 
 
+def test_the_emptiest_engine_is_found_after_any_number_of_rollouts():
+    """4 rollouts on 2 engines of 100 slots, 2 on each; whenever one fails on engine 1, that is the emptier one."""
+    scheduler = started(max_lag=0, train_batch_size=4, generation_batch_size=100, num_engines=2)
+    failing = [3, *range(4, 100)]
+    assert tell(scheduler, *map(RolloutFailed, failing)) == [start(rollout_id, 1) for rollout_id in range(4, 101)]
+
+
 def test_rollouts_of_a_group_share_a_prompt_and_start_one_by_one():
     scheduler = make(generation_batch_size=3, group_size=2)
     assert scheduler.start() == [start(0, prompt_id=0), start(1, prompt_id=0), start(2, prompt_id=1)]
