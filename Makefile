@@ -11,7 +11,7 @@ RUN := examples/qwen7b_128_h100.toml
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
-	$(BIN)/pipelinerl compare $(RUN) --set optimizer_steps=512 --set 'compare.scenarios=[{ name = "central" }]' --out runs/demo
+	$(BIN)/pipelinerl compare $(RUN) --set optimizer_steps=192 --set 'compare.scenarios=[{ name = "central" }]' --out runs/demo
 	@echo "Figures: runs/demo/figures"
 
 test: $(VENV)/.dev
