@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
-
-
-class StrictModel(BaseModel):
-    """Strict types, no unknown keys, frozen, and the text under a field is its description."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+from pipelinerl.strictmodel import StrictModel
+from pipelinerl.trainconfig import TrainConfig
 
 
 class ClusterConfig(StrictModel):
@@ -286,6 +280,8 @@ class RunConfig(StrictModel):
     """How fast the cluster is."""
     compare: CompareConfig | None = None
     """What ``compare`` runs."""
+    train: TrainConfig | None = None
+    """What ``train`` needs: model, task, optimizer. The simulator does not read it."""
 
     @property
     def num_engines(self) -> int:

@@ -21,3 +21,15 @@ class TraceError(PipelineRLError, ValueError):
 
 class RunFailedError(PipelineRLError, RuntimeError):
     """The input was right, but the run could not reach its end."""
+
+
+class BackendError(PipelineRLError, RuntimeError):
+    """An engine or the trainer failed: what, where, after how long, what next."""
+
+
+class EngineLostError(BackendError):
+    """An engine has died or hangs; its rollouts have to start again."""
+
+
+class TrainerLostError(BackendError):
+    """A rank of the trainer has died or hangs; the run can only go on from a checkpoint."""

@@ -1,0 +1,200 @@
+"""What the driver asks of engines and trainer, and the values that cross.
+
+``fake.py`` keeps these promises in memory, ``vllm_engine.py`` and ``deepspeed_trainer.py`` for real;
+``tests/contract.py`` holds both to them. All calls are coroutines: the driver waits for many at a time.
+
+=====================  ===================================================================================
+``Engine.generate``    one answer, from its first token to its last; ends early when aborted
+``Engine.update``      new weights between two decode steps; what happens to the sequences in progress is
+                       ``weight_update``
+``Trainer.train``      one micro-batch, and the optimizer step after the last one of a step
+``Trainer.publish``    makes the weights ready; engines may load them when it has returned
+``Trainer.send``       runs beside the engines' ``update`` and feeds them
+=====================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.events import VersionSpans, WeightUpdate
+
+# Legend of shapes: T tokens of one answer; P tokens of one prompt.
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One answer to be generated."""
+
+    rollout_id: int
+    prompt_tokens: tuple[int, ...]
+    """What to continue: the prompt, and what an earlier request of this rollout has generated."""
+    max_new_tokens: int
+    """Where generation is cut (tokens)."""
+    seed: int
+    """Seed of this request's sampling: the same request gives the same tokens on any engine of one version."""
+    temperature: float
+    """Softmax temperature; 0: the likeliest token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What an engine generated for one request."""
+
+    tokens_T: NDArray[np.int64]
+    """Generated tokens, the end token included if there is one."""
+    logprob_T: NDArray[np.float32]
+    """Log-probability of each under the weights and the temperature that sampled it (nats)."""
+    spans: VersionSpans
+    """Which weight version sampled which token, as the engine reports it; ends at T."""
+    aborted: bool
+    """Whether it ended early, by ``abort`` or by an update of kind ``abort``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A published version of the weights."""
+
+    version: int
+    """Optimizer steps done."""
+    location: str
+    """Where engines find it: a file, or the address of a group of processes."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each parameter's bytes by Hugging Face name, in the type they are sent in."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTimes:
+    """How long an engine stood still for an update (seconds)."""
+
+    pause_s: float
+    """Until the running decode step had ended."""
+    transfer_s: float
+    """Until the new weights were in place."""
+    resume_s: float
+    """Until it generated again."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it (seconds)."""
+        return self.pause_s + self.transfer_s + self.resume_s
+
+
+class Engine(Protocol):
+    """An inference engine: H sequences in progress, continuous batching."""
+
+    async def start(self) -> None:
+        """Load the model, at version 0."""
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Generate one answer.
+
+        Raises:
+            EngineLostError: If the engine has died.
+            BackendError: If this request cannot be answered.
+        """
+
+    async def abort(self, rollout_id: int) -> None:
+        """End a request early: its ``generate`` returns with what it has. No effect if it has ended."""
+
+    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        """Load new weights between two decode steps; tokens sampled from then on carry the new version.
+
+        Under ``abort`` every ``generate`` in progress returns with what it has, before the new weights are in
+        place; under ``keep`` and ``recompute`` they go on; ``wait`` is called when none is in progress.
+
+        Raises:
+            EngineLostError: If the engine cannot go on. It never serves a mixture of two versions.
+        """
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksums that the last update was verified against, by parameter."""
+
+    async def sleep(self) -> None:
+        """Give the memory up for training; nothing is in progress. Does nothing where memory is not shared."""
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+
+    async def shutdown(self) -> None:
+        """End all processes; a second call does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout to train on."""
+
+    rollout_id: int
+    prompt_P: NDArray[np.int64]
+    """Prompt tokens; not trained on."""
+    answer_T: NDArray[np.int64]
+    """Generated tokens, at least one."""
+    behaviour_logprob_T: NDArray[np.float32]
+    """Log-probability of each under the weights that sampled it (nats). Paper symbol: log mu."""
+    reward: float
+    """What the answer earned. Paper symbol R."""
+    advantage: float
+    """Reward minus the group's leave-one-out baseline."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What one micro-batch gave."""
+
+    logprob_T: list[NDArray[np.float32]]
+    """Per sample, in order: log-probability of each answer token under the policy being trained, before the
+    optimizer step (nats). Paper symbol: log pi."""
+    metrics: dict[str, float]
+    """Numbers to log: ``loss``; after an optimizer step also ``gradient_norm`` and ``learning_rate``."""
+
+
+class Trainer(Protocol):
+    """A data-parallel trainer: some ranks, one optimizer."""
+
+    async def start(self) -> None:
+        """Load the model, at version 0, or what ``load`` is given."""
+
+    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        """Accumulate the gradient of some rollouts; make the optimizer step if they complete the batch.
+
+        The gradient of an optimizer step is the sum over its tokens divided by ``train_batch_size`` sequences,
+        however it was cut into micro-batches, packed into rows and split over ranks.
+
+        Raises:
+            TrainerLostError: If a rank has died.
+        """
+
+    async def publish(self, version: int) -> Weights:
+        """Make the weights ready to be sent; engines may begin to load them when this has returned.
+
+        They stay as they are until the next ``publish``, whatever is trained meanwhile.
+        """
+
+    async def send(self, weights: Weights) -> None:
+        """Feed the engines that are loading; returns when the trainer is free to train again.
+
+        Nothing to do where ``location`` is a file; where it is a group of processes, trainer and engines meet here.
+        """
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into a new folder."""
+
+    async def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote."""
+
+    async def export(self, folder: Path) -> None:
+        """Write the model in Hugging Face format, tokenizer included, into a new folder."""
+
+    async def offload(self) -> None:
+        """Give the memory up for generation. Does nothing where memory is not shared."""
+
+    async def reload(self) -> None:
+        """Take the memory back."""
+
+    async def shutdown(self) -> None:
+        """End all processes; a second call does nothing."""

@@ -1,0 +1,156 @@
+"""The table ``train`` of a run file: what the real backend needs and the simulator does not read."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipelinerl.strictmodel import StrictModel
+
+
+class ModelConfig(StrictModel):
+    """The language model to train."""
+
+    path: str
+    """Folder in Hugging Face format: config.json, weights, tokenizer (relative to the run file)."""
+
+
+class TaskConfig(StrictModel):
+    """What the model is asked, and how its answers are rewarded."""
+
+    name: str
+    """``arithmetic``, ``math``, or the dotted path of a user's own: ``package.module:attribute`` (see docs/training.md)."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of the task."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
+
+
+class SamplingConfig(StrictModel):
+    """How answers are sampled."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Softmax temperature (no unit); log-probabilities are those of the distribution sampled from."""
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW, its schedule, and gradient clipping."""
+
+    learning_rate: float = Field(gt=0)
+    """Largest learning rate (no unit)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to zero at the last optimizer step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients (no unit)."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the mean of squared gradients (no unit)."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay (no unit)."""
+    gradient_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient of the whole batch (no unit)."""
+
+
+class LossConfig(StrictModel):
+    """The policy gradient. ``pipelinerl/losses.py`` has the formulas."""
+
+    kind: Literal["reinforce", "ppo", "cispo", "gspo", "topr"] = "reinforce"
+    """``reinforce``: truncated importance weights (eq. 5)."""
+    truncation: float = Field(default=5.0, gt=0)
+    """Largest importance weight (no unit), reinforce only. Paper symbol c."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """How far below 1 a ratio counts (no unit): ppo, cispo, gspo."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """How far above 1 a ratio counts (no unit): ppo, cispo, gspo."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference model, the model at the start (no unit). 0: no reference model."""
+    value_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the value head's squared error (no unit). 0: no value head; the baseline is leave-one-out."""
+
+
+class TrainerConfig(StrictModel):
+    """DeepSpeed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """What is split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
+    pack_tokens: int = Field(default=16384, ge=1)
+    """Tokens of one forward pass on one rank: sequences are packed up to here (tokens)."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    step_timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a micro-batch counts as hung."""
+
+
+class EngineConfig(StrictModel):
+    """vLLM."""
+
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that an engine takes (no unit). Colocated: together with the trainer's."""
+    cpu_kv_cache_gib: float = Field(default=1.0, gt=0)
+    """KV cache of one engine on CPU (GiB)."""
+    start_timeout_s: float = Field(default=1200.0, gt=0)
+    """Seconds an engine may take to start."""
+    update_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds each phase of a weight update may take (pause, transfer, resume)."""
+    restarts: int = Field(default=3, ge=0)
+    """Times a lost engine is started again, in all, before the run fails (count)."""
+
+
+class CheckpointConfig(StrictModel):
+    """What is kept to go on from."""
+
+    every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between checkpoints. None: only at the end and on Ctrl-C."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept (count)."""
+
+
+class EvaluationConfig(StrictModel):
+    """Held-out problems, answered before the first and after the last optimizer step."""
+
+    problems: int = Field(default=0, ge=0)
+    """Held-out problems (count). 0: no evaluation."""
+
+
+class LoggingConfig(StrictModel):
+    """Where metrics go besides the run's folder (TensorBoard files are always written there)."""
+
+    wandb_project: str | None = None
+    """Project of Weights & Biases. None: not used."""
+
+
+class TrainConfig(StrictModel):
+    """How a real run is made. Read by ``pipelinerl train`` only."""
+
+    device: Literal["cpu", "gpu"] = "gpu"
+    """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster. None: a Ray of its own on this machine."""
+    model: ModelConfig
+    """The language model to train."""
+    task: TaskConfig
+    """What it is asked."""
+    optimizer: OptimizerConfig
+    """How it is trained."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How answers are sampled."""
+    loss: LossConfig = LossConfig()
+    """The policy gradient."""
+    trainer: TrainerConfig = TrainerConfig()
+    """DeepSpeed."""
+    engine: EngineConfig = EngineConfig()
+    """vLLM."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept to go on from."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out problems."""
+    logging: LoggingConfig = LoggingConfig()
+    """Where metrics go."""
+
+    @model_validator(mode="after")
+    def _restrictions(self) -> Self:
+        if self.loss.kind == "gspo" and self.loss.value_coefficient:
+            raise ValueError("loss.value_coefficient must be 0 with loss.kind='gspo': its advantage is per sequence")
+        return self
