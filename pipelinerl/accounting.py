@@ -142,7 +142,7 @@ class Accountant:
         self.steps: list[StepRow] = []
         self.profile = Profile(num_engines=num_engines, colocated=colocated, longest=longest)
         self._colocated = colocated
-        self._on_step = on_step
+        self.on_step = on_step
         self._time_s = 0.0
         self._version = 0
         self._stop: str | None = None
@@ -346,8 +346,8 @@ class Accountant:
         self._step_seconds = {"training": 0.0, "publishing": 0.0}
         self.steps.append(row)
         self.profile.step_done(self._time_s, event.version)
-        if self._on_step is not None:
-            self._on_step(row)
+        if self.on_step is not None:
+            self.on_step(row)
 
     # -------------------------------------------------------------------------------------- results
 

@@ -118,6 +118,19 @@ NO_TOKENS = VersionSpans((), ())
 """The spans of a rollout that has not generated a token."""
 
 
+def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
+    """Return the spans of tokens in ``first`` followed by tokens in ``second`` (ends counted from its own 0)."""
+    if not first.ends:
+        return second
+    if not second.ends:
+        return first
+    num_first = first.ends[-1]
+    ends = tuple(num_first + end for end in second.ends)
+    if first.versions[-1] == second.versions[0]:
+        return VersionSpans(first.versions + second.versions[1:], first.ends[:-1] + ends)
+    return VersionSpans(first.versions + second.versions, first.ends + ends)
+
+
 # ---------------------------------------------------------------------------------------- events
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config import RunConfig, UtilisationDecode
@@ -31,6 +32,13 @@ class Both:
         self._trace.command(time_s, command)
 
 
+class RecordingMark(NamedTuple):
+    """A place in a recording."""
+
+    accountant: Accountant
+    trace_at: int | None
+
+
 class Recording:
     """Keeps a run: its books, and its folder and trace if wanted.
 
@@ -39,6 +47,7 @@ class Recording:
         out: Folder to keep the run in, or None.
         trace: Whether the folder gets a trace.
         on_step: Called with each row as soon as its step is done, for progress.
+        go_on_from: A ``mark`` of this run to go on from; what came after it is forgotten. None: a new run.
 
     Raises:
         ConfigError: If the folder holds a run already or cannot be written.
@@ -51,28 +60,42 @@ class Recording:
         out: Path | None = None,
         trace: bool = False,
         on_step: Callable[[StepRow], None] | None = None,
+        go_on_from: RecordingMark | None = None,
     ) -> None:
         self._config = config
         self._on_step = on_step
-        self._accountant = Accountant(
-            num_engines=config.num_engines,
-            colocated=config.colocated,
-            longest=config.workload.length.max,
-            on_step=self._step_done,
-        )
-        self._folder = None if out is None else RunFolder(out, config)
-        self._trace = None if out is None or not trace else TraceWriter(out / TRACE_FILE, config)
+        steps_done = trace_at = None
+        if go_on_from is not None:
+            self._accountant, trace_at = go_on_from
+            steps_done = len(self._accountant.steps)
+        else:
+            self._accountant = Accountant(
+                num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
+            )
+        self._accountant.on_step = self._step_done
+        self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)
+        self._trace = TraceWriter(out / TRACE_FILE, config, go_on_at=trace_at) if out is not None and trace else None
 
     @property
     def recorder(self) -> Accountant | Both:
         """Who is to be told of every event and command."""
         return self._accountant if self._trace is None else Both(self._accountant, self._trace)
 
-    def finish(self) -> dict[str, Any]:
-        """Write what is known, close the files, and return the summary; the run may be cut short."""
+    def mark(self) -> RecordingMark:
+        """Return what is needed to go on from here; it can be pickled."""
+        accountant = copy.copy(self._accountant)
+        accountant.on_step = None
+        return RecordingMark(accountant, None if self._trace is None else self._trace.mark())
+
+    def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Write what is known, close the files, and return the summary; the run may be cut short.
+
+        Args:
+            extra: What else the summary is to hold.
+        """
         if self._trace is not None:
             self._trace.close()
-        summary = self.summary()
+        summary = self.summary() | (extra or {})
         if self._folder is not None:
             self._folder.finish(summary, self._accountant.profile_summary())
         return summary

@@ -7,6 +7,10 @@ summary.json       the numbers of the run
 profile.json       what figures need beyond the rows
 trace.jsonl.gz     every event and command, if wanted
 figures/           the figures
+metrics.jsonl      what only a real run can measure, a line per optimizer step
+tensorboard/       the same for TensorBoard
+checkpoints/       what ``train --resume`` goes on from
+model/             the trained model in Hugging Face format
 =================  =====================================================================================
 """
 
@@ -28,9 +32,10 @@ STEPS_FILE = "steps.csv"
 SUMMARY_FILE = "summary.json"
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.jsonl.gz"
+METRICS_FILE = "metrics.jsonl"
 COMPARISON_FILE = "comparison.json"
 
-_FILES = (RUN_FILE, COMPARISON_FILE, STEPS_FILE, SUMMARY_FILE, PROFILE_FILE, TRACE_FILE)
+_FILES = (RUN_FILE, COMPARISON_FILE, STEPS_FILE, SUMMARY_FILE, PROFILE_FILE, TRACE_FILE, METRICS_FILE)
 
 
 def check_vacant(folder: Path) -> None:
@@ -75,21 +80,27 @@ class RunFolder:
     Args:
         folder: Created if it does not exist.
         config: The resolved configuration.
+        go_on_after: Optimizer steps whose rows stay: the folder holds this run already. None: a new run.
 
     Raises:
         ConfigError: If the folder holds a run already or cannot be written.
     """
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
-        check_vacant(folder)
-        make_folder(folder)
+    def __init__(self, folder: Path, config: RunConfig, *, go_on_after: int | None = None) -> None:
+        if go_on_after is None:
+            check_vacant(folder)
+            make_folder(folder)
         self.folder = folder
+        steps = folder / STEPS_FILE
         try:
             (folder / RUN_FILE).write_text(dump_run(config), encoding="utf-8")
-            self._steps = (folder / STEPS_FILE).open("w", encoding="utf-8", newline="", buffering=1)
+            kept = [] if go_on_after is None else keep_lines(steps, 1 + go_on_after)
+            self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise _unwritable(folder, error) from None
         self._rows = csv.writer(self._steps, lineterminator="\n")
+        if kept:
+            return
         self._rows.writerow([field.name for field in fields(StepRow)])
 
     def write_step(self, row: StepRow) -> None:
@@ -101,6 +112,15 @@ class RunFolder:
         self._steps.close()
         write_json(self.folder / PROFILE_FILE, profile)
         write_json(self.folder / SUMMARY_FILE, summary)
+
+
+def keep_lines(path: Path, number: int) -> list[str]:
+    """Cut a text file off after so many lines; return those that stay."""
+    kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:number]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(kept), encoding="utf-8", newline="")
+    partial.replace(path)
+    return kept
 
 
 def write_json(path: Path, data: Any) -> None:

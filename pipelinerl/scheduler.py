@@ -166,6 +166,11 @@ class Scheduler(ABC):
         """Rollouts in progress on the engines (count)."""
         return self._pool.num_in_flight
 
+    @property
+    def loaded(self) -> tuple[int, ...]:
+        """Version that each engine has reported to have loaded (optimizer steps done)."""
+        return tuple(self._loaded)
+
     def start(self) -> Sequence[Command]:
         """Return the first commands."""
         commands: list[Command] = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, get_args, get_type_hints
+from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import SchedulerError, TraceError
@@ -53,12 +53,18 @@ class TraceWriter:
     Args:
         path: The file to create, usually ``trace.jsonl.gz``.
         config: The resolved configuration.
+        go_on_at: A ``mark`` of the file as it was: what came after it is cut off. None: a new file.
     """
 
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        # No file name and no time in the gzip header: the same run must give the same bytes.
+    def __init__(self, path: Path, config: RunConfig, *, go_on_at: int | None = None) -> None:
+        if go_on_at is not None:
+            self._raw: BinaryIO = path.open("r+b")
+            self._raw.truncate(go_on_at)
+            self._raw.seek(go_on_at)
+            self._file = self._member()
+            return
         self._raw = path.open("wb")
-        self._file = gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, compresslevel=3, mtime=0)
+        self._file = self._member()
         header = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -73,6 +79,18 @@ class TraceWriter:
     def command(self, time_s: float, command: Command) -> None:
         """Write a command."""
         self._write({"t": time_s, "command": type(command).__name__, **_encoded(command)})
+
+    def mark(self) -> int:
+        """Return the place that the file has been written up to (bytes); all before it is on disk."""
+        self._file.close()
+        self._raw.flush()
+        place = self._raw.tell()
+        self._file = self._member()
+        return place
+
+    def _member(self) -> gzip.GzipFile:
+        # No file name and no time in the gzip header: the same run must give the same bytes.
+        return gzip.GzipFile(filename="", mode="wb", fileobj=self._raw, compresslevel=3, mtime=0)
 
     def close(self) -> None:
         """Finish the file."""

@@ -23,6 +23,10 @@ class TaskConfig(StrictModel):
     """``arithmetic``, ``math``, or the dotted path of a user's own: ``package.module:attribute`` (see docs/training.md)."""
     settings: dict[str, Any] = {}
     """Keyword arguments of the task."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt (tokens); rollouts of longer ones fail."""
+    reward_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds after which the rollout whose reward is still missing fails."""
     overlong_tokens: int = Field(default=0, ge=0)
     """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
 
@@ -128,6 +132,11 @@ class TrainConfig(StrictModel):
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
     ray_address: str | None = None
     """Address of a running Ray cluster. None: a Ray of its own on this machine."""
+    transport: Literal["file", "nccl"] | None = None
+    """How weights reach engines: through a file in ``weights_folder``, or from GPU to GPU (pipeline only).
+    None: nccl on GPUs with the pipeline scheduler, else file."""
+    weights_folder: str = "/dev/shm"
+    """Where weights are handed over as files: memory of this machine, or a folder that all machines share."""
     model: ModelConfig
     """The language model to train."""
     task: TaskConfig

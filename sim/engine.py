@@ -40,10 +40,10 @@ from dataclasses import dataclass
 
 from simpy.events import EventPriority
 
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.events import VersionSpans, WeightUpdate, joined
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
-from sim.sequence import EngineHost, Sequence, joined
+from sim.sequence import EngineHost, Sequence
 
 NOT_PLANNED = -1
 """Tick of a wake-up that does not exist."""

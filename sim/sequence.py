@@ -75,16 +75,3 @@ class SimulatedEngine(Protocol):
 
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
-
-
-def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
-    """Return the spans of tokens in ``first`` followed by tokens in ``second`` (ends counted from its own 0)."""
-    if not first.ends:
-        return second
-    if not second.ends:
-        return first
-    num_first = first.ends[-1]
-    ends = tuple(num_first + end for end in second.ends)
-    if first.versions[-1] == second.versions[0]:
-        return VersionSpans(first.versions + second.versions[1:], first.ends[:-1] + ends)
-    return VersionSpans(first.versions + second.versions, first.ends + ends)

@@ -11,13 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
+TRAINING = {"torch", "vllm", "deepspeed", "ray", "transformers", "safetensors", "tensorboard", "wandb"}
+TRAINING |= {"datasets", "math_verify"}  # tasks
 MAY_IMPORT = {
     "pipelinerl": {"pipelinerl", "numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
     "sim": {"pipelinerl", "sim", "numpy", "simpy"},
-    "backends": {"pipelinerl", "backends"},
+    "backends": {"pipelinerl", "backends", "numpy"} | TRAINING,
     "analysis": {"pipelinerl", "analysis", "numpy", "matplotlib"},
 }
 PURE = ("errors", "events", "pool", "scheduler")
+MAY_IMPORT_TORCH = ROOT / "pipelinerl" / "losses.py"  # of the core; nothing else of it imports this module
 NOT_PURE = {"time", "asyncio", "random", "threading", "logging", "datetime", "os", "io", "pathlib", "socket"}
 COMMAND_LINE = ROOT / "pipelinerl" / "cli.py"
 
@@ -47,7 +50,14 @@ def roots(names: set[str]) -> set[str]:
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names)
     for path in modules(package):
-        assert roots(imported(path)) <= allowed, path
+        torch = {"torch"} if path == MAY_IMPORT_TORCH else set()
+        assert roots(imported(path)) <= allowed | torch, path
+
+
+def test_of_the_core_the_losses_alone_need_torch_and_no_other_module_needs_the_losses() -> None:
+    names = {path: imported(path) for path in modules("pipelinerl")}
+    assert [path for path in names if "torch" in roots(names[path])] == [MAY_IMPORT_TORCH]
+    assert not [path for path in names if "pipelinerl.losses" in names[path]]
 
 
 def test_every_package_has_modules_to_check() -> None:

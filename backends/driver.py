@@ -1,0 +1,669 @@
+"""The real world: it carries out the scheduler's commands on engines and a trainer and reports what happens.
+
+Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
+event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
+so events are handled one after the other, as in the simulated world, and no lock is needed.
+
+================  ===============================  ==================================  =========================
+task              waits for                        bounded by                          ends with
+================  ===============================  ==================================  =========================
+``_generate``     its engine                       H per engine (scheduler)            finished, aborted, failed
+``_score``        a thread for the reward          ``reward_timeout_s``                scored, failed
+``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
+``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
+``_update``       its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
+``_restart``      the engine's start               ``start_timeout_s``; ``restarts``   --
+================  ===============================  ==================================  =========================
+
+A lost engine costs what its rollouts had generated since they were submitted: they are reported as aborted, so
+the scheduler starts them again, there or elsewhere. It gets the newest published weights before it is used again.
+
+When a run is interrupted, the books are *frozen*: nothing is delivered any more, except that the trainer's last
+event is kept as ``pending``. What is then saved can be gone on from: ``_go_on`` reports the rollouts that were in
+progress as aborted, the engines that were loading as having loaded, and last the pending event. No engine
+generates before it has weights that were published under the version it reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, assert_never
+
+import numpy as np
+
+from backends.interface import Engine, GenerateRequest, Sample, Trainer, Weights
+from backends.rollouts import Codec, RolloutData, lag_of_tokens, samples_of
+from backends.stepmetrics import StepMetrics
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
+from pipelinerl.events import (
+    AbortRollout,
+    Command,
+    DiscardRollouts,
+    Event,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    WeightsLoaded,
+    WeightsPublished,
+    WeightUpdate,
+)
+from pipelinerl.scheduler import Scheduler, make_scheduler
+from pipelinerl.tasks import Task, overlong_penalty
+
+T = TypeVar("T")
+LOG = logging.getLogger("pipelinerl")
+STOP_TIMEOUT_S = 30.0
+"""Seconds that rollouts in progress get to end when the run is over."""
+FAILURES_TOLD = 5
+"""Failed rollouts that are told one by one; all are counted."""
+REWARD_THREADS = 8
+"""Rewards computed at a time (count)."""
+
+
+class Recorder(Protocol):
+    """What a run is told to."""
+
+    def event(self, time_s: float, event: Event) -> None:
+        """An event was reported to the scheduler."""
+
+    def command(self, time_s: float, command: Command) -> None:
+        """The scheduler gave a command."""
+
+
+@dataclass(slots=True)
+class DriverState:
+    """All that a run needs to go on, besides the trainer's own checkpoint (mutable, can be pickled)."""
+
+    scheduler: Scheduler
+    metrics: StepMetrics
+    rollouts: dict[int, RolloutData] = field(default_factory=dict)
+    """Started and neither trained on nor given up."""
+    in_flight: dict[int, int] = field(default_factory=dict)
+    """Engine of each rollout in progress."""
+    aborting: set[int] = field(default_factory=set)
+    """Rollouts in progress that nobody wants any more."""
+    scoring: set[int] = field(default_factory=set)
+    """Finished rollouts without a reward."""
+    micro_batches: list[StartTraining] = field(default_factory=list)
+    """Trained on in the optimizer step under way."""
+    pending: Event | None = None
+    """What the trainer has done but not reported."""
+    time_s: float = 0.0
+    """Seconds since the start of the run, while it ran."""
+    version: int = 0
+    """Optimizer steps the trainer has done."""
+    published: int = 0
+    """Version last handed to the engines."""
+
+
+class Seat:
+    """An engine and what the driver knows of it (mutable)."""
+
+    def __init__(self, index: int, engine: Engine) -> None:
+        self.index = index
+        self.engine = engine
+        self.version = 0  # that it has loaded
+        self.up = asyncio.Event()  # it answers
+        self.may_generate = asyncio.Event()  # its weights are what it says they are
+        self.idle = asyncio.Event()  # no rollout is in progress
+        self.idle.set()
+        self._num_in_flight = 0
+
+    def count(self, change: int) -> None:
+        """Count rollouts in progress."""
+        self._num_in_flight += change
+        if self._num_in_flight:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+
+class Driver:
+    """One real run.
+
+    Args:
+        config: What to run; ``config.train`` is there.
+        engines: As many as ``config.num_engines``.
+        trainer: The trainer.
+        task: Problems and rewards.
+        codec: Text to tokens and back.
+        recorder: Told every event and command, in order.
+        keeper: Where checkpoints go; None: nowhere.
+        state: What to go on from; None: a new run.
+        resume_from: The trainer's part of it.
+        export_to: Folder for the trained model when the run is done; None: it is not exported.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        engines: Sequence[Engine],
+        trainer: Trainer,
+        task: Task,
+        codec: Codec,
+        recorder: Recorder,
+        keeper: Keeper | None = None,
+        state: DriverState | None = None,
+        resume_from: Path | None = None,
+        export_to: Path | None = None,
+    ) -> None:
+        assert config.train is not None  # the caller has seen to it
+        assert len(engines) == config.num_engines
+        self._config, self._train_config = config, config.train
+        self._seats = [Seat(index, engine) for index, engine in enumerate(engines)]
+        self._trainer, self._task, self._codec, self._recorder = trainer, task, codec, recorder
+        self._keeper = keeper
+        self._state = state or fresh_state(config)
+        self.metrics = self._state.metrics
+        self._resumed = state is not None
+        self._resume_from, self._export_to = resume_from, export_to
+        self._weights: Weights | None = None  # last published
+        self._generating = True  # colocated only: the engines have the memory
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._trainer_task: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
+        self._stop: StopReason | None = None
+        self._failure: BaseException | None = None
+        self._interrupted = False
+        self._frozen = False
+        self._submitted: set[int] = set()  # rollouts that an engine knows
+        self._num_failed = self._num_restarts = 0
+        self._began_s = 0.0
+        self._rewards = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+
+    async def run(self) -> dict[str, Any]:
+        """Start everything, run until the scheduler stops, and end everything.
+
+        Returns:
+            The success rates on held-out problems, the ``evaluation`` of summary.json, if any were asked.
+
+        Raises:
+            RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
+            BackendError: If the trainer, or too many engines, were lost.
+        """
+        evaluation: dict[str, float] = {}
+        try:
+            await self._unless_ended(self._bring_up())
+            if self._train_config.evaluation.problems and not self._resumed:
+                evaluation["success_before"] = await self._unless_ended(self._evaluate())
+            self._began_s = time.monotonic() - self._state.time_s
+            if self._resumed:
+                await self._go_on()
+            else:
+                self._carry_out_all(self._state.scheduler.start())
+            await self._ended.wait()
+            await self._wind_up()
+            if self._stop is StopReason.DONE and self._train_config.evaluation.problems:
+                await self._load_newest()
+                evaluation["success_after"] = await self._evaluate()
+            if self._stop is StopReason.DONE and self._export_to is not None:
+                await self._to_training()
+                await self._trainer.export(self._export_to)
+        finally:
+            await self._shut_down()
+        return {"evaluation": evaluation} if evaluation else {}
+
+    def interrupt(self) -> None:
+        """End the run as soon as the trainer is done with what it does; may be called from a signal handler."""
+        self._interrupted = True
+        self._ended.set()
+
+    # ------------------------------------------------------------------------------- beginning, end
+
+    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do what comes before the first command, unless the run is interrupted meanwhile."""
+        task = asyncio.ensure_future(work)
+        ended = asyncio.ensure_future(self._ended.wait())
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise RunFailedError("interrupted before the first optimizer step")
+
+    async def _bring_up(self) -> None:
+        """Start trainer and engines; on going on, with the weights that the engines had."""
+        state = self._state
+        starts = [self._start_trainer(), *(seat.engine.start() for seat in self._seats)]
+        if self._config.colocated:  # one after the other: each takes the memory that the other has left
+            await starts.pop(0)
+        await asyncio.gather(*starts)
+        for seat in self._seats:
+            seat.up.set()
+        if state.version and state.version == state.published:
+            await self._load_newest()
+        elif state.version:
+            return  # they wait for the publication that comes first
+        for seat in self._seats:
+            seat.may_generate.set()
+
+    async def _start_trainer(self) -> None:
+        await self._trainer.start()
+        if self._resume_from is not None:
+            await self._trainer.load(self._resume_from)
+        if self._config.colocated:
+            await self._trainer.offload()
+
+    async def _load_newest(self) -> None:
+        """Give all engines the trainer's weights, outside of the schedule."""
+        await self._to_training()
+        self._weights = weights = await self._trainer.publish(self._state.version)
+        await self._to_generation()
+        updates = [seat.engine.update(weights, WeightUpdate.KEEP) for seat in self._seats]
+        await asyncio.gather(self._trainer.send(weights), *updates)
+        for seat in self._seats:
+            seat.version = weights.version
+
+    async def _go_on(self) -> None:
+        """Report to the scheduler what has become of everything that was under way."""
+        state = self._state
+        for engine in state.in_flight.values():
+            self._seats[engine].count(+1)
+        for command in state.micro_batches:  # their gradients were not saved
+            await self._trainer.train(self._samples(command), completes_step=False)
+        in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
+        for rollout_id in sorted(state.scoring):
+            self._spawn(self._score(rollout_id))
+        for rollout_id, engine in in_flight:
+            self._aborted(rollout_id, engine)
+        for engine, version in enumerate(state.scheduler.loaded):
+            if version != state.published:
+                self._deliver(WeightsLoaded(engine, state.published, 0.0))
+        for seat in self._seats:
+            seat.version = state.published
+        if pending is not None:
+            self._deliver(pending)
+
+    async def _wind_up(self) -> None:
+        """End what is in progress, keep a checkpoint, and say how the run ended."""
+        if self._failure is not None:
+            self._frozen = True
+            raise self._failure
+        if self._stop is None:  # interrupted
+            self._frozen = True
+            if self._trainer_task is not None:
+                await asyncio.wait({self._trainer_task})
+            if self._failure is not None:
+                raise self._failure
+            await self._keep()
+            for rollout_id, engine in list(self._state.in_flight.items()):
+                spans = self._state.rollouts[rollout_id].spans
+                self._recorder.event(self._now(), RolloutAborted(rollout_id, engine, spans))
+            raise RunFailedError("interrupted; what was finished is kept, and --resume goes on from there")
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            if rollout_id in self._submitted:
+                self._spawn(self._seats[engine].engine.abort(rollout_id))
+            else:
+                self._aborted(rollout_id, engine)
+        over_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._state.in_flight and time.monotonic() < over_s and self._failure is None:
+            await asyncio.sleep(0.01)
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            self._aborted(rollout_id, engine)
+        self._frozen = True
+        if self._trainer_task is not None:
+            await asyncio.wait({self._trainer_task})
+        await self._keep()
+        if self._stop is StopReason.STALLED:
+            raise RunFailedError(
+                f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
+                "given up without an optimizer step in between"
+            )
+
+    async def _shut_down(self) -> None:
+        self._frozen = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._rewards.shutdown(wait=False, cancel_futures=True)
+        ends = [self._trainer.shutdown(), *(seat.engine.shutdown() for seat in self._seats)]
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                LOG.warning("could not be shut down: %s", result)
+
+    async def _keep(self) -> None:
+        """Write a checkpoint: the trainer's part first, then the rest in one instant."""
+        if self._keeper is None:
+            return
+        state = self._state
+        await self._trainer.save(self._keeper.trainer_folder(state.version))
+        state.time_s = self._now()
+        self._keeper.keep(state)
+
+    # ---------------------------------------------------------------------------- events, commands
+
+    def _now(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _deliver(self, event: Event) -> None:
+        """Report an event and carry out the answer."""
+        if self._frozen:
+            if isinstance(event, TrainingFinished | WeightsPublished):
+                self._state.pending = event
+            return
+        begin_s = time.perf_counter()
+        if isinstance(event, RolloutFinished | RolloutAborted | RolloutFailed):
+            self._state.aborting.discard(event.rollout_id)
+            engine = self._state.in_flight.pop(event.rollout_id, None)
+            if engine is not None:
+                self._seats[engine].count(-1)
+        self._recorder.event(self._now(), event)
+        try:
+            self._carry_out_all(self._state.scheduler.handle(event))
+        except Exception as error:  # noqa: BLE001 - the run ends with it
+            self._fail(error)
+        num_rollouts = isinstance(event, RolloutFinished)
+        self.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
+
+    def _carry_out_all(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._recorder.command(self._now(), command)
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        state = self._state
+        match command:
+            case StartRollout():
+                state.in_flight[command.rollout_id] = command.engine
+                self._seats[command.engine].count(+1)
+                self._spawn(self._generate(command))
+            case StartTraining():
+                self._trainer_task = self._spawn(self._train(command))
+            case PublishWeights():
+                state.published = command.version
+                self._trainer_task = self._spawn(self._publish(command))
+            case DiscardRollouts():
+                for rollout_id in command.rollout_ids:
+                    del state.rollouts[rollout_id]
+            case AbortRollout():
+                state.aborting.add(command.rollout_id)
+                self._spawn(self._abort(command))
+            case Stop():
+                self._stop = command.reason
+                self._ended.set()
+            case _:
+                assert_never(command)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._ended.set()
+
+    # ------------------------------------------------------------------------------------ rollouts
+
+    async def _generate(self, command: StartRollout) -> None:
+        state, rollout_id, seat = self._state, command.rollout_id, self._seats[command.engine]
+        data = state.rollouts.get(rollout_id)
+        if data is None:
+            problem = self._task.problem(command.prompt_id, held_out=False)
+            data = RolloutData(problem, self._codec.encode(problem.prompt))
+            state.rollouts[rollout_id] = data
+        if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
+            self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens")
+            return
+        await seat.may_generate.wait()
+        await seat.up.wait()
+        if self._stop is not None:
+            return
+        if rollout_id in state.aborting:
+            self._aborted(rollout_id, command.engine)
+            return
+        self._submitted.add(rollout_id)
+        longest = self._config.workload.length.max
+        request = GenerateRequest(
+            rollout_id=rollout_id,
+            prompt_tokens=(*data.prompt_tokens, *data.tokens),
+            max_new_tokens=longest - len(data.tokens),
+            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
+            temperature=self._train_config.sampling.temperature,
+        )
+        try:
+            generated = await seat.engine.generate(request)
+        except EngineLostError as error:
+            self._lost(seat, error)
+            self._aborted(rollout_id, command.engine)
+            return
+        except BackendError as error:
+            self._failed(rollout_id, str(error))
+            return
+        finally:
+            self._submitted.discard(rollout_id)
+        if self._frozen:
+            return
+        data.extend(generated)
+        if generated.aborted:
+            self._aborted(rollout_id, command.engine)
+            return
+        state.scoring.add(rollout_id)
+        self._deliver(RolloutFinished(rollout_id, command.engine, data.spans))
+        self._spawn(self._score(rollout_id))
+
+    def _aborted(self, rollout_id: int, engine: int) -> None:
+        """Report a rollout that ended early, with what it has."""
+        spans = self._state.rollouts[rollout_id].spans
+        if rollout_id in self._state.aborting and not self._frozen:
+            del self._state.rollouts[rollout_id]
+        self._deliver(RolloutAborted(rollout_id, engine, spans))
+
+    def _failed(self, rollout_id: int, why: str) -> None:
+        if self._frozen:
+            return
+        self._num_failed += 1
+        if self._num_failed <= FAILURES_TOLD:
+            LOG.warning("rollout %d failed: %s", rollout_id, why)
+        del self._state.rollouts[rollout_id]
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutFailed(rollout_id))
+
+    async def _abort(self, command: AbortRollout) -> None:
+        try:
+            await self._seats[command.engine].engine.abort(command.rollout_id)
+        except EngineLostError as error:
+            self._lost(self._seats[command.engine], error)
+
+    async def _score(self, rollout_id: int) -> None:
+        data = self._state.rollouts[rollout_id]
+        task, limit = self._train_config.task, self._config.workload.length.max
+        try:
+            async with asyncio.timeout(task.reward_timeout_s):
+                reward = await self._reward(data)
+            reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
+            if not math.isfinite(reward):
+                raise ValueError(f"the reward must be finite, got {reward}")
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
+            return
+        if self._frozen:
+            return
+        data.reward = reward
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutScored(rollout_id, reward))
+
+    async def _reward(self, data: RolloutData) -> float:
+        loop, answer = asyncio.get_running_loop(), self._codec.decode(data.tokens)
+        return float(await loop.run_in_executor(self._rewards, self._task.reward, data.problem, answer))
+
+    # ------------------------------------------------------------------------------------- training
+
+    def _samples(self, command: StartTraining) -> list[Sample]:
+        return samples_of(self._state.rollouts, command.rollout_ids, self._config.workload.group_size)
+
+    async def _train(self, command: StartTraining) -> None:
+        state = self._state
+        await self._to_training()
+        samples = self._samples(command)
+        begin_s = time.monotonic()
+        result = await self._trainer.train(samples, completes_step=command.completes_step)
+        train_s = time.monotonic() - begin_s
+        for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
+            lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)
+            self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
+        self.metrics.trainer_said(result.metrics)
+        state.micro_batches.append(command)
+        if command.completes_step:
+            state.version = command.version + 1
+            for done in state.micro_batches:
+                for rollout_id in done.rollout_ids:
+                    del state.rollouts[rollout_id]
+            state.micro_batches.clear()
+        event = TrainingFinished(state.version, train_s)
+        every = self._train_config.checkpoint.every
+        if command.completes_step and every is not None and state.version % every == 0:
+            state.pending = event
+            await self._keep()
+            state.pending = None
+        self._deliver(event)
+
+    async def _publish(self, command: PublishWeights) -> None:
+        begin_s = time.monotonic()
+        self._weights = weights = await self._trainer.publish(command.version)
+        await self._to_generation()
+        for seat in self._seats:
+            self._spawn(self._update(seat, weights, command.weight_update))
+        await self._trainer.send(weights)
+        self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))
+
+    async def _to_training(self) -> None:
+        """Colocated: have the engines give their memory to the trainer."""
+        if self._config.colocated and self._generating:
+            await asyncio.gather(*(seat.engine.sleep() for seat in self._seats))
+            await self._trainer.reload()
+            self._generating = False
+
+    async def _to_generation(self) -> None:
+        """Colocated: have the trainer give its memory to the engines."""
+        if self._config.colocated and not self._generating:
+            await self._trainer.offload()
+            await asyncio.gather(*(seat.engine.wake() for seat in self._seats))
+            self._generating = True
+
+    # -------------------------------------------------------------------------------------- engines
+
+    async def _update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> None:
+        """Bring an engine to a version, over as many restarts as it takes."""
+        if weight_update is WeightUpdate.WAIT and seat.may_generate.is_set():
+            await seat.idle.wait()  # the scheduler starts nothing on it meanwhile
+        pause_s = 0.0
+        while True:
+            await seat.up.wait()
+            if seat.version >= weights.version:
+                break  # a restart has brought it there
+            try:
+                times = await seat.engine.update(weights, weight_update)
+            except EngineLostError as error:
+                self._lost(seat, error)
+                continue
+            seat.version, pause_s = weights.version, times.total_s
+            self.metrics.updated(times)
+            break
+        seat.may_generate.set()
+        self._deliver(WeightsLoaded(seat.index, weights.version, pause_s))
+
+    def _lost(self, seat: Seat, error: EngineLostError) -> None:
+        """Have a lost engine started again, once however many notice."""
+        if not seat.up.is_set() or self._frozen:
+            return
+        seat.up.clear()
+        LOG.warning("engine %d lost: %s", seat.index, error)
+        self._spawn(self._restart(seat, error))
+
+    async def _restart(self, seat: Seat, error: EngineLostError) -> None:
+        while True:
+            self._num_restarts += 1
+            if self._num_restarts > self._train_config.engine.restarts:
+                raise error
+            try:
+                await seat.engine.shutdown()
+                await seat.engine.start()
+                seat.version, newest = 0, self._weights
+                if newest is not None:
+                    await seat.engine.update(newest, WeightUpdate.KEEP)
+                    seat.version = newest.version
+            except EngineLostError as again:
+                error = again
+                LOG.warning("engine %d lost again: %s", seat.index, error)
+                continue
+            seat.up.set()
+            self.metrics.restarted()
+            return
+
+    # ----------------------------------------------------------------------------------- evaluation
+
+    async def _evaluate(self) -> float:
+        """Return the share of held-out problems that the engines answer right, as they sample in training."""
+        number = self._train_config.evaluation.problems
+        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(self._seats))
+
+        async def answered_right(index: int) -> bool:
+            problem = self._task.problem(index, held_out=True)
+            request = GenerateRequest(
+                rollout_id=-1 - index,
+                prompt_tokens=self._codec.encode(problem.prompt),
+                max_new_tokens=self._config.workload.length.max,
+                seed=_request_seed(self._config.seed, -1 - index, 0),
+                temperature=self._train_config.sampling.temperature,
+            )
+            async with room:
+                generated = await self._seats[index % len(self._seats)].engine.generate(request)
+            data = RolloutData(problem, request.prompt_tokens)
+            data.extend(generated)
+            return await self._reward(data) >= 1.0
+
+        right = await asyncio.gather(*(answered_right(index) for index in range(number)))
+        return sum(right) / number
+
+
+class Keeper(Protocol):
+    """Where checkpoints go."""
+
+    def trainer_folder(self, version: int) -> Path:
+        """Return a new folder for the trainer's part of a checkpoint."""
+
+    def keep(self, state: DriverState) -> None:
+        """Complete the checkpoint of ``state.version``; the trainer's part has been written."""
+
+
+def fresh_state(config: RunConfig) -> DriverState:
+    """Return the state of a run that begins; ``config.train`` must be there."""
+    assert config.train is not None
+    scheduler = make_scheduler(
+        config.scheduler,
+        optimizer_steps=config.optimizer_steps,
+        num_engines=config.num_engines,
+        group_size=config.workload.group_size,
+    )
+    return DriverState(scheduler, StepMetrics(truncation=config.train.loss.truncation))
+
+
+def _request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:
+    """Return the seed of one request: a function of the run's seed, the rollout, and the tokens it has."""
+    entropy = (seed, rollout_id % 2**63, num_tokens)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**31

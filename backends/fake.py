@@ -1,0 +1,244 @@
+"""An engine and a trainer in memory, for tests and for trying a run file out: no model, no process, no GPU.
+
+Theory of operation. ``FakeEngine`` makes decode steps: every sequence in progress gets one random token, then the
+next step begins; updates, as real ones, come between two steps. The log-probability of a token under version v is
+``-1 - DRIFT * v``, whatever the token: so the importance weight of a token of lag g is exp(-DRIFT * g), exactly.
+``FakeTrainer`` counts optimizer steps, and its weights are that count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+
+from backends.interface import Generated, GenerateRequest, Sample, TrainResult, UpdateTimes, Weights
+from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.events import VersionSpans, WeightUpdate
+
+DRIFT = 0.01
+"""Fall of every token's log-probability per optimizer step (nats)."""
+END_TOKEN = 0
+"""The token that ends an answer."""
+NUM_TOKENS = 16
+"""Tokens there are, the end token among them (count)."""
+
+
+def logprob(version: int) -> float:
+    """Return the log-probability of any token under a version (nats)."""
+    return -1.0 - DRIFT * version
+
+
+class _Sequence:
+    """One request in progress (mutable)."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.rng = np.random.default_rng(request.seed)
+        self.max_new_tokens = request.max_new_tokens
+        self.tokens: list[int] = []
+        self.versions: list[int] = []
+        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether it was aborted
+
+    def generated(self, *, aborted: bool) -> Generated:
+        spans: dict[int, int] = {}
+        for end, version in enumerate(self.versions, start=1):
+            spans[version] = end
+        return Generated(
+            tokens_T=np.array(self.tokens, dtype=np.int64),
+            logprob_T=np.array([logprob(version) for version in self.versions], dtype=np.float32),
+            spans=VersionSpans(tuple(spans), tuple(spans.values())),
+            aborted=aborted,
+        )
+
+
+class FakeEngine:
+    """Keeps the promises of ``interface.Engine``.
+
+    Args:
+        num_slots: Sequences in progress, at most (count).
+        step_s: Seconds of a decode step.
+        update_s: Seconds of a weight transfer.
+    """
+
+    def __init__(self, *, num_slots: int = 8, step_s: float = 0.0, update_s: float = 0.0) -> None:
+        self.num_started = 0
+        self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
+        self._lost = True
+        self._weights = Weights(0, "memory:0")
+        self._running: dict[int, _Sequence] = {}
+        self._waiting: dict[int, _Sequence] = {}
+        self._work = asyncio.Event()
+        self._between_steps = asyncio.Lock()
+        self._loop: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin, at version 0."""
+        self.num_started += 1
+        self._lost, self._weights = False, Weights(0, "memory:0")
+        self._loop = asyncio.create_task(self._steps())
+
+    def die(self) -> None:
+        """Be lost, as a process that is killed."""
+        self._lost = True
+        if self._loop is not None:
+            self._loop.cancel()
+        for sequence in (*self._running.values(), *self._waiting.values()):
+            if not sequence.done.done():
+                sequence.done.set_exception(self._loss())
+        self._running.clear()
+        self._waiting.clear()
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Generate one answer; see ``interface.Engine``."""
+        self._check()
+        if request.rollout_id in self._running or request.rollout_id in self._waiting:
+            raise BackendError(f"rollout {request.rollout_id} is in progress already")
+        sequence = _Sequence(request)
+        self._waiting[request.rollout_id] = sequence
+        self._work.set()
+        return sequence.generated(aborted=await sequence.done)
+
+    async def abort(self, rollout_id: int) -> None:
+        """End a request early; see ``interface.Engine``."""
+        self._check()
+        sequence = self._running.pop(rollout_id, None) or self._waiting.pop(rollout_id, None)
+        if sequence is not None:
+            sequence.done.set_result(True)
+
+    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        """Load new weights; see ``interface.Engine``."""
+        self._check()
+        begin_s = time.monotonic()
+        async with self._between_steps:
+            paused_s = time.monotonic()
+            if weight_update is WeightUpdate.ABORT:
+                for rollout_id in (*self._running, *self._waiting):
+                    await self.abort(rollout_id)
+            await asyncio.sleep(self._update_s)
+            self._check()
+            self._weights = weights
+            loaded_s = time.monotonic()
+        return UpdateTimes(paused_s - begin_s, loaded_s - paused_s, time.monotonic() - loaded_s)
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksums of the weights; see ``interface.Engine``."""
+        self._check()
+        return dict(self._weights.checksums)
+
+    async def sleep(self) -> None:
+        """Do nothing: no memory is shared."""
+
+    async def wake(self) -> None:
+        """Do nothing: no memory is shared."""
+
+    async def shutdown(self) -> None:
+        """End."""
+        self.die()
+
+    async def _steps(self) -> None:
+        while True:
+            await self._work.wait()
+            async with self._between_steps:
+                await asyncio.sleep(self._step_s)
+                while self._waiting and len(self._running) < self._num_slots:
+                    rollout_id = next(iter(self._waiting))
+                    self._running[rollout_id] = self._waiting.pop(rollout_id)
+                for rollout_id, sequence in list(self._running.items()):
+                    sequence.tokens.append(int(sequence.rng.integers(NUM_TOKENS)))
+                    sequence.versions.append(self._weights.version)
+                    if sequence.tokens[-1] == END_TOKEN or len(sequence.tokens) == sequence.max_new_tokens:
+                        del self._running[rollout_id]
+                        sequence.done.set_result(False)
+            if not self._running and not self._waiting:
+                self._work.clear()
+
+    def _check(self) -> None:
+        if self._lost:
+            raise self._loss()
+
+    @staticmethod
+    def _loss() -> EngineLostError:
+        return EngineLostError("engine lost: it does not run")
+
+
+class FakeTrainer:
+    """Keeps the promises of ``interface.Trainer``.
+
+    Args:
+        train_batch_size: Sequences per optimizer step (count), checked.
+        train_s: Seconds per micro-batch.
+        publish_s: Seconds per publication.
+    """
+
+    def __init__(self, *, train_batch_size: int, train_s: float = 0.0, publish_s: float = 0.0) -> None:
+        self.version = 0
+        self.trained: list[tuple[int, ...]] = []
+        """Rollouts of each optimizer step, in order."""
+        self._batch, self._train_s, self._publish_s = train_batch_size, train_s, publish_s
+        self._accumulated: list[int] = []
+
+    async def start(self) -> None:
+        """Begin, at version 0."""
+
+    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        """Train on a micro-batch; see ``interface.Trainer``."""
+        await asyncio.sleep(self._train_s)
+        self._accumulated += [sample.rollout_id for sample in samples]
+        if completes_step != (len(self._accumulated) == self._batch):
+            raise BackendError(f"{len(self._accumulated)} samples of {self._batch}, completes_step={completes_step}")
+        now = logprob(self.version)
+        result = [np.full(len(sample.answer_T), now, dtype=np.float32) for sample in samples]
+        metrics = {"loss": -float(np.mean([sample.advantage for sample in samples]))}
+        if completes_step:
+            self.trained.append(tuple(self._accumulated))
+            self._accumulated = []
+            self.version += 1
+            metrics |= {"gradient_norm": 1.0, "learning_rate": 1.0}
+        return TrainResult(result, metrics)
+
+    async def publish(self, version: int) -> Weights:
+        """Make the weights ready; see ``interface.Trainer``."""
+        await asyncio.sleep(self._publish_s)
+        return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(self.version).encode()).hexdigest()})
+
+    async def send(self, weights: Weights) -> None:
+        """Do nothing: the weights are in memory."""
+
+    async def save(self, folder: Path) -> None:
+        """Write the weights."""
+        folder.mkdir(parents=True)
+        (folder / "fake.json").write_text(json.dumps({"version": self.version}), encoding="utf-8")
+
+    async def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote."""
+        self.version = json.loads((folder / "fake.json").read_text(encoding="utf-8"))["version"]
+        self._accumulated = []
+
+    async def export(self, folder: Path) -> None:
+        """Write the weights."""
+        await self.save(folder)
+
+    async def offload(self) -> None:
+        """Do nothing: no memory is shared."""
+
+    async def reload(self) -> None:
+        """Do nothing: no memory is shared."""
+
+    async def shutdown(self) -> None:
+        """Do nothing: no process runs."""
+
+
+class FakeCodec:
+    """A token is a letter."""
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Return a token per character."""
+        return tuple(1 + ord(character) % (NUM_TOKENS - 1) for character in prompt)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return a letter per token, without the end token."""
+        return "".join(chr(ord("a") + token) for token in tokens if token != END_TOKEN)

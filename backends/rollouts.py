@@ -1,0 +1,72 @@
+"""The data of rollouts: what they were asked, what was generated, what it earned. The scheduler sees only ids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.interface import Generated, Sample
+from pipelinerl.advantages import leave_one_out
+from pipelinerl.events import NO_TOKENS, VersionSpans, joined
+from pipelinerl.tasks import Problem
+
+# Legend of shapes: T tokens of one answer; G rollouts of one group.
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of an answer, without the end token."""
+
+
+@dataclass(slots=True)
+class RolloutData:
+    """One rollout (mutable; owned by the driver)."""
+
+    problem: Problem
+    prompt_tokens: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: VersionSpans = NO_TOKENS
+    reward: float = math.nan
+
+    def extend(self, generated: Generated) -> None:
+        """Append what an engine has generated."""
+        self.tokens += generated.tokens_T.tolist()
+        self.logprobs += generated.logprob_T.tolist()
+        self.spans = joined(self.spans, generated.spans)
+
+    def sample(self, rollout_id: int, advantage: float) -> Sample:
+        """Return it as the trainer takes it."""
+        return Sample(
+            rollout_id=rollout_id,
+            prompt_P=np.array(self.prompt_tokens, dtype=np.int64),
+            answer_T=np.array(self.tokens, dtype=np.int64),
+            behaviour_logprob_T=np.array(self.logprobs, dtype=np.float32),
+            reward=self.reward,
+            advantage=advantage,
+        )
+
+
+def lag_of_tokens(spans: VersionSpans, version: int) -> NDArray[np.int64]:
+    """Return the lag of each token of one answer when trained at ``version`` (optimizer steps), shape [T]."""
+    lengths = np.diff(np.array((0, *spans.ends)))
+    return np.repeat(version - np.array(spans.versions, dtype=np.int64), lengths)
+
+
+def samples_of(rollouts: dict[int, RolloutData], rollout_ids: tuple[int, ...], group_size: int) -> list[Sample]:
+    """Return rollouts as samples, each with its leave-one-out advantage; siblings are together in ``rollout_ids``."""
+    samples = []
+    for first in range(0, len(rollout_ids), group_size):
+        ids = rollout_ids[first : first + group_size]
+        advantage_G = leave_one_out(np.array([rollouts[one].reward for one in ids]))
+        samples += [rollouts[one].sample(one, float(advantage)) for one, advantage in zip(ids, advantage_G, strict=True)]
+    return samples

@@ -1,0 +1,121 @@
+"""Train for real: check everything, start Ray, drive the run, keep what it gave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
+from backends.driver import Driver
+from backends.interface import Engine, Trainer
+from backends.metricslog import MetricsLog
+from backends.rollouts import Codec
+from pipelinerl.accounting import StepRow
+from pipelinerl.config import RunConfig
+from pipelinerl.recording import Recording
+from pipelinerl.tasks import Task
+
+MODEL_FOLDER = "model"
+"""Where a run folder keeps the trained model."""
+
+Progress = Callable[[StepRow, dict[str, float]], None]
+
+
+def drive(
+    config: RunConfig,
+    *,
+    engines: Sequence[Engine],
+    trainer: Trainer,
+    task: Task,
+    codec: Codec,
+    out: Path,
+    checkpoint: Checkpoint | None = None,
+    on_step: Progress | None = None,
+) -> dict[str, Any]:
+    """Run with these engines and this trainer, and keep the run in a folder.
+
+    On Ctrl-C the run ends as soon as the trainer is done with what it does, a checkpoint is written, and what was
+    finished is kept. A second Ctrl-C ends it at once.
+
+    Args:
+        config: What to run; ``config.train`` is there.
+        engines: As many as ``config.num_engines``; started and shut down here.
+        trainer: Started and shut down here.
+        task: Problems and rewards.
+        codec: Text to tokens and back.
+        out: The run's folder; new, or that of ``checkpoint``.
+        checkpoint: What to go on from; its trainer's part is loaded by ``trainer``.
+        on_step: Called with the row and the metrics of each optimizer step.
+
+    Returns:
+        The content of summary.json.
+
+    Raises:
+        ConfigError: If the folder holds a run already; nothing is written.
+        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
+        BackendError: If the trainer, or too many engines, were lost; the folder holds what happened until then.
+    """
+    last_s = 0.0
+
+    def step_done(row: StepRow) -> None:
+        nonlocal last_s
+        metrics = driver.metrics.take(row, step_s=row.time_s - last_s)
+        last_s = row.time_s
+        log.write(row.step, metrics)
+        if on_step is not None:
+            on_step(row, metrics)
+
+    mark = None if checkpoint is None else checkpoint.recording
+    recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
+    if mark is not None and mark.accountant.steps:
+        last_s = mark.accountant.steps[-1].time_s
+    log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.accountant.steps))
+    driver = Driver(
+        config,
+        engines=engines,
+        trainer=trainer,
+        task=task,
+        codec=codec,
+        recorder=recording.recorder,
+        keeper=CheckpointKeeper(out, config, recording),
+        state=None if checkpoint is None else checkpoint.state,
+        resume_from=None if checkpoint is None else checkpoint.trainer_folder,
+        export_to=out / MODEL_FOLDER,
+    )
+    extra: dict[str, Any] = {}
+    try:
+        extra = asyncio.run(_driven(driver))
+    finally:
+        log.close()
+        summary = recording.finish(driver.metrics.summary() | extra)
+    return summary
+
+
+async def _driven(driver: Driver) -> dict[str, Any]:
+    with _interruptible(driver):
+        return await driver.run()
+
+
+@contextmanager
+def _interruptible(driver: Driver) -> Iterator[None]:
+    """Turn the first Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        loop.remove_signal_handler(signal.SIGINT)  # the second one ends the process
+        driver.interrupt()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

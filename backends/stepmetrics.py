@@ -1,0 +1,144 @@
+"""What only a real run can measure, per optimizer step and over the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from backends.interface import UpdateTimes
+from pipelinerl.accounting import StepRow
+from pipelinerl.ess import RatioStats
+
+SUMMED = ("ess/token_raw", "ess/token_truncated", "ess/sequence_raw", "mismatch/kl", "mismatch/kl_at_lag_0")
+"""Metrics of a step whose mean over the run goes into the summary."""
+
+
+class _Mean:
+    """A running mean, its least and its largest value (mutable)."""
+
+    def __init__(self) -> None:
+        self.num, self.total, self.min, self.max = 0, 0.0, float("inf"), float("-inf")
+
+    def add(self, value: float) -> None:
+        self.num += 1
+        self.total += value
+        self.min, self.max = min(self.min, value), max(self.max, value)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.num if self.num else 0.0
+
+
+class StepMetrics:
+    """Collects while a step is under way; ``take`` ends the step (mutable, can be pickled).
+
+    Args:
+        truncation: Largest importance weight that the loss uses (no unit). Paper symbol c.
+    """
+
+    def __init__(self, *, truncation: float) -> None:
+        self._truncation = truncation
+        self._ratios = RatioStats(truncation=truncation)
+        self._trainer: dict[str, float] = {}
+        self._losses = _Mean()
+        self._step_updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
+        self._updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
+        self._run = {name: _Mean() for name in (*SUMMED, "mismatch/log_ratio_abs_max_at_lag_0")}
+        self._ess_by_lag: dict[int, _Mean] = {}
+        self._num_restarts = 0
+        self._driver_s = 0.0
+        self._num_rollouts = 0
+
+    def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
+        """Add a rollout: log pi - log mu of its tokens (nats) and their lag (optimizer steps), both of shape [T]."""
+        self._ratios.add(log_ratio_T, lag_T)
+
+    def trainer_said(self, metrics: dict[str, float]) -> None:
+        """Add the metrics of a micro-batch; the mean of its losses counts, and the last of everything else."""
+        self._losses.add(metrics["loss"])
+        self._trainer |= metrics
+
+    def updated(self, times: UpdateTimes) -> None:
+        """Add the update of an engine."""
+        for name, means in self._step_updates.items():
+            seconds = getattr(times, f"{name}_s")
+            means.add(seconds)
+            self._updates[name].add(seconds)
+
+    def restarted(self) -> None:
+        """Count the restart of an engine."""
+        self._num_restarts += 1
+
+    def driver_worked(self, seconds: float, *, num_rollouts: int) -> None:
+        """Add time that the driver spent on an event (s), and the rollouts that ended with it (count)."""
+        self._driver_s += seconds
+        self._num_rollouts += num_rollouts
+
+    def take(self, row: StepRow, *, step_s: float) -> dict[str, float]:
+        """End an optimizer step.
+
+        Args:
+            row: What the books say of it.
+            step_s: Seconds since the end of the step before.
+
+        Returns:
+            What to log, by name.
+        """
+        ratios = self._ratios.metrics()
+        for name, means in self._run.items():
+            if name in ratios:
+                means.add(ratios[name])
+        for lag, ess in self._ratios.ess_by_lag().items():
+            self._ess_by_lag.setdefault(lag, _Mean()).add(ess)
+        logged = {
+            "reward/mean": row.reward_mean,
+            "length/mean": row.length_mean,
+            "lag/mean": row.lag_mean,
+            "lag/max": float(row.lag_max),
+            "lag/in_flight_mean": row.lag_in_flight_mean,
+            "lag/in_queue_mean": row.lag_in_queue_mean,
+            "queue/in_progress": float(row.in_progress),
+            "queue/ready": float(row.ready),
+            "time/step_s": step_s,
+            "time/train_s": row.train_s,
+            "time/publish_s": row.publish_s,
+            "idle/trainer": row.wait_s / step_s if step_s else 0.0,
+            "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
+            "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
+            **{f"train/{name}": value for name, value in self._trainer.items()},
+            "train/loss": self._losses.mean,
+            **ratios,
+            **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
+        }
+        self._ratios = RatioStats(truncation=self._truncation)
+        self._trainer, self._losses = {}, _Mean()
+        self._step_updates = {name: _Mean() for name in self._step_updates}
+        return logged
+
+    def summary(self) -> dict[str, Any]:
+        """Return the parts of summary.json that only a real run has: means over optimizer steps, or over updates."""
+        run, updates = self._run, self._updates
+        num = self._num_rollouts
+        result: dict[str, Any] = {
+            "updates": {
+                "count": updates["pause"].num,
+                **{f"{name}_s": means.mean for name, means in updates.items()},
+            },
+            "engine_restarts": self._num_restarts,
+            "driver_s_per_rollout": self._driver_s / num if num else 0.0,
+        }
+        if run["ess/token_raw"].num:
+            result["ess"] = {
+                "mean": run["ess/token_raw"].mean,
+                "min": run["ess/token_raw"].min,
+                "truncated_mean": run["ess/token_truncated"].mean,
+                "sequence_mean": run["ess/sequence_raw"].mean,
+                "by_lag": {str(lag): means.mean for lag, means in sorted(self._ess_by_lag.items())},
+            }
+            result["mismatch"] = {"kl": run["mismatch/kl"].mean}
+            if run["mismatch/kl_at_lag_0"].num:
+                result["mismatch"]["kl_at_lag_0"] = run["mismatch/kl_at_lag_0"].mean
+                largest = run["mismatch/log_ratio_abs_max_at_lag_0"].max
+                result["mismatch"]["log_ratio_abs_max_at_lag_0"] = largest
+        return result

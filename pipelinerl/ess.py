@@ -1,0 +1,244 @@
+"""How far the policy being trained is from the policies that sampled: effective sample size and KL divergence.
+
+Weights w = pi/mu come in as log ratios, log pi - log mu (nats), and stay logarithms until their largest is
+subtracted: the product of the ratios of a long answer has no place in a float. All sums are in float64.
+
+Truncated weights always read a higher ESS than raw ones (log-normal w, sigma 0.5: 0.78 raw, 0.93 truncated at
+1.02), so the two carry different names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+# Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
+
+
+def effective_sample_size(weight_N: ArrayLike) -> float:
+    """Return the normalised effective sample size of importance weights.
+
+    ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates.
+    Source: Piche et al. 2025 (arXiv:2509.19128), eq. 6; Kong 1992.
+
+    Args:
+        weight_N: Importance weights pi/mu of N tokens, shape [N], no unit, before truncation.
+
+    Returns:
+        A value in [1/N, 1].
+
+    Raises:
+        ValueError: If the array is empty, not one-dimensional, sums to zero, or has a negative or non-finite entry.
+    """
+    weight = _flat("weight_N", weight_N)
+    _check_all(np.isfinite(weight) & (weight >= 0), weight, "weight_N must be finite and at least 0")
+    log_weight = np.full_like(weight, -math.inf)
+    np.log(weight, out=log_weight, where=weight > 0)
+    return _ess("weight_N", log_weight)
+
+
+def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf) -> float:
+    """Return the normalised effective sample size of weights given by their logarithms.
+
+    The same as ``effective_sample_size(np.minimum(np.exp(log_weight_N), truncation))``, without overflow.
+
+    Args:
+        log_weight_N: Logarithms of weights, shape [N] (nats); -inf is a weight of zero.
+        truncation: Largest weight (no unit). Paper symbol c. Infinite: raw weights, the ESS of eq. 6.
+
+    Returns:
+        A value in [1/N, 1].
+
+    Raises:
+        ValueError: If the array is empty, not one-dimensional, all -inf, or has an entry that is NaN or +inf; if
+            ``truncation`` is not above 0.
+    """
+    _check_truncation(truncation)
+    log_weight = _flat("log_weight_N", log_weight_N)
+    _check_all(log_weight < math.inf, log_weight, "log_weight_N must be below infinity")
+    return _ess("log_weight_N", np.minimum(log_weight, math.log(truncation)))
+
+
+def sequence_ess(log_ratios: Sequence[ArrayLike]) -> float:
+    """Return the effective sample size of whole answers: the weight of one is the product of its token ratios.
+
+    Args:
+        log_ratios: Per answer, log pi - log mu of each of its tokens, shape [T] (nats).
+
+    Returns:
+        A value in [1/S, 1], S answers.
+
+    Raises:
+        ValueError: If there is no answer, or one is empty, not one-dimensional, or has a non-finite entry.
+    """
+    if len(log_ratios) == 0:
+        raise ValueError("log_ratios must have at least one answer, got none")
+    return ess_of_log_weights([float(_finite("log_ratio_T", log_ratio_T).sum()) for log_ratio_T in log_ratios])
+
+
+def kl_estimate(log_ratio_N: ArrayLike) -> float:
+    """Return the estimate of KL(mu || pi) in which every token counts w - 1 - log w, which is never negative.
+
+    It has no bias for tokens sampled from mu: there w - 1 has mean 0, and -log w = log mu - log pi is the
+    divergence. Source: Schulman 2020, "Approximating KL divergence", estimator k3.
+
+    Args:
+        log_ratio_N: log pi - log mu of tokens sampled from mu, shape [N] (nats).
+
+    Returns:
+        Mean per token (nats), at least 0; infinite beyond the largest float.
+
+    Raises:
+        ValueError: If the array is empty, not one-dimensional, or has a non-finite entry.
+    """
+    log_ratio = _finite("log_ratio_N", log_ratio_N)
+    return _k3_sum(log_ratio) / log_ratio.size
+
+
+class RatioStats:
+    """Sums over the tokens of one optimizer step, for its ESS and KL divergence; add answers, then read.
+
+    Its size grows with the number of different lags only.
+    """
+
+    def __init__(self, *, truncation: float) -> None:
+        """Start with no tokens; ``truncation`` is the largest weight the loss uses (paper symbol c)."""
+        _check_truncation(truncation)
+        self._log_truncation = math.log(truncation)
+        self._raw, self._truncated, self._sequence = _WeightSums(), _WeightSums(), _WeightSums()
+        self._by_lag: dict[int, _WeightSums] = {}
+        self._num_truncated = 0
+        self._k3 = self._k3_at_lag_0 = self._abs_max_at_lag_0 = 0.0
+
+    def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
+        """Add one whole answer.
+
+        Args:
+            log_ratio_T: log pi - log mu of its tokens, shape [T] (nats), pi before the optimizer step.
+            lag_T: Lag of its tokens, shape [T] (optimizer steps).
+
+        Raises:
+            ValueError: If the answer has no token, the shapes differ, a log ratio is not finite, or a lag is not a
+                whole number of at least 0. Nothing has been added then.
+        """
+        log_ratio = _finite("log_ratio_T", log_ratio_T)
+        lag = np.asarray(lag_T)
+        if lag.shape != log_ratio.shape:
+            raise ValueError(f"lag_T must have the shape of log_ratio_T, {log_ratio.shape}, got {lag.shape}")
+        if not np.issubdtype(lag.dtype, np.integer):
+            raise ValueError(f"lag_T must be whole numbers, got {lag.dtype}")
+        _check_all(lag >= 0, lag, "lag_T must be at least 0")
+
+        self._raw.add(log_ratio)
+        self._truncated.add(np.minimum(log_ratio, self._log_truncation))
+        self._sequence.add(log_ratio.sum(keepdims=True))
+        for value in np.unique(lag).tolist():
+            self._by_lag.setdefault(value, _WeightSums()).add(log_ratio[lag == value])
+        self._num_truncated += int(np.count_nonzero(log_ratio > self._log_truncation))
+        self._k3 += _k3_sum(log_ratio)
+        fresh = log_ratio[lag == 0]
+        self._k3_at_lag_0 += _k3_sum(fresh)
+        self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(fresh).max(initial=0.0)))
+
+    def ess_by_lag(self) -> dict[int, float]:
+        """Return the raw token ESS of the tokens of each lag, in the order of lag (optimizer steps)."""
+        return {lag: self._by_lag[lag].ess for lag in sorted(self._by_lag)}
+
+    def metrics(self) -> dict[str, float]:
+        """Return what to log.
+
+        ========================================  ==============================================================
+        ``ess/token_raw``                         ESS of the token weights w = pi/mu (eq. 6)
+        ``ess/token_truncated``                   ESS of min(c, w), the weights that the loss uses
+        ``ess/sequence_raw``                      ESS of the products of w over each answer
+        ``ess/lag_0``, ``ess/lag_1``, ...         ESS of w among the tokens of each lag that occurred
+        ``mismatch/kl``                           estimate of KL(mu || pi) per token (nats)
+        ``mismatch/truncated_share``              share of tokens with w > c
+        ``mismatch/kl_at_lag_0``                  the same KL over tokens of lag 0: there pi and mu have the same
+                                                  weights, so it is the floor set by numerical differences
+        ``mismatch/log_ratio_abs_max_at_lag_0``   largest abs(log w) of these tokens (nats)
+        ========================================  ==============================================================
+
+        Entries about a lag are absent when no token had it; the dict is empty when no answer was added.
+        """
+        num = self._raw.num
+        if num == 0:
+            return {}
+        result = {
+            "ess/token_raw": self._raw.ess,
+            "ess/token_truncated": self._truncated.ess,
+            "ess/sequence_raw": self._sequence.ess,
+            "mismatch/kl": self._k3 / num,
+            "mismatch/truncated_share": self._num_truncated / num,
+        }
+        if 0 in self._by_lag:
+            result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._by_lag[0].num
+            result["mismatch/log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
+        return result | {f"ess/lag_{lag}": ess for lag, ess in self.ess_by_lag().items()}
+
+
+class _WeightSums:
+    """Sums of weights and of their squares, in units of the largest weight so far and of its square."""
+
+    __slots__ = ("log_unit", "num", "sum", "sum_squares")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.log_unit = -math.inf
+        self.sum = self.sum_squares = 0.0
+
+    def add(self, log_weight_N: NDArray[np.float64]) -> None:
+        self.num += log_weight_N.size
+        log_unit = max(self.log_unit, float(log_weight_N.max(initial=-math.inf)))
+        if log_unit == -math.inf:  # zero weights only: there is no unit yet
+            return
+        change = math.exp(self.log_unit - log_unit)
+        weight = np.exp(log_weight_N - log_unit)
+        self.sum = self.sum * change + float(weight.sum())
+        self.sum_squares = self.sum_squares * change**2 + float((weight**2).sum())
+        self.log_unit = log_unit
+
+    @property
+    def ess(self) -> float:
+        value = self.sum**2 / (self.num * self.sum_squares)
+        return min(1.0, max(1 / self.num, value))  # these bounds hold but for rounding
+
+
+def _ess(name: str, log_weight_N: NDArray[np.float64]) -> float:
+    sums = _WeightSums()
+    sums.add(log_weight_N)
+    if sums.sum == 0:
+        raise ValueError(f"{name} must have a weight above 0, got none of {sums.num}")
+    return sums.ess
+
+
+def _k3_sum(log_ratio_N: NDArray[np.float64]) -> float:
+    with np.errstate(over="ignore"):
+        k3_N = np.expm1(log_ratio_N) - log_ratio_N
+    return float(np.maximum(k3_N, 0.0).sum())  # below 0 by rounding only
+
+
+def _flat(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
+    value = np.asarray(value_N, dtype=np.float64)
+    if value.ndim != 1 or value.size == 0:
+        raise ValueError(f"{name} must be one-dimensional and not empty, got shape {value.shape}")
+    return value
+
+
+def _finite(name: str, value_N: ArrayLike) -> NDArray[np.float64]:
+    value = _flat(name, value_N)
+    _check_all(np.isfinite(value), value, f"{name} must be finite")
+    return value
+
+
+def _check_all(holds_N: NDArray[np.bool_], value_N: NDArray[np.generic], rule: str) -> None:
+    if not holds_N.all():
+        raise ValueError(f"{rule}, got {value_N[~holds_N][0]}")
+
+
+def _check_truncation(truncation: float) -> None:
+    if not truncation > 0:
+        raise ValueError(f"truncation must be above 0, got {truncation}")

@@ -1,0 +1,395 @@
+"""Losses on the tokens of a packed row, to be minimised. The only module of the core that needs torch.
+
+Each function returns the loss of every token; the caller adds them up over the tokens of the optimizer step and
+divides by its sequences: ``loss_N.sum() / train_batch_size``. So long answers weigh more, except in ``gspo``.
+
+With w = pi/mu of a token, A its advantage and sg[.] what no gradient flows through:
+
+=============  =====================================================  ==================================
+reinforce      ``-sg[min(c, w)] A log pi``                            arXiv:2509.19128, eq. 5
+ppo_clip       ``-min(w A, clip(w, 1 - low, 1 + high) A)``            arXiv:1707.06347, eq. 7
+cispo          ``-sg[clip(w, 1 - low, 1 + high)] A log pi``           arXiv:2506.13585
+gspo           ``-min(s A, clip(s, 1 - low, 1 + high) A) / n``,       arXiv:2507.18071, eq. 5 and 7
+               s = exp(mean log w of its sequence of n tokens)
+topr           ``-sg[1 if A >= 0 else min(1, W)] A log pi``,          arXiv:2503.14286
+               W = product of w over its sequence
+=============  =====================================================  ==================================
+
+At w = 1 (and c >= 1) all have the gradient of plain REINFORCE, -A d log pi; gspo has it divided by n.
+
+No gradient ever flows through ``behaviour_logprob_N``, ``advantage_N``, ``reference_logprob_N`` or ``reward_N``.
+Shapes, types and settings are checked. Values are not, since to look at them would make the host wait for the
+GPU: a NaN or an infinity goes into the loss and is the caller's to find.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+import torch
+
+from pipelinerl.trainconfig import LossConfig
+
+# Legend of shapes: N flat tokens of a packed row; S sequences in it; V words of the vocabulary.
+
+LOG_RATIO_LIMIT = 20.0
+"""Where abs(log w) is cut (nats): exp(20) = 5e8 times a gradient of 0 is 0, exp(100) would be inf and give NaN."""
+KL_LOG_RATIO_LIMIT = 5.0
+"""Where log ref - log pi is cut from above in ``kl_to_reference`` (nats)."""
+CHUNK_ELEMENTS = 2**25
+"""Logits that ``token_logprobs`` works on at a time (count): 128 MiB in float32."""
+
+
+def policy_loss(
+    config: LossConfig,
+    *,
+    logprob_N: torch.Tensor,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+) -> torch.Tensor:
+    """Return the loss that ``config.kind`` names. The KL and value terms are the caller's to add.
+
+    Args:
+        config: Which loss, and its clipping.
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N]: its sequence's, or R - v.
+        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64.
+        num_sequences: S (count).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ or a setting is out of range.
+    """
+    low, high = config.clip_low, config.clip_high
+    tokens = {"behaviour_logprob_N": behaviour_logprob_N, "advantage_N": advantage_N}
+    sequences: dict[str, Any] = {"sequence_N": sequence_N, "num_sequences": num_sequences}
+    match config.kind:
+        case "reinforce":
+            return reinforce(logprob_N, **tokens, truncation=config.truncation)
+        case "ppo":
+            return ppo_clip(logprob_N, **tokens, clip_low=low, clip_high=high)
+        case "cispo":
+            return cispo(logprob_N, **tokens, clip_low=low, clip_high=high)
+        case "gspo":
+            return gspo(logprob_N, **tokens, **sequences, clip_low=low, clip_high=high)
+        case "topr":
+            return topr(logprob_N, **tokens, **sequences)
+        case _:
+            assert_never(config.kind)
+
+
+def reinforce(
+    logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor, truncation: float
+) -> torch.Tensor:
+    """Return -sg[min(c, w)] A log pi: REINFORCE with importance weights truncated from above.
+
+    Source: Piche et al. 2025 (arXiv:2509.19128), eq. 5, with c = 5 in its experiments.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N].
+        truncation: Largest weight c (no unit).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ or ``truncation`` is not above 0.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check(truncation > 0, "truncation must be above 0", truncation)
+    weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(max=truncation)
+    return -weight_N * advantage_N.detach() * logprob_N
+
+
+def ppo_clip(
+    logprob_N: torch.Tensor,
+    *,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Return -min(w A, clip(w, 1 - low, 1 + high) A): no gradient once w has moved far enough the way A points.
+
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GRPO (arXiv:2402.03300) uses it per token.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N].
+        clip_low: How far below 1 (no unit).
+        clip_high: How far above 1 (no unit).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check_clip(clip_low, clip_high)
+    ratio_N = _ratio(logprob_N - behaviour_logprob_N.detach())
+    return -_clipped_objective(ratio_N, advantage_N.detach(), clip_low, clip_high)
+
+
+def cispo(
+    logprob_N: torch.Tensor,
+    *,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Return -sg[clip(w, 1 - low, 1 + high)] A log pi: every token keeps a gradient, with a clipped weight.
+
+    Source: MiniMax-M1 (arXiv:2506.13585); it clips from above only, which is ``clip_low`` near 1.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N].
+        clip_low: How far below 1 (no unit).
+        clip_high: How far above 1 (no unit).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check_clip(clip_low, clip_high)
+    weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(1 - clip_low, 1 + clip_high)
+    return -weight_N * advantage_N.detach() * logprob_N
+
+
+def gspo(
+    logprob_N: torch.Tensor,
+    *,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Return PPO's clipped objective of whole sequences, each shared evenly among its n tokens.
+
+    s = exp(mean of log w), the n-th root of the product of the token ratios; the losses of a sequence's tokens sum
+    to -min(s A, clip(s, 1 - low, 1 + high) A), so every sequence counts once, as in the paper. (ServiceNow/PipelineRL
+    weighs it by n instead.) s lies much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N], the same for all tokens of a sequence (not checked).
+        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
+        num_sequences: S (count).
+        clip_low: How far below 1 (no unit).
+        clip_high: How far above 1 (no unit).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check_sequences(logprob_N, sequence_N, num_sequences)
+    _check_clip(clip_low, clip_high)
+    log_ratio_N = logprob_N - behaviour_logprob_N.detach()
+    length_S = _sequence_sum(torch.ones_like(log_ratio_N), sequence_N, num_sequences)
+    mean_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences) / length_S.clamp(min=1)
+    ratio_N = _ratio(mean_S)[sequence_N]
+    return -_clipped_objective(ratio_N, advantage_N.detach(), clip_low, clip_high) / length_S[sequence_N]
+
+
+def topr(
+    logprob_N: torch.Tensor,
+    *,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+) -> torch.Tensor:
+    """Return -sg[weight] A log pi with weight 1 for good sequences and clip(W, 0, 1) for bad ones.
+
+    W is the product of the token ratios of the sequence. What has become unlikely is not pushed down further; what
+    is good is pulled up with full weight however unlikely. Good and bad is the sign of the advantage; where that
+    differs within a sequence (a value head), each token goes by its own.
+    Source: Le Roux et al. 2025 (arXiv:2503.14286), tapered off-policy REINFORCE.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N].
+        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
+        num_sequences: S (count).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check_sequences(logprob_N, sequence_N, num_sequences)
+    log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
+    tapered_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences).clamp(max=0).exp()
+    advantage_N = advantage_N.detach()
+    weight_N = torch.where(advantage_N >= 0, torch.ones_like(log_ratio_N), tapered_S[sequence_N])
+    return -weight_N * advantage_N * logprob_N
+
+
+def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tensor) -> torch.Tensor:
+    """Return exp(d) - d - 1 with d = log ref - log pi, to be added to the loss times ``kl_coefficient``.
+
+    For tokens sampled from pi its mean is KL(pi || ref); the mean of its gradient, (1 - ref/pi) d log pi, is that of
+    KL(ref || pi). Both are 0 at pi = ref only. Tokens sampled from an older mu are not weighed for it.
+
+    d is cut at 5 from above: rare tokens with ref/pi > 148 would have all the gradient. It is not cut from below,
+    where the gradient is at most 1: ServiceNow/PipelineRL cuts at -5 too, which frees just those tokens
+    that have moved furthest from the reference.
+    Source: Schulman 2020, "Approximating KL divergence", estimator k3; GRPO (arXiv:2402.03300), eq. 4.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        reference_logprob_N: Its log-probability under the reference model, at the same temperature, shape [N] (nats).
+
+    Returns:
+        Estimate of each token (nats), at least 0, shape [N].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    _check_tokens(logprob_N, reference_logprob_N=reference_logprob_N)
+    difference_N = (reference_logprob_N.detach() - logprob_N).clamp(max=KL_LOG_RATIO_LIMIT)
+    return difference_N.expm1() - difference_N
+
+
+def value_loss(value_N: torch.Tensor, *, reward_N: torch.Tensor) -> torch.Tensor:
+    """Return 0.5 (v - R)^2, to be added to the loss times ``value_coefficient``.
+
+    Args:
+        value_N: v at each token, shape [N], with gradient.
+        reward_N: R of its sequence, shape [N].
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    _check(value_N.dim() == 1, "value_N must be one-dimensional", f"shape {tuple(value_N.shape)}")
+    _check_shape("reward_N", reward_N, "value_N", value_N)
+    return 0.5 * (value_N - reward_N.detach()) ** 2
+
+
+def token_logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, *, temperature: float) -> torch.Tensor:
+    """Return the log-probability of each token under softmax(logits / temperature).
+
+    Computed in float32 whatever the type of the logits (float64 stays), a few rows at a time in both directions:
+    beyond the logits and their gradient it needs no memory of size [N, V]. It cannot be differentiated twice.
+
+    Args:
+        logits_NV: Logits before temperature, shape [N, V], each row where its token was predicted.
+        token_N: Tokens, 0 to V - 1, shape [N], int64.
+        temperature: Softmax temperature that the tokens were sampled with (no unit).
+
+    Returns:
+        Log-probabilities, shape [N] (nats), float32.
+
+    Raises:
+        ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
+    """
+    _check(logits_NV.dim() == 2, "logits_NV must be two-dimensional", f"shape {tuple(logits_NV.shape)}")
+    rows = tuple(logits_NV.shape[:1])
+    _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", f"{tuple(token_N.shape)}")
+    _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
+    _check(temperature > 0, "temperature must be above 0", temperature)
+    return _TokenLogprobs.apply(logits_NV, token_N, temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """Log-softmax at the tokens, whose backward pass computes the softmax again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, temperature: float) -> torch.Tensor:
+        ctx.save_for_backward(logits_NV, token_N)
+        ctx.temperature = temperature
+        logprob_N = torch.empty(len(token_N), dtype=_precise(logits_NV), device=logits_NV.device)
+        for rows in _chunks(logits_NV):
+            scaled = logits_NV[rows].to(logprob_N.dtype) / temperature
+            logprob_N[rows] = scaled.log_softmax(-1).gather(1, token_N[rows, None])[:, 0]
+        return logprob_N
+
+    @staticmethod
+    def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits_NV, token_N = ctx.saved_tensors
+        gradient_NV = torch.empty_like(logits_NV)
+        scaled_gradient_N = gradient_N / ctx.temperature
+        for rows in _chunks(logits_NV):  # (1[v = token] - softmax_v) * gradient / temperature
+            scale = scaled_gradient_N[rows, None]
+            softmax = (logits_NV[rows].to(gradient_N.dtype) / ctx.temperature).softmax(-1)
+            gradient_NV[rows] = softmax.mul_(-scale).scatter_add_(1, token_N[rows, None], scale)
+        return gradient_NV, None, None
+
+
+def _precise(logits_NV: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(logits_NV.dtype, torch.float32)
+
+
+def _chunks(logits_NV: torch.Tensor) -> list[slice]:
+    num, width = logits_NV.shape
+    step = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(start, start + step) for start in range(0, num, step)]
+
+
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _clipped_objective(
+    ratio_N: torch.Tensor, advantage_N: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    return torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+
+
+def _sequence_sum(value_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)
+
+
+def _check_tokens(logprob_N: torch.Tensor, **others: torch.Tensor) -> None:
+    _check(logprob_N.dim() == 1, "logprob_N must be one-dimensional", f"shape {tuple(logprob_N.shape)}")
+    for name, other in others.items():
+        _check_shape(name, other, "logprob_N", logprob_N)
+
+
+def _check_sequences(logprob_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> None:
+    _check_shape("sequence_N", sequence_N, "logprob_N", logprob_N)
+    _check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
+    _check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, like: str, other: torch.Tensor) -> None:
+    shape = tuple(other.shape)
+    _check(tuple(tensor.shape) == shape, f"{name} must have the shape of {like}, {shape}", f"{tuple(tensor.shape)}")
+
+
+def _check_clip(clip_low: float, clip_high: float) -> None:
+    _check(0 <= clip_low < 1, "clip_low must be at least 0 and below 1", clip_low)
+    _check(clip_high >= 0, "clip_high must be at least 0", clip_high)
+
+
+def _check(holds: bool, rule: str, got: object) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {got}")

@@ -1,0 +1,440 @@
+"""The real world's driver on an engine and a trainer in memory: nothing is lost, nothing counted twice, all replays."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+import signal
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.events import (
+    DiscardRollouts,
+    PublishWeights,
+    RolloutFinished,
+    StartRollout,
+    StartTraining,
+    TrainingFinished,
+    WeightsLoaded,
+)
+from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.tasks import Problem
+from pipelinerl.trace import Trace, replay
+
+pytest.importorskip("torch")  # TensorBoard's writer is torch's
+pytest.importorskip("tensorboard")
+
+from backends.checkpoint import FOLDER, read_newest  # noqa: E402
+from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer  # noqa: E402
+from backends.run import drive  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+KINDS = ("keep", "recompute", "abort", "wait")
+
+
+def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline", longest=12, train=None, **scheduler):
+    accelerators = engines if kind == "conventional" else engines + 1
+    data = {
+        "optimizer_steps": steps,
+        "cluster": {"accelerators": accelerators, "generation_accelerators": engines},
+        "scheduler": {"kind": kind, "train_batch_size": batch, "generation_batch_size": slots, **scheduler},
+        "workload": {"group_size": group, "length": {"kind": "uniform", "max": longest}},
+        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
+        "train": {
+            "device": "cpu",
+            "model": {"path": "nowhere"},
+            "task": {"name": "arithmetic"},
+            "optimizer": {"learning_rate": 1e-3},
+            **(train or {}),
+        },
+    }
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+class Letters:
+    """Rewards an answer with its share of the letter b; some prompts raise."""
+
+    num_held_out = None
+
+    def __init__(self, *, raises_every=0):
+        self.raises_every = raises_every
+        self.prompts = []
+
+    def problem(self, index, *, held_out):
+        self.prompts.append(index)
+        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
+
+    def reward(self, problem, answer):
+        if self.raises_every and problem.expected % self.raises_every == 0:
+            raise RuntimeError("no reward today")
+        return answer.count("b") / max(1, len(answer))
+
+
+@dataclass
+class Parts:
+    engines: list
+    trainer: FakeTrainer
+    task: Letters
+
+
+def parts_of(config, *, trainer=None, task=None, step_s=0.0):
+    engines = [
+        FakeEngine(num_slots=config.scheduler.generation_batch_size, step_s=step_s) for _ in range(config.num_engines)
+    ]
+    trainer = trainer or FakeTrainer(train_batch_size=config.scheduler.train_batch_size)
+    return Parts(engines, trainer, task or Letters())
+
+
+def run(config, out, parts, *, resume=False):
+    checkpoint = read_newest(out, config) if resume else None
+    return drive(
+        config,
+        engines=parts.engines,
+        trainer=parts.trainer,
+        task=parts.task,
+        codec=FakeCodec(),
+        out=out,
+        checkpoint=checkpoint,
+    )
+
+
+def records(out):
+    return list(Trace(out / TRACE_FILE).records())
+
+
+def check_books(out, config, summary):
+    """What must hold of any finished run, whatever happened in it."""
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    rows = records(out)
+    trained = [r for row in rows if isinstance(row.command, StartTraining) for r in row.command.rollout_ids]
+    discarded = [r for row in rows if isinstance(row.command, DiscardRollouts) for r in row.command.rollout_ids]
+    finished = [row.event.rollout_id for row in rows if isinstance(row.event, RolloutFinished)]
+    assert len(trained) == config.optimizer_steps * config.scheduler.train_batch_size
+    assert len(set(trained)) == len(trained)  # none is trained on twice
+    assert len(set(finished)) == len(finished)  # none finishes twice
+    assert set(trained) <= set(finished)
+    assert not set(trained) & set(discarded)
+    versions = [row.event.version for row in rows if isinstance(row.event, TrainingFinished)]
+    assert sorted(set(versions) | {0}) == list(range(config.optimizer_steps + 1))
+    times = [row.time_s for row in rows]
+    assert times == sorted(times)
+    counts = summary["rollouts"]
+    ended = counts["trained"] + counts["discarded"] + counts["aborted"] + counts["failed"] + counts["unfinished"]
+    assert counts["started"] == ended
+    tokens = summary["tokens"]
+    assert tokens["generated"] == sum(tokens[k] for k in ("trained", "discarded", "aborted", "failed", "unfinished"))
+    with (out / "steps.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, config.optimizer_steps + 1))
+
+
+# -------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_a_pipeline_run_keeps_its_books_under_every_weight_update(tmp_path, weight_update):
+    config = config_of(weight_update=weight_update)
+    parts = parts_of(config)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    assert parts.trainer.version == config.optimizer_steps
+    assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
+    assert summary["complete"]
+
+
+def test_an_in_flight_update_shows_in_the_spans(tmp_path):
+    config = config_of(steps=10, longest=40, slots=16)
+    out = tmp_path / "run"
+    run(config, out, parts_of(config))
+    spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
+    assert any(len(one.versions) > 1 for one in spans)
+
+
+def test_under_wait_no_answer_spans_two_versions(tmp_path):
+    config = config_of(steps=10, longest=40, slots=16, weight_update="wait")
+    out = tmp_path / "run"
+    run(config, out, parts_of(config))
+    spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
+    assert all(len(one.versions) == 1 for one in spans)
+
+
+def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(tmp_path):
+    config = config_of(steps=10, longest=40, slots=16, weight_update="abort")
+    out = tmp_path / "run"
+    summary = run(config, out, parts_of(config))
+    again = [row.command for row in records(out) if isinstance(row.command, StartRollout) and row.command.kept_tokens]
+    assert again
+    assert summary["rollouts"]["interruptions"] >= len(again)
+    check_books(out, config, summary)
+
+
+@pytest.mark.parametrize("steps_per_rl_step", [1, 3])
+def test_a_conventional_run_trains_batch_i_at_lag_i(tmp_path, steps_per_rl_step):
+    config = config_of(kind="conventional", optimizer_steps_per_rl_step=steps_per_rl_step)
+    out = tmp_path / "run"
+    summary = run(config, out, parts_of(config))
+    check_books(out, config, summary)
+    with (out / "steps.csv").open() as file:
+        lags = [float(row["lag_mean"]) for row in csv.DictReader(file)]
+    assert lags == [step % steps_per_rl_step for step in range(6)]
+
+
+def test_micro_batches_stream_into_one_step(tmp_path):
+    config = config_of(micro_batch_size=4)
+    parts = parts_of(config)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
+
+
+@pytest.mark.parametrize("on_stale", ["train", "drop", "requeue"])
+def test_no_trained_token_is_older_than_max_lag(tmp_path, on_stale):
+    config = config_of(max_lag=1, on_stale=on_stale, steps=8)
+    summary = run(config, tmp_path / "run", parts_of(config))
+    check_books(tmp_path / "run", config, summary)
+    assert summary["lag"]["max"] <= 1
+
+
+def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
+    """Weights are exp(-DRIFT * lag), so within one lag all are equal: ESS 1; conventional G=1 has lag 0 only."""
+    config = config_of(kind="conventional")
+    summary = run(config, tmp_path / "run", parts_of(config))
+    assert summary["ess"]["mean"] == summary["ess"]["min"] == pytest.approx(1.0, abs=1e-12)
+    assert summary["mismatch"]["kl"] == summary["mismatch"]["log_ratio_abs_max_at_lag_0"] == 0.0
+    mixed = config_of(steps=10, longest=40, slots=16)
+    summary = run(mixed, tmp_path / "mixed", parts_of(mixed))
+    assert all(ess == pytest.approx(1.0, abs=1e-5) for ess in summary["ess"]["by_lag"].values())  # float32 inside
+    largest = summary["lag"]["max"] * DRIFT
+    assert math.exp(-largest) < summary["ess"]["mean"] <= 1.0
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+class Killer(FakeTrainer):
+    """Does something when a step begins."""
+
+    def __init__(self, *args, at, do, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.at, self.do = at, do
+
+    async def train(self, samples, *, completes_step):
+        if self.version == self.at:
+            self.at = None
+            self.do()
+        return await super().train(samples, completes_step=completes_step)
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_a_run_survives_the_loss_of_an_engine(tmp_path, weight_update):
+    config = config_of(weight_update=weight_update, longest=40, slots=16)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: parts.engines[1].die())
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    assert summary["engine_restarts"] == 1
+    assert [engine.num_started for engine in parts.engines] == [1, 2]
+
+
+def test_an_engine_that_is_lost_too_often_ends_the_run(tmp_path):
+    config = config_of(train={"engine": {"restarts": 0}}, steps=50, longest=40)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: parts.engines[1].die())
+    with pytest.raises(BackendError, match="engine lost"):
+        run(config, tmp_path / "run", parts)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 2
+
+
+def test_a_reward_that_raises_fails_its_rollout_and_the_run_goes_on(tmp_path):
+    config = config_of(steps=5)
+    parts = parts_of(config, task=Letters(raises_every=3))
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    assert summary["rollouts"]["failed"] > 0
+
+
+def test_a_reward_that_is_not_a_number_fails_its_rollout(tmp_path):
+    class Nan(Letters):
+        def reward(self, problem, answer):
+            return math.nan if problem.expected % 2 else 1.0
+
+    config = config_of(steps=3)
+    summary = run(config, tmp_path / "run", parts_of(config, task=Nan()))
+    assert summary["rollouts"]["failed"] > 0
+
+
+def test_a_reward_that_takes_for_ever_fails_its_rollout(tmp_path):
+    import time
+
+    class Slow(Letters):
+        def reward(self, problem, answer):
+            time.sleep(0.3 if problem.expected == 0 else 0.0)
+            return 1.0
+
+    config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
+    parts = parts_of(config, task=Slow(), trainer=FakeTrainer(train_batch_size=8, train_s=0.1))
+    summary = run(config, tmp_path / "run", parts)
+    assert summary["rollouts"]["failed"] > 0
+
+
+def test_a_prompt_that_is_too_long_fails_its_rollouts(tmp_path):
+    class Long(Letters):
+        def problem(self, index, *, held_out):
+            return Problem("x" * (200 if index % 2 else 3), index)
+
+    config = config_of(steps=3, train={"task": {"name": "arithmetic", "max_prompt_tokens": 100}})
+    summary = run(config, tmp_path / "run", parts_of(config, task=Long()))
+    assert summary["rollouts"]["failed"] > 0
+
+
+def test_a_run_whose_rewards_all_fail_is_stalled(tmp_path):
+    config = config_of(discard_limit=50)
+    with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
+        run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)))
+
+
+# --------------------------------------------------------------------------------- checkpoints
+
+
+def interrupted(config, out, *, at):
+    """Run until Ctrl-C comes while step ``at`` is being trained."""
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=at, do=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts)
+    return parts
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight_update):
+    config = config_of(
+        steps=20, kind=kind, weight_update=weight_update, longest=40, slots=16, optimizer_steps_per_rl_step=2
+    )
+    out = tmp_path / "run"
+    interrupted(config, out, at=3)
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    parts = parts_of(config)
+    summary = run(config, out, parts, resume=True)
+    check_books(out, config, summary)
+    assert parts.trainer.version == config.optimizer_steps
+    assert 0 < len(parts.trainer.trained) <= 17  # what was done before the checkpoint is not done again
+
+
+def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
+    config = config_of(micro_batch_size=4, longest=40, slots=16)
+    out = tmp_path / "run"
+    interrupted(config, out, at=3)
+    parts = parts_of(config)
+    summary = run(config, out, parts, resume=True)
+    check_books(out, config, summary)
+    assert all(len(batch) == 8 for batch in parts.trainer.trained)
+
+
+def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path):
+    def die():
+        raise TrainerLostError("rank 0 is dead")
+
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}})
+    out = tmp_path / "run"
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=5, do=die)
+    with pytest.raises(TrainerLostError, match="rank 0 is dead"):
+        run(config, out, parts)
+    assert sorted(path.name for path in (out / FOLDER).iterdir()) == ["step_000002", "step_000004"]
+    parts = parts_of(config)
+    summary = run(config, out, parts, resume=True)
+    assert len(parts.trainer.trained) == 5
+    check_books(out, config, summary)
+
+
+def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(tmp_path):
+    """Every span of the whole trace names a version that its engine had reported, or was about to report."""
+    config = config_of(longest=40, slots=16)
+    out = tmp_path / "run"
+    interrupted(config, out, at=3)
+    run(config, out, parts_of(config), resume=True)
+    published = 0
+    for row in records(out):
+        if isinstance(row.command, PublishWeights):
+            published = row.command.version
+        if isinstance(row.event, WeightsLoaded):
+            assert row.event.version == published
+        if isinstance(row.event, RolloutFinished):
+            assert max(row.event.spans.versions) <= published
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    config = config_of()
+    out = tmp_path / "run"
+    interrupted(config, out, at=2)
+    with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
+        read_newest(out, config_of(batch=16))
+    read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
+    with pytest.raises(ConfigError, match="--resume needs a checkpoint"):
+        read_newest(tmp_path, config_of())
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    folder = tmp_path / FOLDER / "step_000001"
+    folder.mkdir(parents=True)
+    (folder / "run.pickle").write_bytes(b"not a pickle")
+    with pytest.raises(ConfigError, match=r"run\.pickle cannot be read"):
+        read_newest(tmp_path, config_of())
+
+
+# ------------------------------------------------------------------------------------------ chance
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    weight_update=st.sampled_from(KINDS),
+    kind=st.sampled_from(["pipeline", "conventional"]),
+    group=st.sampled_from([1, 2, 4]),
+    micro=st.booleans(),
+    slots=st.integers(1, 20),
+    longest=st.integers(1, 40),
+    max_lag=st.sampled_from([None, 1, 2]),
+    on_stale=st.sampled_from(["train", "drop", "requeue"]),
+    kills=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 0.02)), max_size=3),
+    raises_every=st.sampled_from([0, 5]),
+)
+def test_the_books_are_right_whatever_dies(
+    tmp_path_factory, weight_update, kind, group, micro, slots, longest, max_lag, on_stale, kills, raises_every
+):
+    config = config_of(
+        kind=kind,
+        weight_update=weight_update,
+        group=group,
+        slots=slots,
+        longest=longest,
+        max_lag=max_lag,
+        on_stale=on_stale,
+        train={"engine": {"restarts": 10}},
+        **({"micro_batch_size": 4} if micro else {}),
+    )
+    parts = parts_of(config, task=Letters(raises_every=raises_every))
+
+    class Kills(FakeTrainer):
+        async def start(self):
+            for engine, delay_s in kills:
+                asyncio.get_running_loop().call_later(delay_s, parts.engines[engine].die)
+
+    parts.trainer = Kills(train_batch_size=8)
+    out = tmp_path_factory.mktemp("chance") / "run"
+    summary = run(config, out, parts)
+    check_books(out, config, summary)
+    if max_lag is not None:
+        assert summary["lag"]["max"] <= max_lag

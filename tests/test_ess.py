@@ -1,0 +1,277 @@
+"""Effective sample size and KL divergence: golden numbers, identities, and log-normal weights in closed form."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from pipelinerl.ess import RatioStats, effective_sample_size, ess_of_log_weights, kl_estimate, sequence_ess
+
+LOG_WEIGHTS = arrays(np.float64, st.integers(1, 30), elements=st.floats(-30, 30))
+SMALL_LOG_RATIOS = arrays(np.float64, st.integers(1, 20), elements=st.floats(-3, 3))
+
+
+def lognormal_quantiles(sigma: float, num: int = 20_000) -> np.ndarray:
+    """Logarithms of log-normal weights of mean 1, one from the middle of each of equally likely parts."""
+    normal = NormalDist()
+    return np.array([sigma * normal.inv_cdf((i + 0.5) / num) - sigma**2 / 2 for i in range(num)])
+
+
+# ESS
+
+
+def test_ess_of_1_1_2_is_16_over_18() -> None:
+    assert effective_sample_size([1, 1, 2]) == pytest.approx(16 / 18)
+    assert ess_of_log_weights(np.log([1, 1, 2])) == pytest.approx(16 / 18)
+
+
+def test_equal_weights_give_1_and_a_single_weight_above_zero_gives_1_over_n() -> None:
+    assert effective_sample_size([0.1] * 7) == pytest.approx(1.0)
+    assert effective_sample_size([0, 0, 0, 5]) == 0.25
+    assert effective_sample_size([3.0]) == 1.0
+
+
+def test_weights_beyond_the_range_of_floats_are_no_problem() -> None:
+    assert ess_of_log_weights([5000.0, 5000.0, 5000.0 + math.log(2)]) == pytest.approx(16 / 18)
+    assert ess_of_log_weights([-5000.0, -5000.0, -5000.0 + math.log(2)]) == pytest.approx(16 / 18)
+    assert effective_sample_size([1e-300, 1e-300, 2e-300]) == pytest.approx(16 / 18)
+    assert effective_sample_size([1e300, 1e300, 2e300]) == pytest.approx(16 / 18)
+
+
+@given(LOG_WEIGHTS)
+def test_ess_lies_between_1_over_n_and_1(log_weight: np.ndarray) -> None:
+    assert 1 / log_weight.size <= ess_of_log_weights(log_weight) <= 1
+
+
+@given(LOG_WEIGHTS)
+def test_weights_and_their_logarithms_give_the_formula(log_weight: np.ndarray) -> None:
+    weight = np.exp(log_weight)
+    formula = weight.sum() ** 2 / (weight.size * (weight**2).sum())
+    assert effective_sample_size(weight) == pytest.approx(formula)
+    assert ess_of_log_weights(log_weight) == pytest.approx(formula)
+
+
+@given(LOG_WEIGHTS, st.floats(-1e4, 1e4))
+def test_a_factor_on_all_weights_changes_nothing(log_weight: np.ndarray, log_factor: float) -> None:
+    assert ess_of_log_weights(log_weight + log_factor) == pytest.approx(ess_of_log_weights(log_weight), rel=1e-6)
+
+
+@given(SMALL_LOG_RATIOS, st.floats(0.05, 20))
+def test_truncation_is_that_of_the_weights_and_never_lowers_the_ess(log_weight: np.ndarray, cap: float) -> None:
+    truncated = ess_of_log_weights(log_weight, truncation=cap)
+    assert truncated == pytest.approx(effective_sample_size(np.minimum(np.exp(log_weight), cap)))
+    assert truncated >= ess_of_log_weights(log_weight) * (1 - 1e-12)
+
+
+@given(LOG_WEIGHTS)
+def test_truncation_at_infinity_is_none_and_below_all_weights_makes_them_equal(log_weight: np.ndarray) -> None:
+    assert ess_of_log_weights(log_weight, truncation=math.inf) == ess_of_log_weights(log_weight)
+    assert ess_of_log_weights(log_weight, truncation=1e-14) == pytest.approx(1.0)
+
+
+def test_log_normal_weights_have_ess_exp_of_minus_sigma_squared() -> None:
+    """Fails for 1 seed in 10^6 if the code is right (n = 200 000, z = 4.9).
+
+    To first order the relative error of (mean w)^2 / mean w^2 is the mean of 2 w - w^2 / E w^2, whose variance
+    follows from E w^k = exp(sigma^2 k (k - 1) / 2).
+    """
+    num, variance = 200_000, 0.25
+    log_weight = np.random.default_rng(1).normal(-variance / 2, math.sqrt(variance), num)
+    spread = 4 * math.exp(variance) - 4 * math.exp(2 * variance) + math.exp(4 * variance) - 1
+    tolerance = 4.9 * math.sqrt(spread / num)
+    assert tolerance < 0.006
+    assert ess_of_log_weights(log_weight) == pytest.approx(math.exp(-variance), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "true", "truncated", "share", "mean"),
+    [
+        (0.1, 0.990, 0.996, 0.40, 0.969),
+        (0.3, 0.914, 0.971, 0.41, 0.889),
+        (0.5, 0.779, 0.928, 0.39, 0.811),
+        (0.8, 0.527, 0.840, 0.34, 0.696),
+        (1.0, 0.368, 0.773, 0.30, 0.623),
+    ],
+)
+def test_truncated_at_1_02_the_ess_reads_too_high(sigma, true, truncated, share, mean) -> None:
+    """Log-normal weights of mean 1: integrals by hand, against quantiles instead of chance."""
+    log_weight = lognormal_quantiles(sigma)
+    assert math.exp(-(sigma**2)) == pytest.approx(true, abs=5e-4)
+    assert ess_of_log_weights(log_weight, truncation=1.02) == pytest.approx(truncated, abs=6e-4)
+    assert np.mean(log_weight > math.log(1.02)) == pytest.approx(share, abs=6e-3)
+    assert np.minimum(np.exp(log_weight), 1.02).mean() == pytest.approx(mean, abs=6e-4)
+
+
+def test_truncated_at_5_the_ess_reads_nearly_right_until_weights_are_bad() -> None:
+    assert ess_of_log_weights(lognormal_quantiles(0.5), truncation=5) == pytest.approx(0.78, abs=5e-3)
+    assert ess_of_log_weights(lognormal_quantiles(1.0), truncation=5) == pytest.approx(0.48, abs=5e-3)
+
+
+def test_an_answer_weighs_the_product_of_its_token_ratios() -> None:
+    answers = [np.log([2.0, 0.5]), np.log([0.25, 4.0, 1.0]), np.log([2.0])]  # products 1, 1, 2
+    assert sequence_ess(answers) == pytest.approx(16 / 18)
+
+
+def test_answers_of_one_token_make_sequences_and_tokens_the_same() -> None:
+    log_ratio = np.array([0.3, -0.2, 0.1])
+    assert sequence_ess([[value] for value in log_ratio]) == pytest.approx(ess_of_log_weights(log_ratio))
+
+
+# KL divergence
+
+
+def test_kl_of_a_ratio_of_2_is_1_minus_log_2() -> None:
+    assert kl_estimate([math.log(2)]) == pytest.approx(1 - math.log(2))
+    assert kl_estimate([0.0, 0.0]) == 0.0
+
+
+def test_kl_is_exact_in_expectation_under_mu() -> None:
+    """Token k occurs mu_k * 10 times of 10, so the mean over the tokens is the expectation."""
+    mu, pi = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.7, 0.1])
+    token = np.repeat([0, 1, 2], [5, 3, 2])
+    assert kl_estimate(np.log(pi / mu)[token]) == pytest.approx(float((mu * np.log(mu / pi)).sum()))
+
+
+def test_kl_of_small_log_ratios_is_half_their_square() -> None:
+    assert kl_estimate([1e-6]) == pytest.approx(0.5e-12, rel=1e-5)
+
+
+@given(arrays(np.float64, st.integers(1, 20), elements=st.floats(-1e3, 1e3)))
+def test_kl_is_never_negative(log_ratio: np.ndarray) -> None:
+    assert kl_estimate(log_ratio) >= 0
+
+
+# Sums over an optimizer step
+
+
+def test_the_metrics_of_two_answers() -> None:
+    stats = RatioStats(truncation=1.5)
+    stats.add(np.log([2.0, 0.5]), np.array([1, 0]))
+    stats.add(np.log([1.0, 2.0]), np.array([0, 3]))
+    kl = {ratio: ratio - 1 - math.log(ratio) for ratio in (0.5, 1.0, 2.0)}
+    assert stats.metrics() == pytest.approx(
+        {
+            "ess/token_raw": 5.5**2 / (4 * 9.25),
+            "ess/token_truncated": 4.5**2 / (4 * 5.75),  # 1.5, 0.5, 1, 1.5
+            "ess/sequence_raw": 3**2 / (2 * 5),  # 1, 2
+            "ess/lag_0": 1.5**2 / (2 * 1.25),
+            "ess/lag_1": 1.0,
+            "ess/lag_3": 1.0,
+            "mismatch/kl": (2 * kl[2.0] + kl[0.5] + kl[1.0]) / 4,
+            "mismatch/kl_at_lag_0": (kl[0.5] + kl[1.0]) / 2,
+            "mismatch/log_ratio_abs_max_at_lag_0": math.log(2),
+            "mismatch/truncated_share": 0.5,
+        }
+    )
+    assert list(stats.ess_by_lag()) == [0, 1, 3]
+
+
+def test_without_lag_0_there_is_no_floor() -> None:
+    stats = RatioStats(truncation=5.0)
+    stats.add([0.1], [2])
+    assert not [name for name in stats.metrics() if name.endswith("lag_0")]
+    assert stats.ess_by_lag() == {2: 1.0}
+
+
+def test_a_lag_0_of_equal_log_probabilities_reads_zero() -> None:
+    stats = RatioStats(truncation=5.0)
+    stats.add([0.0, 0.7], [0, 1])
+    assert stats.metrics()["mismatch/kl_at_lag_0"] == 0.0
+    assert stats.metrics()["mismatch/log_ratio_abs_max_at_lag_0"] == 0.0
+
+
+def test_a_weight_of_exactly_c_is_not_truncated() -> None:
+    stats = RatioStats(truncation=1.0)
+    stats.add([0.0, 0.1], [0, 0])
+    assert stats.metrics()["mismatch/truncated_share"] == 0.5
+
+
+def test_without_answers_there_is_nothing_to_log() -> None:
+    assert RatioStats(truncation=5.0).metrics() == {}
+    assert RatioStats(truncation=5.0).ess_by_lag() == {}
+
+
+@settings(deadline=None)
+@given(st.lists(SMALL_LOG_RATIOS, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_sums_by_answer_are_those_of_all_tokens_at_once_in_any_order(answers, random) -> None:
+    pairs = [(answer, np.array([random.randrange(3) for _ in answer])) for answer in answers]
+    random.shuffle(pairs)
+    stats = RatioStats(truncation=2.0)
+    for log_ratio, lag in pairs:
+        stats.add(log_ratio, lag)
+    metrics = stats.metrics()
+    token, lags = np.concatenate([log_ratio for log_ratio, _ in pairs]), np.concatenate([lag for _, lag in pairs])
+    assert metrics["ess/token_raw"] == pytest.approx(ess_of_log_weights(token))
+    assert metrics["ess/token_truncated"] == pytest.approx(ess_of_log_weights(token, truncation=2.0))
+    assert metrics["ess/sequence_raw"] == pytest.approx(sequence_ess(answers))
+    assert metrics["mismatch/kl"] == pytest.approx(kl_estimate(token), rel=1e-9, abs=1e-15)
+    assert metrics["mismatch/truncated_share"] == pytest.approx(np.mean(token > math.log(2)))
+    for lag, ess in stats.ess_by_lag().items():
+        assert ess == pytest.approx(ess_of_log_weights(token[lags == lag]))
+
+
+def test_long_answers_do_not_overflow() -> None:
+    stats = RatioStats(truncation=5.0)
+    for sign in (1, -1):
+        stats.add(np.full(8192, 0.5 * sign, dtype=np.float32), np.zeros(8192, dtype=np.int64))
+    assert stats.metrics()["ess/sequence_raw"] == 0.5
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**31), st.integers(1, 2**15))
+def test_tokens_in_float32_are_summed_in_float64(seed: int, num: int) -> None:
+    log_ratio = np.random.default_rng(seed).normal(0, 0.01, num).astype(np.float32)
+    assert kl_estimate(log_ratio) == kl_estimate(log_ratio.astype(np.float64))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: effective_sample_size([]), r"weight_N must be one-dimensional and not empty, got shape \(0,\)"),
+        (lambda: effective_sample_size([[1.0]]), r"weight_N must be one-dimensional and not empty, got shape \(1, 1\)"),
+        (lambda: effective_sample_size([0.0, 0.0]), "weight_N must have a weight above 0, got none of 2"),
+        (lambda: effective_sample_size([1.0, -0.5]), "weight_N must be finite and at least 0, got -0.5"),
+        (lambda: effective_sample_size([1.0, math.nan]), "weight_N must be finite and at least 0, got nan"),
+        (lambda: effective_sample_size([1.0, math.inf]), "weight_N must be finite and at least 0, got inf"),
+        (lambda: ess_of_log_weights([0.0, math.inf]), "log_weight_N must be below infinity, got inf"),
+        (lambda: ess_of_log_weights([0.0, math.nan]), "log_weight_N must be below infinity, got nan"),
+        (lambda: ess_of_log_weights([-math.inf]), "log_weight_N must have a weight above 0, got none of 1"),
+        (lambda: ess_of_log_weights([0.0], truncation=0.0), "truncation must be above 0, got 0.0"),
+        (lambda: ess_of_log_weights([0.0], truncation=math.nan), "truncation must be above 0, got nan"),
+        (lambda: sequence_ess([]), "log_ratios must have at least one answer, got none"),
+        (lambda: sequence_ess([[]]), r"log_ratio_T must be one-dimensional and not empty, got shape \(0,\)"),
+        (lambda: sequence_ess([[-math.inf]]), "log_ratio_T must be finite, got -inf"),
+        (lambda: kl_estimate([]), r"log_ratio_N must be one-dimensional and not empty, got shape \(0,\)"),
+        (lambda: kl_estimate([math.nan]), "log_ratio_N must be finite, got nan"),
+        (lambda: RatioStats(truncation=-1.0), "truncation must be above 0, got -1.0"),
+    ],
+)
+def test_wrong_input_is_refused(call, message) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "lag", "message"),
+    [
+        ([], np.array([], dtype=np.int64), r"log_ratio_T must be one-dimensional and not empty, got shape \(0,\)"),
+        ([math.inf], [0], "log_ratio_T must be finite, got inf"),
+        ([0.0], [0, 1], r"lag_T must have the shape of log_ratio_T, \(1,\), got \(2,\)"),
+        ([0.0], [0.5], "lag_T must be whole numbers, got float64"),
+        ([0.0, 0.0], [0, -1], "lag_T must be at least 0, got -1"),
+    ],
+)
+def test_a_wrong_answer_is_refused_and_leaves_the_sums_alone(log_ratio, lag, message) -> None:
+    stats = RatioStats(truncation=5.0)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        stats.add(log_ratio, lag)
+    assert stats.metrics() == {}

@@ -1,0 +1,449 @@
+"""Losses: golden numbers by hand, gradients of the written formulas, and what holds on and off the policy."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from pipelinerl import losses  # noqa: E402
+from pipelinerl.trainconfig import LossConfig  # noqa: E402
+
+LN2 = math.log(2)
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+KINDS = ("reinforce", "ppo", "cispo", "gspo", "topr")
+LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+SEEDS = st.integers(0, 2**31)
+relaxed = settings(deadline=None, max_examples=50)  # the first call into torch may take long
+
+
+def tensor(values, *, gradient=False):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=gradient)
+
+
+def gradient(loss, *inputs):
+    """Gradients of the sum of a loss; None where it does not depend on an input."""
+    return torch.autograd.grad(loss.sum(), inputs, allow_unused=True, retain_graph=True)
+
+
+def of_ratios(ratios, advantages, **others):
+    """Tokens of pi = 1/2, so log pi = -ln 2, with the given ratios pi/mu and advantages."""
+    logprob_N = tensor([-LN2] * len(ratios), gradient=True)
+    tokens = {"behaviour_logprob_N": -LN2 - tensor(ratios).log(), "advantage_N": tensor(advantages), **others}
+    return logprob_N, tokens
+
+
+def of_sequences(lengths, seed, spread=0.5):
+    """Tokens of some sequences with one advantage each, pi and mu different unless ``spread`` is 0."""
+    rng = np.random.default_rng(seed)
+    sequence_N = np.repeat(np.arange(len(lengths)), lengths)
+    logprob_N = -rng.exponential(1.0, sequence_N.size)
+    return tensor(logprob_N.tolist(), gradient=True), {
+        "behaviour_logprob_N": tensor((logprob_N + spread * rng.normal(size=sequence_N.size)).tolist()),
+        "advantage_N": tensor(rng.normal(size=len(lengths))[sequence_N].tolist()),
+        "sequence_N": torch.tensor(sequence_N),
+        "num_sequences": len(lengths),
+    }
+
+
+def only_tokens(tokens):
+    return {name: tokens[name] for name in ("behaviour_logprob_N", "advantage_N")}
+
+
+# Golden numbers
+
+
+def test_reinforce_truncates_weights_from_above_only() -> None:
+    logprob_N, tokens = of_ratios([2, 1, 0.5], [1, -2, 3])
+    loss_N = losses.reinforce(logprob_N, **tokens, truncation=1.5)
+    assert loss_N.tolist() == pytest.approx([1.5 * LN2, -2 * LN2, 1.5 * LN2])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1.5, 2, -1.5])
+
+
+def test_ppo_clips_only_where_the_ratio_has_moved_the_way_the_advantage_points() -> None:
+    logprob_N, tokens = of_ratios([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3])
+    loss_N = losses.ppo_clip(logprob_N, **tokens, **CLIP)
+    assert loss_N.tolist() == pytest.approx([-1.3, 2, -0.5, 0.8, 3.3])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([0, 2, -0.5, 0, 3.3])
+
+
+def test_cispo_clips_weights_on_both_sides_and_every_token_keeps_a_gradient() -> None:
+    logprob_N, tokens = of_ratios([2, 2, 0.5, 0.5, 1.1], [1, -1, 1, -1, -3])
+    loss_N = losses.cispo(logprob_N, **tokens, **CLIP)
+    assert loss_N.tolist() == pytest.approx([1.3 * LN2, -1.3 * LN2, 0.8 * LN2, -0.8 * LN2, -3.3 * LN2])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1.3, 1.3, -0.8, 0.8, 3.3])
+
+
+def test_gspo_clips_the_mean_of_the_log_ratios_and_shares_it_among_the_tokens() -> None:
+    # Geometric means 1 of (2, 1/2), 2 of (2), 2 of (4, 2, 1), 1.2 of (1.2); the third is clipped at 1.3.
+    sequence_N = torch.tensor([0, 1, 0, 2, 2, 3, 2])
+    logprob_N, tokens = of_ratios([2, 2, 0.5, 4, 2, 1.2, 1], [1, -1, 1, 3, 3, 2, 3], sequence_N=sequence_N)
+    loss_N = losses.gspo(logprob_N, **tokens, num_sequences=4, **CLIP)
+    assert loss_N.tolist() == pytest.approx([-0.5, 2, -0.5, -1.3, -1.3, -2.4, -1.3])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-0.5, 2, -0.5, 0, 0, -2.4, 0])
+
+
+def test_topr_tapers_bad_sequences_by_the_product_of_their_ratios_and_no_good_ones() -> None:
+    # Products: 1/4 of a good sequence, 1/4 and 4 of bad ones.
+    sequence_N = torch.tensor([0, 0, 1, 1, 2, 2])
+    logprob_N, tokens = of_ratios([0.5, 0.5, 0.5, 0.5, 8, 0.5], [1, 1, -1, -1, -1, -1], sequence_N=sequence_N)
+    loss_N = losses.topr(logprob_N, **tokens, num_sequences=3)
+    weights = [1, 1, -0.25, -0.25, -1, -1]
+    assert loss_N.tolist() == pytest.approx([LN2 * weight for weight in weights])
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-weight for weight in weights])
+
+
+def test_topr_goes_by_each_tokens_own_sign_where_a_value_head_makes_them_differ() -> None:
+    logprob_N, tokens = of_ratios([0.5, 0.5], [1, -1], sequence_N=torch.tensor([0, 0]))
+    loss_N = losses.topr(logprob_N, **tokens, num_sequences=1)
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx([-1, 0.25])
+
+
+def test_kl_of_a_token_twice_as_likely_under_the_reference() -> None:
+    logprob_N = tensor([-LN2, -2 * LN2], gradient=True)
+    kl_N = losses.kl_to_reference(logprob_N, reference_logprob_N=tensor([-2 * LN2, -LN2]))
+    assert kl_N.tolist() == pytest.approx([0.5 - 1 + LN2, 2 - 1 - LN2])
+    assert gradient(kl_N, logprob_N)[0].tolist() == pytest.approx([0.5, -1])  # 1 - ref/pi
+
+
+def test_value_loss_is_half_the_squared_error() -> None:
+    value_N = tensor([0.25, 1.0], gradient=True)
+    loss_N = losses.value_loss(value_N, reward_N=tensor([1.0, 1.0]))
+    assert loss_N.tolist() == [0.5 * 0.75**2, 0.0]
+    assert gradient(loss_N, value_N)[0].tolist() == [-0.75, 0.0]
+
+
+def test_token_logprobs_of_two_words() -> None:
+    # softmax(ln 3, 0) = (3/4, 1/4); at temperature 1/2 the odds are 9.
+    logits_NV, token_N = tensor([[math.log(3), 0.0]] * 2), torch.tensor([0, 1])
+    at_1 = losses.token_logprobs(logits_NV, token_N, temperature=1.0)
+    at_half = losses.token_logprobs(logits_NV, token_N, temperature=0.5)
+    assert at_1.exp().tolist() == pytest.approx([0.75, 0.25])
+    assert at_half.exp().tolist() == pytest.approx([0.9, 0.1])
+
+
+# Gradients of the written formulas
+
+
+def token_formula(kind, logprob_N, mu_N, advantage_N):
+    """The objective of one token, from plain numbers."""
+    w = math.exp(logprob_N.item() - mu_N.item())
+    a = advantage_N.item()
+    match kind:
+        case "reinforce":
+            return min(5.0, w) * a * logprob_N
+        case "cispo":
+            return min(max(w, 0.8), 1.2) * a * logprob_N
+        case "ppo":
+            ratio = torch.exp(logprob_N - mu_N)
+            return min(ratio * a, torch.clamp(ratio, 0.8, 1.2) * a)
+
+
+def sequence_formula(kind, logprob_T, mu_T, advantage):
+    """The objective of one sequence."""
+    match kind:
+        case "gspo":
+            s = torch.exp((logprob_T - mu_T).mean())
+            return min(s * advantage, torch.clamp(s, 0.8, 1.2) * advantage)
+        case "topr":
+            weight = 1.0 if advantage >= 0 else min(1.0, math.exp((logprob_T - mu_T).sum().item()))
+            return weight * advantage * logprob_T.sum()
+        case _:
+            pairs = zip(logprob_T, mu_T, strict=True)
+            return sum(token_formula(kind, logprob, mu, advantage) for logprob, mu in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_loss_and_gradient_are_those_of_the_formula(kind, lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed)
+    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    expected = 0.0
+    for i in range(len(lengths)):
+        mine = tokens["sequence_N"] == i
+        mu_T, advantage = tokens["behaviour_logprob_N"][mine], tokens["advantage_N"][mine][0]
+        expected = expected - sequence_formula(kind, logprob_N[mine], mu_T, advantage)
+    assert loss_N.sum().item() == pytest.approx(expected.item())
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(gradient(expected, logprob_N)[0].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_reaches_mu_or_the_advantage(kind) -> None:
+    logprob_N, tokens = of_sequences([3, 2], seed=1)
+    tokens["behaviour_logprob_N"].requires_grad_()
+    tokens["advantage_N"].requires_grad_()
+    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    assert gradient(loss_N, *only_tokens(tokens).values()) == (None, None)
+
+
+def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
+    logprob_N, other_N = tensor([-1.0], gradient=True), tensor([-2.0], gradient=True)
+    assert gradient(losses.kl_to_reference(logprob_N, reference_logprob_N=other_N), other_N) == (None,)
+    assert gradient(losses.value_loss(logprob_N, reward_N=other_N), other_N) == (None,)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "cispo", "topr"])
+def test_no_gradient_flows_through_the_weight(kind) -> None:
+    """The loss is linear in log pi once the weight is a constant: loss = gradient times log pi."""
+    logprob_N, tokens = of_sequences([3, 2, 1], seed=2)
+    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    assert (gradient(loss_N, logprob_N)[0] * logprob_N).tolist() == pytest.approx(loss_N.tolist())
+
+
+# Identities
+
+
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_the_policy_the_gradient_is_that_of_plain_reinforce(kind, lengths, seed) -> None:
+    """pi = mu makes every weight 1. d w = w d log pi = d log pi, so ppo's gradient is -A too; in gspo
+    d s = s mean(d log pi) leaves -A / n for each of the n tokens of a sequence.
+    """
+    logprob_N, tokens = of_sequences(lengths, seed, spread=0)
+    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    divisor = torch.bincount(tokens["sequence_N"])[tokens["sequence_N"]] if kind == "gspo" else 1
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx((-tokens["advantage_N"] / divisor).tolist())
+
+
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_without_truncation_reinforce_is_plain_importance_sampling(lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed)
+    weight_N = (logprob_N.detach() - tokens["behaviour_logprob_N"]).exp()
+    loss_N = losses.reinforce(logprob_N, **only_tokens(tokens), truncation=math.inf)
+    plain = (-weight_N * tokens["advantage_N"]).tolist()
+    assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(plain)
+
+
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_without_clipping_ppo_cispo_and_reinforce_have_the_same_gradient(lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed)
+    wide = {"clip_low": 1 - 1e-12, "clip_high": 1e12}
+    plain = losses.reinforce(logprob_N, **only_tokens(tokens), truncation=math.inf)
+    for loss in (losses.ppo_clip, losses.cispo):
+        loss_N = loss(logprob_N, **only_tokens(tokens), **wide)
+        assert gradient(loss_N, logprob_N)[0].tolist() == pytest.approx(gradient(plain, logprob_N)[0].tolist())
+
+
+@relaxed
+@given(num=st.integers(1, 8), seed=SEEDS)
+def test_for_answers_of_one_token_gspo_is_ppo(num, seed) -> None:
+    logprob_N, tokens = of_sequences([1] * num, seed)
+    by_sequence = losses.gspo(logprob_N, **tokens, **CLIP)
+    by_token = losses.ppo_clip(logprob_N, **only_tokens(tokens), **CLIP)
+    assert by_sequence.tolist() == pytest.approx(by_token.tolist())
+    assert gradient(by_sequence, logprob_N)[0].tolist() == pytest.approx(gradient(by_token, logprob_N)[0].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@relaxed
+@given(lengths=LENGTHS, seed=SEEDS)
+def test_sequences_in_one_row_have_the_losses_of_each_alone_in_any_order(kind, lengths, seed) -> None:
+    logprob_N, tokens = of_sequences(lengths, seed)
+    config = LossConfig(kind=kind)
+    shuffle_N = torch.tensor(np.random.default_rng(seed).permutation(len(logprob_N)))
+    shuffled = {name: value[shuffle_N] if name.endswith("_N") else value for name, value in tokens.items()}
+    together_N = losses.policy_loss(config, logprob_N=logprob_N[shuffle_N], **shuffled)
+    alone = []
+    for i in range(len(lengths)):
+        mine = tokens["sequence_N"] == i
+        own = {name: value[mine] for name, value in only_tokens(tokens).items()}
+        index_N = torch.zeros(int(mine.sum()), dtype=torch.int64)
+        loss_N = losses.policy_loss(config, logprob_N=logprob_N[mine], **own, sequence_N=index_N, num_sequences=1)
+        alone += loss_N.tolist()
+    assert together_N.tolist() == pytest.approx([alone[i] for i in shuffle_N])
+
+
+def expected_kl_gradient(logits_V, reference_V):
+    """Mean, over tokens sampled from pi, of the gradient of ``kl_to_reference`` with respect to the logits."""
+    logprob_V = logits_V.log_softmax(0)
+    kl_V = losses.kl_to_reference(logprob_V, reference_logprob_N=reference_V)
+    return kl_V, gradient(logprob_V.detach().exp() * kl_V, logits_V)[0]
+
+
+def test_kl_has_the_value_of_one_divergence_and_the_gradient_of_the_other() -> None:
+    logits_V, reference_V = tensor([0.3, -1.0, 0.8], gradient=True), tensor([0.5, 0.3, 0.2]).log()
+    kl_V, mean_gradient = expected_kl_gradient(logits_V, reference_V)
+    logprob_V = logits_V.log_softmax(0)
+    pi_to_reference = (logprob_V.exp() * (logprob_V - reference_V)).sum()
+    reference_to_pi = (reference_V.exp() * (reference_V - logprob_V)).sum()
+    assert (logprob_V.exp() * kl_V).sum().item() == pytest.approx(pi_to_reference.item())
+    assert mean_gradient.tolist() == pytest.approx(gradient(reference_to_pi, logits_V)[0].tolist())
+
+
+def test_kl_at_the_reference_is_zero_and_so_is_its_gradient() -> None:
+    logprob_N = tensor([-0.1, -3.0], gradient=True)
+    kl_N = losses.kl_to_reference(logprob_N, reference_logprob_N=logprob_N.detach())
+    assert kl_N.tolist() == [0.0, 0.0]
+    assert gradient(kl_N, logprob_N)[0].tolist() == [0.0, 0.0]
+
+
+def test_kl_is_cut_where_the_reference_is_far_likelier_and_pulls_back_where_the_model_is() -> None:
+    logprob_N = tensor([-6.0, -0.1], gradient=True)
+    kl_N = losses.kl_to_reference(logprob_N, reference_logprob_N=tensor([-0.5, -8.1]))
+    assert kl_N.tolist() == pytest.approx([math.exp(5) - 6, math.exp(-8) - 1 + 8])
+    assert gradient(kl_N, logprob_N)[0].tolist() == pytest.approx([0.0, 1 - math.exp(-8)])
+
+
+# Numbers that must not become NaN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_ratio", [500.0, -500.0])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_absurd_ratios_give_finite_losses_and_gradients(kind, log_ratio, advantage) -> None:
+    logprob_N = torch.tensor([-1.0, -1.0], requires_grad=True)
+    tokens = {
+        "behaviour_logprob_N": torch.tensor([-1.0 - log_ratio] * 2),
+        "advantage_N": torch.tensor([advantage] * 2),
+        "sequence_N": torch.tensor([0, 0]),
+        "num_sequences": 1,
+    }
+    loss_N = losses.policy_loss(LossConfig(kind=kind), logprob_N=logprob_N, **tokens)
+    assert torch.isfinite(loss_N).all()
+    assert torch.isfinite(gradient(loss_N, logprob_N)[0]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_without_tokens_has_no_loss_and_a_sequence_without_tokens_does_no_harm(kind) -> None:
+    logprob_N, tokens = of_sequences([2], seed=3)
+    config = LossConfig(kind=kind)
+    none = {name: value[:0] if name.endswith("_N") else 0 for name, value in tokens.items()}
+    assert losses.policy_loss(config, logprob_N=logprob_N[:0], **none).tolist() == []
+    loss_N = losses.policy_loss(config, logprob_N=logprob_N, **tokens)
+    more_N = losses.policy_loss(config, logprob_N=logprob_N, **{**tokens, "num_sequences": 2})
+    assert more_N.tolist() == loss_N.tolist()
+    assert torch.isfinite(gradient(more_N, logprob_N)[0]).all()
+
+
+# Log-probabilities of tokens
+
+
+@pytest.mark.parametrize("chunk", [1, 14, 10**6])  # one, two and all rows at a time
+def test_chunks_give_the_values_and_gradients_of_log_softmax(monkeypatch, chunk) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk)
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    token_N, upstream_N = torch.tensor([0, 6, 3, 3, 1]), tensor([1.0, -2.0, 0.0, 0.5, 3.0])
+    logprob_N = losses.token_logprobs(logits_NV, token_N, temperature=0.7)
+    plain_N = (logits_NV / 0.7).log_softmax(-1)[torch.arange(5), token_N]
+    assert torch.allclose(logprob_N, plain_N, rtol=1e-12)
+    mine, plain = (gradient(upstream_N * value_N, logits_NV)[0] for value_N in (logprob_N, plain_N))
+    assert torch.allclose(mine, plain, rtol=1e-12, atol=1e-15)
+    call = partial(losses.token_logprobs, token_N=token_N, temperature=0.7)
+    assert torch.autograd.gradcheck(call, (logits_NV,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_any_type_of_logits_is_computed_in_float32_and_gets_a_gradient_of_its_own(dtype) -> None:
+    logits_NV = torch.linspace(-20, 20, 300).reshape(3, 100).to(dtype).requires_grad_()
+    token_N = torch.tensor([99, 50, 0])
+    logprob_N = losses.token_logprobs(logits_NV, token_N, temperature=0.9)
+    exact_N = (logits_NV.detach().double() / 0.9).log_softmax(-1)[torch.arange(3), token_N]
+    assert logprob_N.dtype == torch.float32
+    assert logprob_N.tolist() == pytest.approx(exact_N.tolist(), abs=2e-6)
+    assert gradient(logprob_N, logits_NV)[0].dtype == dtype
+
+
+def test_logits_of_any_height_are_stable_and_a_sure_token_keeps_its_digits() -> None:
+    logits_NV = torch.tensor([[1e4, 1e4, -1e4], [60.0, 50.0, 50.0]])
+    logprob_N = losses.token_logprobs(logits_NV, torch.tensor([0, 0]), temperature=1.0)
+    assert logprob_N.tolist() == pytest.approx([-LN2, -math.log1p(2 * math.exp(-10))], rel=2e-3)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    logits_NV = torch.zeros(1, 3, requires_grad=True)
+    logprob_N = losses.token_logprobs(logits_NV, torch.tensor([0]), temperature=1.0)
+    (first,) = torch.autograd.grad(logprob_N.sum(), logits_NV, create_graph=True)
+    with pytest.raises(RuntimeError):
+        first.square().sum().backward()
+
+
+# What is refused
+
+
+def call(loss, **changes):
+    """Call a loss on two right tokens, some arguments replaced."""
+    two = tensor([0.0, 0.0])
+    right = {
+        "reinforce": {"truncation": 5.0},
+        "ppo_clip": CLIP,
+        "cispo": CLIP,
+        "gspo": {**CLIP, "sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
+        "topr": {"sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
+    }[loss]
+    return getattr(losses, loss)(
+        **{"logprob_N": two, "behaviour_logprob_N": two, "advantage_N": two, **right, **changes}
+    )
+
+
+@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "cispo", "gspo", "topr"])
+def test_shapes_that_differ_are_refused(loss) -> None:
+    with pytest.raises(ValueError, match=r"^logprob_N must be one-dimensional, got shape \(1, 2\)$"):
+        call(loss, logprob_N=tensor([[0.0, 0.0]]))
+    for name in ("behaviour_logprob_N", "advantage_N"):
+        with pytest.raises(ValueError, match=rf"^{name} must have the shape of logprob_N, \(2,\), got \(1,\)$"):
+            call(loss, **{name: tensor([0.0])})
+
+
+@pytest.mark.parametrize("loss", ["gspo", "topr"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_N": torch.tensor([0])}, r"sequence_N must have the shape of logprob_N, \(2,\), got \(1,\)"),
+        ({"sequence_N": torch.tensor([0.0, 0.0])}, r"sequence_N must be int64, got torch\.float32"),
+        ({"num_sequences": -1}, "num_sequences must be at least 0, got -1"),
+    ],
+)
+def test_a_wrong_index_of_sequences_is_refused(loss, changes, message) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call(loss, **changes)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "cispo", "gspo"])
+def test_wrong_clipping_is_refused(loss) -> None:
+    with pytest.raises(ValueError, match=r"^clip_low must be at least 0 and below 1, got 1\.0$"):
+        call(loss, clip_low=1.0)
+    with pytest.raises(ValueError, match=r"^clip_low must be at least 0 and below 1, got -0\.1$"):
+        call(loss, clip_low=-0.1)
+    with pytest.raises(ValueError, match=r"^clip_high must be at least 0, got -0\.1$"):
+        call(loss, clip_high=-0.1)
+
+
+@pytest.mark.parametrize("truncation", [0.0, -1.0, math.nan])
+def test_a_wrong_truncation_is_refused(truncation) -> None:
+    with pytest.raises(ValueError, match=f"^truncation must be above 0, got {truncation}$"):
+        call("reinforce", truncation=truncation)
+
+
+def test_wrong_shapes_of_reference_value_and_reward_are_refused() -> None:
+    two, three = tensor([0.0] * 2), tensor([0.0] * 3)
+    with pytest.raises(ValueError, match=r"^reference_logprob_N must have the shape of logprob_N, \(2,\), got \(3,\)$"):
+        losses.kl_to_reference(two, reference_logprob_N=three)
+    with pytest.raises(ValueError, match=r"^reward_N must have the shape of value_N, \(2,\), got \(3,\)$"):
+        losses.value_loss(two, reward_N=three)
+    with pytest.raises(ValueError, match=r"^value_N must be one-dimensional, got shape \(2, 1\)$"):
+        losses.value_loss(two[:, None], reward_N=two)
+
+
+@pytest.mark.parametrize(
+    ("logits", "token", "temperature", "message"),
+    [
+        (torch.zeros(2), torch.tensor([0, 0]), 1.0, r"logits_NV must be two-dimensional, got shape \(2,\)"),
+        (torch.zeros(2, 3), torch.tensor([0]), 1.0, r"token_N must have shape \(2,\), got \(1,\)"),
+        (torch.zeros(1, 3), torch.tensor([0.0]), 1.0, r"token_N must be int64, got torch\.float32"),
+        (torch.zeros(1, 3), torch.tensor([0]), 0.0, r"temperature must be above 0, got 0\.0"),
+    ],
+)
+def test_wrong_logits_are_refused(logits, token, temperature, message) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        losses.token_logprobs(logits, token, temperature=temperature)
