@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -21,23 +20,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
 from analysis.runs import SECONDS, Comparison, EngineTimeline, RateCurves, RatePoint, Run, Timeline
-from analysis.style import (
-    ACTIVITY_COLORS,
-    COLUMN_IN,
-    INK,
-    MUTED,
-    PAGE_IN,
-    RC,
-    SeriesStyle,
-    series_styles,
-)
+from analysis.style import ACTIVITY_COLORS, COLUMN_IN, INK, MUTED, PAGE_IN, SeriesStyle, series_styles
 from pipelinerl.errors import ConfigError
 
-_drawn = matplotlib.rc_context(RC)  # as a decorator: the house style holds while the function runs
 
-
-@_drawn
+@house_style
 def lag_by_position(runs: Sequence[Run]) -> Figure:
     """Draw the mean lag of a token against its position in the answer (Fig. 3a): flat, or fresh at the end.
 
@@ -47,8 +36,8 @@ def lag_by_position(runs: Sequence[Run]) -> Figure:
     Returns:
         One panel, a line per run with its values at the middle of each bin.
     """
-    figure, [[axes]] = _panels(COLUMN_IN, 1.9)
-    for run, style in _styled(runs):
+    figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
+    for run, style in styled(runs):
         bins = run.profile.lag_by_position
         middle_tokens = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
         axes.plot(middle_tokens, bins.lag_mean, color=style.color, linestyle=style.dash, label=run.name)
@@ -56,11 +45,11 @@ def lag_by_position(runs: Sequence[Run]) -> Figure:
     axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y")
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
-@_drawn
+@house_style
 def lag_by_step(runs: Sequence[Run]) -> Figure:
     """Draw mean and largest lag of each optimizer step (Fig. 6a), a row per run.
 
@@ -79,8 +68,8 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps["step"]) for run in runs}) == 1
     height, sharex = 0.55 + 0.95 * len(runs), "col" if same_steps else False
-    figure, panels = _panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
-    for row, (run, style) in zip(panels, _styled(runs), strict=True):
+    figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
+    for row, (run, style) in zip(panels, styled(runs), strict=True):
         row[0].set_title(run.name)
         if columns == 2:
             _draw_envelopes(row[0], run, style)
@@ -103,7 +92,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-@_drawn
+@house_style
 def lag_histogram(runs: Sequence[Run]) -> Figure:
     """Draw how the lag of the trained tokens is distributed, and each of its two parts, a row per run.
 
@@ -115,8 +104,8 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     Returns:
         A row of three panels per run, on one lag axis: the lag, its part in flight, its part in queue.
     """
-    figure, panels = _panels(PAGE_IN, 0.4 + 1.1 * len(runs), rows=len(runs), columns=3, sharex="row")
-    for row, (run, style) in zip(panels, _styled(runs), strict=True):
+    figure, panels = make_panels(PAGE_IN, 0.4 + 1.1 * len(runs), rows=len(runs), columns=3, sharex="row")
+    for row, (run, style) in zip(panels, styled(runs), strict=True):
         histogram = run.profile.lag_histogram
         parts = (
             (histogram.total, f"{run.name}\nlag", style.color),
@@ -136,7 +125,7 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-@_drawn
+@house_style
 def throughput_against_max_lag(
     points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
 ) -> Figure:
@@ -157,8 +146,8 @@ def throughput_against_max_lag(
         raise ConfigError("throughput against lag needs a point or a curve, got none")
     if curves is not None and unit != "tokens/flash":
         raise ConfigError(f"points must be in tokens/flash to be drawn with analytic curves, got {unit}")
-    figure, [[axes]] = _panels(COLUMN_IN, 2.0)
-    scale, word = _scale(max((point.rate for point in points), default=0.0))
+    figure, [[axes]] = make_panels(COLUMN_IN, 2.0)
+    scale, word = handy_scale(max((point.rate for point in points), default=0.0))
     if curves is not None:
         for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
             style = series_styles([method], [0.0])[0]
@@ -180,11 +169,11 @@ def throughput_against_max_lag(
         xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
     )
     axes.grid()
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
-@_drawn
+@house_style
 def generation_phase(runs: Sequence[Run]) -> Figure:
     """Draw sequences in progress and throughput over a generation phase (Fig. 2b, 2c): a drain, or none.
 
@@ -197,13 +186,13 @@ def generation_phase(runs: Sequence[Run]) -> Figure:
     Raises:
         ConfigError: If no run has a generation window.
     """
-    shown = [(run, style) for run, style in _styled(runs) if len(run.profile.generation_window.in_progress)]
+    shown = [(run, style) for run, style in styled(runs) if len(run.profile.generation_window.in_progress)]
     if not shown:
         raise ConfigError(f"no generation window in {', '.join(run.name for run in runs)}")
     windows = [run.profile.generation_window for run, _ in shown]
-    time_scale, time_unit = _time_unit(max(window.width_s * len(window.in_progress) for window in windows))
-    rate_scale, word = _scale(max(one.tokens_per_s.max() for one in windows))
-    figure, panels = _panels(COLUMN_IN, 2.6, rows=2, sharex=True)
+    time_scale, time_unit = handy_time(max(window.width_s * len(window.in_progress) for window in windows))
+    rate_scale, word = handy_scale(max(one.tokens_per_s.max() for one in windows))
+    figure, panels = make_panels(COLUMN_IN, 2.6, rows=2, sharex=True)
     upper, lower = panels.flat
     for (run, style), window in zip(shown, windows, strict=True):
         middle = (np.arange(len(window.in_progress)) + 0.5) * window.width_s / time_scale
@@ -216,11 +205,11 @@ def generation_phase(runs: Sequence[Run]) -> Figure:
     figure.align_ylabels()
     for axes in (upper, lower):
         axes.grid(axis="y")
-    _legend(figure, upper)
+    add_legend(figure, upper)
     return figure
 
 
-@_drawn
+@house_style
 def samples_against_time(runs: Sequence[Run]) -> Figure:
     """Draw samples trained against time (Fig. 5c).
 
@@ -230,20 +219,20 @@ def samples_against_time(runs: Sequence[Run]) -> Figure:
     Returns:
         One panel, a line per run from the origin through the end of every optimizer step.
     """
-    figure, [[axes]] = _panels(COLUMN_IN, 1.9)
-    time_scale, time_unit = _time_unit(max(run.steps["time_s"][-1] for run in runs))
-    scale, word = _scale(max(run.steps["samples"].sum() for run in runs))
-    for run, style in _styled(runs):
+    figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
+    time_scale, time_unit = handy_time(max(run.steps["time_s"][-1] for run in runs))
+    scale, word = handy_scale(max(run.steps["samples"].sum() for run in runs))
+    for run, style in styled(runs):
         time = np.concatenate([[0.0], run.steps["time_s"]]) / time_scale
         samples = np.concatenate([[0.0], np.cumsum(run.steps["samples"])]) / scale
         axes.plot(time, samples, color=style.color, label=run.name)
     axes.set(xlabel=f"time ({time_unit})", ylabel=f"trained ({word}samples)", xlim=(0, None), ylim=(0, None))
     axes.grid()
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
-@_drawn
+@house_style
 def timeline(run: Run) -> Figure:
     """Draw engines and trainer over the first part of a run, event by event.
 
@@ -260,10 +249,10 @@ def timeline(run: Run) -> Figure:
     line = run.profile.timeline
     if not line.engines:
         raise ConfigError(f"no engine in the timeline of {run.name}")
-    scale, unit = _time_unit(line.until_s)
+    scale, unit = handy_time(line.until_s)
     full = max(max((engine.in_progress.max() for engine in line.engines if len(engine.time_s)), default=1.0), 1.0)
     rows = len(line.engines)
-    figure, [[axes]] = _panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
+    figure, [[axes]] = make_panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
     for row, engine in enumerate(line.engines):
         _draw_engine(axes, engine, bottom=rows - row, full=full, until_s=line.until_s, scale=scale)
     for spans, what in ((line.training_s, "training"), (line.publishing_s, "publishing")):
@@ -287,7 +276,7 @@ def timeline(run: Run) -> Figure:
     return figure
 
 
-@_drawn
+@house_style
 def time_split(runs: Sequence[Run]) -> Figure:
     """Draw where the trainer's wall time goes: a bar per run, its length the seconds per 1000 trained samples.
 
@@ -298,7 +287,7 @@ def time_split(runs: Sequence[Run]) -> Figure:
         One panel; the share of the wall time in each part that is wide enough, and beside the bars the utilisation
         (busy fraction) of generation and training.
     """
-    figure, [[axes]] = _panels(PAGE_IN, 0.75 + 0.3 * len(runs))
+    figure, [[axes]] = make_panels(PAGE_IN, 0.75 + 0.3 * len(runs))
     seconds = np.array([[run.number(f"seconds.{what}") for run in runs] for what in SECONDS])
     wall = seconds.sum(axis=0)
     lengths = seconds * 1000 / np.array([run.number("samples_trained") for run in runs])
@@ -324,7 +313,7 @@ def time_split(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-@_drawn
+@house_style
 def speedup_by_scenario(comparison: Comparison) -> Figure:
     """Draw the speed-up of every arm over the baseline, a row per scenario.
 
@@ -337,7 +326,7 @@ def speedup_by_scenario(comparison: Comparison) -> Figure:
     scenarios = list(comparison.scenarios)
     arms = {arm.name: arm for name in scenarios for arm in comparison.scenarios[name]}
     styles = series_styles([arm.method for arm in arms.values()], [arm.max_lag for arm in arms.values()])
-    figure, [[axes]] = _panels(COLUMN_IN, 0.5 + 0.2 * len(scenarios))
+    figure, [[axes]] = make_panels(COLUMN_IN, 0.5 + 0.2 * len(scenarios))
     for name, style in zip(arms, styles, strict=True):
         if name == comparison.baseline:
             axes.axvline(1.0, color=style.color, linestyle=style.dash, linewidth=0.9, label=f"{name} (baseline)")
@@ -354,34 +343,8 @@ def speedup_by_scenario(comparison: Comparison) -> Figure:
     axes.set_yticks(range(len(scenarios)), scenarios)
     axes.tick_params(axis="y", length=0)
     axes.grid()
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
-
-
-def _panels(width_in: float, height_in: float, rows: int = 1, columns: int = 1, **keywords: Any) -> tuple[Figure, Any]:
-    """Return a figure and its panels, an array of shape [rows, columns]."""
-    figure = Figure(figsize=(width_in, height_in), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **keywords)
-
-
-def _styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
-    """Return each run with its style, the same in every figure of these runs."""
-    return list(
-        zip(runs, series_styles([run.method for run in runs], [run.number("lag.max") for run in runs]), strict=True)
-    )
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Put a legend above the panels, in as many columns as its labels leave room for; the start of a long one goes."""
-    handles, labels = axes.get_legend_handles_labels()
-    room = int(17 * figure.get_figwidth())  # 17 letters of 7 pt per inch, 6 of them for the line and the gap
-    labels = [label if len(label) <= room - 6 else "…" + label[7 - room :] for label in labels]
-    for columns in range(len(labels), 0, -1):
-        widths = [max(len(label) for label in column) + 6 for column in np.array_split(labels, columns)]
-        if sum(widths) <= room:
-            break
-    figure.set_figheight(figure.get_figheight() + 0.15 * math.ceil(len(labels) / columns))  # panels keep their size
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
 
 
 def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
@@ -422,19 +385,3 @@ def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
         axes.vlines(published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)
         if index % every == 0:
             axes.text(published_s / scale, top, f"{version}", ha="center", va="bottom", color=MUTED, fontsize=7)
-
-
-def _time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit in which this time is a handy number, and its symbol."""
-    for seconds, symbol in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
-        if longest_s >= 3 * seconds:
-            return seconds, symbol
-    return 1.0, "s"
-
-
-def _scale(largest: float) -> tuple[float, str]:
-    """Return what to divide values by, and the word that says so before their unit."""
-    for factor, word in ((1e6, "million "), (1e3, "thousand ")):
-        if largest >= 5 * factor:
-            return factor, word
-    return 1.0, ""

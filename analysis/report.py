@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from analysis import figures
+from analysis import figures, learning
 from analysis.runs import Comparison, RateCurves, Run, rate_points
 from analysis.style import DPI, RC
 from pipelinerl.errors import ConfigError
@@ -60,7 +60,7 @@ def save_figures(
 
 
 def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return the figures of the runs alone by file name; a run that recorded no window or timeline has none of it."""
+    """Return the figures of the runs alone by file name; what a run did not record, it has no figure of."""
     drawn = {
         "lag_by_position": figures.lag_by_position(runs),
         "lag_by_step": figures.lag_by_step(runs),
@@ -70,6 +70,10 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
     }
     if any(len(run.profile.generation_window.in_progress) for run in runs):
         drawn["generation_phase"] = figures.generation_phase(runs)
+    if any(run.has_ess for run in runs):
+        drawn["ess"] = learning.ess(runs)
+    if any(run.metrics for run in runs):
+        drawn["reward"] = learning.reward(runs)
     for run in runs:
         if run.profile.timeline.engines:
             name = "timeline_" + re.sub(r"[^A-Za-z0-9.=+-]+", "_", run.name)

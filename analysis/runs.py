@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from analysis.jsonfile import FloatArray, JsonTable, lookup, read_text
+from analysis.metrics import ESS_RAW, read_metrics
 from pipelinerl.errors import ConfigError
 
 SECONDS = ("generating", "training", "publishing", "waiting_for_data")
@@ -121,11 +122,18 @@ class Run:
     """``steps.csv``: a column per name, a row per optimizer step, nan where a cell is blank."""
     profile: Profile
     """``profile.json``."""
+    metrics: Mapping[str, FloatArray]
+    """``metrics.jsonl``: a column per name, a row per logged optimizer step; none for a simulated run."""
 
     @property
     def method(self) -> str:
         """The kind of its scheduler."""
         return str(self.summary["scheduler"])
+
+    @property
+    def has_ess(self) -> bool:
+        """Whether its effective sample size is known."""
+        return ESS_RAW in self.metrics
 
     def number(self, key: str) -> float:
         """Return a number of the summary by its dotted key."""
@@ -192,18 +200,21 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         The run, everything that figures need checked.
 
     Raises:
-        ConfigError: If a file is missing, broken, or without an optimizer step; one line that names it.
+        ConfigError: If a file is missing, broken, or without an optimizer step; one line that names it. Without
+            ``metrics.jsonl`` the run is read as a simulated one.
     """
     folder = Path(folder)
     summary = JsonTable.read(folder / "summary.json")
     summary.text("scheduler")
     for key in _SUMMARY_NUMBERS:
         summary.number(key)
+    steps = _read_steps(folder / "steps.csv")
     return Run(
         name=name if name is not None else folder.resolve().name,
         summary=summary.data,
-        steps=_read_steps(folder / "steps.csv"),
+        steps=steps,
         profile=_read_profile(folder / "profile.json"),
+        metrics=read_metrics(folder / "metrics.jsonl", steps["step"]),
     )
 
 

@@ -20,7 +20,11 @@ from pipelinerl.recording import Recording, RecordingMark
 
 FOLDER = "checkpoints"
 """Where a run folder keeps its checkpoints."""
-MAY_DIFFER = (("hardware",), ("compare",), *(("train", one) for one in ("checkpoint", "logging", "engine", "ray_address")))
+MAY_DIFFER = (
+    ("hardware",),
+    ("compare",),
+    *(("train", one) for one in ("checkpoint", "logging", "engine", "ray_address", "weights_folder")),
+)
 """Keys of a run file that may have changed when a run goes on."""
 _TRAINER, _RUN, _PARTIAL = "trainer", "run.pickle", "partial"
 
@@ -47,8 +51,8 @@ class CheckpointKeeper:
         self._folder, self._config, self._recording = out / FOLDER, config, recording
         self._num_kept = config.train.checkpoint.keep
 
-    def trainer_folder(self, version: int) -> Path:
-        """Return a new folder for the trainer's part of the checkpoint of a version."""
+    def trainer_folder(self) -> Path:
+        """Return a new folder for the trainer's part of the next checkpoint."""
         partial = self._folder / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -82,7 +86,7 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
     newest = folders[-1]
     try:
         with (newest / _RUN).open("rb") as file:
-            content = pickle.load(file)  # noqa: S301 - the user's own file, as the top of this file says
+            content = pickle.load(file)
         was, state, recording = content["config"], content["state"], content["recording"]
     except Exception as error:
         raise ConfigError(f"--resume: {newest / _RUN} cannot be read: {error}") from None

@@ -30,7 +30,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +147,7 @@ class Driver:
         state: What to go on from; None: a new run.
         resume_from: The trainer's part of it.
         export_to: Folder for the trained model when the run is done; None: it is not exported.
+        meet: Has trainer and engines meet once they have started; None: they need not.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Driver:
         state: DriverState | None = None,
         resume_from: Path | None = None,
         export_to: Path | None = None,
+        meet: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
@@ -172,7 +174,7 @@ class Driver:
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
         self._resumed = state is not None
-        self._resume_from, self._export_to = resume_from, export_to
+        self._resume_from, self._export_to, self._meet = resume_from, export_to, meet
         self._weights: Weights | None = None  # last published
         self._generating = True  # colocated only: the engines have the memory
         self._tasks: set[asyncio.Task[None]] = set()
@@ -245,6 +247,8 @@ class Driver:
         if self._config.colocated:  # one after the other: each takes the memory that the other has left
             await starts.pop(0)
         await asyncio.gather(*starts)
+        if self._meet is not None:
+            await self._meet()
         for seat in self._seats:
             seat.up.set()
         if state.version and state.version == state.published:
@@ -343,7 +347,7 @@ class Driver:
         if self._keeper is None:
             return
         state = self._state
-        await self._trainer.save(self._keeper.trainer_folder(state.version))
+        await self._trainer.save(self._keeper.trainer_folder())
         state.time_s = self._now()
         self._keeper.keep(state)
 
@@ -367,7 +371,7 @@ class Driver:
         self._recorder.event(self._now(), event)
         try:
             self._carry_out_all(self._state.scheduler.handle(event))
-        except Exception as error:  # noqa: BLE001 - the run ends with it
+        except Exception as error:
             self._fail(error)
         num_rollouts = isinstance(event, RolloutFinished)
         self.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
@@ -498,7 +502,7 @@ class Driver:
             reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
             if not math.isfinite(reward):
                 raise ValueError(f"the reward must be finite, got {reward}")
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        except Exception as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
             return
         if self._frozen:
@@ -644,8 +648,8 @@ class Driver:
 class Keeper(Protocol):
     """Where checkpoints go."""
 
-    def trainer_folder(self, version: int) -> Path:
-        """Return a new folder for the trainer's part of a checkpoint."""
+    def trainer_folder(self) -> Path:
+        """Return a new folder for the trainer's part of the next checkpoint."""
 
     def keep(self, state: DriverState) -> None:
         """Complete the checkpoint of ``state.version``; the trainer's part has been written."""

@@ -192,7 +192,7 @@ class FakeTrainer:
             raise BackendError(f"{len(self._accumulated)} samples of {self._batch}, completes_step={completes_step}")
         now = logprob(self.version)
         result = [np.full(len(sample.answer_T), now, dtype=np.float32) for sample in samples]
-        metrics = {"loss": -float(np.mean([sample.advantage for sample in samples]))}
+        metrics = {"loss": -sum(sample.advantage for sample in samples) / self._batch}
         if completes_step:
             self.trained.append(tuple(self._accumulated))
             self._accumulated = []

@@ -150,7 +150,8 @@ class TrainResult:
     """Per sample, in order: log-probability of each answer token under the policy being trained, before the
     optimizer step (nats). Paper symbol: log pi."""
     metrics: dict[str, float]
-    """Numbers to log: ``loss``; after an optimizer step also ``gradient_norm`` and ``learning_rate``."""
+    """Numbers to log: ``loss`` and other losses, divided by the batch, so that those of the micro-batches of one step
+    add up; after the optimizer step also ``gradient_norm`` and ``learning_rate``."""
 
 
 class Trainer(Protocol):

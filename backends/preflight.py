@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from backends.metricslog import check_logging
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.tasks import Task
 
 NEEDED = {"torch": "torch", "vllm": "vLLM", "deepspeed": "DeepSpeed", "ray": "Ray", "transformers": "transformers"}
 """Packages of a real run: what they are imported as, and what they are called."""
@@ -56,6 +56,7 @@ def check(config: RunConfig) -> HuggingFaceCodec:
         extra = f"train-{train.device}"
         raise ConfigError(f"train needs {', '.join(missing)}, not installed: pip install 'pipelinerl[{extra}]'")
     check_logging(config)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
     longest = train.task.max_prompt_tokens + config.workload.length.max
     if train.trainer.pack_tokens < longest:
         raise ConfigError(
@@ -70,13 +71,16 @@ def check(config: RunConfig) -> HuggingFaceCodec:
     folder = Path(train.weights_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
-    positions = _check_model(Path(train.model.path))
+    if train.device == "gpu" and train.trainer.zero_stage == 0:
+        raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
+    model = _check_model(train.model.path)
+    positions = getattr(model, "max_position_embeddings", None)
     if positions is not None and positions < longest:
         raise ConfigError(
             f"train.task.max_prompt_tokens + workload.length.max must be at most the model's {positions} positions, "
             f"got {train.task.max_prompt_tokens} + {config.workload.length.max}"
         )
-    if train.device == "cpu" and _is_tied(Path(train.model.path)):
+    if train.device == "cpu" and model.tie_word_embeddings:
         raise ConfigError(
             "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
             f"the old output layer, got {train.model.path!r}"
@@ -84,31 +88,36 @@ def check(config: RunConfig) -> HuggingFaceCodec:
     return _tokenizer(train.model.path)
 
 
-def _model_config(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return content
+def check_evaluation(config: RunConfig, task: Task) -> None:
+    """Check that a task has as many held-out problems as the evaluation asks for.
+
+    Raises:
+        ConfigError: If it has fewer.
+    """
+    assert config.train is not None
+    wanted, there = config.train.evaluation.problems, task.num_held_out
+    if there is not None and wanted > there:
+        raise ConfigError(
+            f"train.evaluation.problems must be at most the task's {there} held-out problems, got {wanted}"
+        )
 
 
-def _check_model(folder: Path) -> int | None:
-    """Return the positions of the model in a folder, if it says."""
+def _check_model(path: str) -> Any:
+    """Return the configuration of the model in a folder."""
+    folder = Path(path)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"train.model.path must be a folder with a model (config.json), got {str(folder)!r}")
+        raise ConfigError(f"train.model.path must be a folder with a model (config.json), got {path!r}")
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"train.model.path must hold weights as *.safetensors, got {str(folder)!r}")
+        raise ConfigError(f"train.model.path must hold weights as *.safetensors, got {path!r}")
+    from transformers import AutoConfig
+
     try:
-        positions = _model_config(folder).get("max_position_embeddings")
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"train.model.path: {folder / 'config.json'} cannot be read: {error}") from None
-    return positions
-
-
-def _is_tied(folder: Path) -> bool:
-    # Transformers leaves the key out where the model class's own default holds, and that is tied.
-    return bool(_model_config(folder).get("tie_word_embeddings", True))
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"train.model.path: its config.json cannot be used: {_first_line(error)}") from None
 
 
 def _tokenizer(path: str) -> HuggingFaceCodec:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoTokenizer
 
     try:

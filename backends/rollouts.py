@@ -68,5 +68,6 @@ def samples_of(rollouts: dict[int, RolloutData], rollout_ids: tuple[int, ...], g
     for first in range(0, len(rollout_ids), group_size):
         ids = rollout_ids[first : first + group_size]
         advantage_G = leave_one_out(np.array([rollouts[one].reward for one in ids]))
-        samples += [rollouts[one].sample(one, float(advantage)) for one, advantage in zip(ids, advantage_G, strict=True)]
+        pairs = zip(ids, advantage_G.tolist(), strict=True)
+        samples += [rollouts[rollout_id].sample(rollout_id, advantage) for rollout_id, advantage in pairs]
     return samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
 from backends.interface import Engine, Trainer
 from backends.metricslog import MetricsLog
+from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import RunConfig
 from pipelinerl.recording import Recording
-from pipelinerl.tasks import Task
+from pipelinerl.runfolder import check_vacant
+from pipelinerl.tasks import Task, load_task
 
 MODEL_FOLDER = "model"
 """Where a run folder keeps the trained model."""
@@ -36,6 +38,7 @@ def drive(
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
+    meet: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> dict[str, Any]:
     """Run with these engines and this trainer, and keep the run in a folder.
 
@@ -51,6 +54,7 @@ def drive(
         out: The run's folder; new, or that of ``checkpoint``.
         checkpoint: What to go on from; its trainer's part is loaded by ``trainer``.
         on_step: Called with the row and the metrics of each optimizer step.
+        meet: Has trainer and engines meet once they have started.
 
     Returns:
         The content of summary.json.
@@ -86,6 +90,7 @@ def drive(
         state=None if checkpoint is None else checkpoint.state,
         resume_from=None if checkpoint is None else checkpoint.trainer_folder,
         export_to=out / MODEL_FOLDER,
+        meet=meet,
     )
     extra: dict[str, Any] = {}
     try:
@@ -94,6 +99,47 @@ def drive(
         log.close()
         summary = recording.finish(driver.metrics.summary() | extra)
     return summary
+
+
+def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progress | None = None) -> dict[str, Any]:
+    """Train with vLLM engines and a DeepSpeed trainer on Ray; see ``drive``.
+
+    Args:
+        config: What to run.
+        out: The run's folder: new, or with ``resume`` that of a run that has left a checkpoint.
+        resume: Whether to go on from the newest checkpoint.
+        on_step: Called with the row and the metrics of each optimizer step.
+
+    Returns:
+        The content of summary.json.
+
+    Raises:
+        ConfigError: If the input is wrong; nothing has been started or written then.
+        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
+        BackendError: If the trainer, or too many engines, were lost; the folder holds what happened until then.
+    """
+    codec = check(config)
+    assert config.train is not None
+    task = load_task(config.train.task)
+    check_evaluation(config, task)
+    checkpoint = read_newest(out, config) if resume else None
+    if not resume:
+        check_vacant(out)
+    from backends.placement import make_engines, make_trainer, nccl_meeting, ray_cluster, transport, weights_folder
+
+    with ray_cluster(config) as group, weights_folder(config) as folder:
+        engines, trainer = make_engines(config, group), make_trainer(config, group, folder)
+        return drive(
+            config,
+            engines=engines,
+            trainer=trainer,
+            task=task,
+            codec=codec,
+            out=out,
+            checkpoint=checkpoint,
+            on_step=on_step,
+            meet=nccl_meeting(config, engines, trainer) if transport(config) == "nccl" else None,
+        )
 
 
 async def _driven(driver: Driver) -> dict[str, Any]:

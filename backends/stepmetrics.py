@@ -41,7 +41,6 @@ class StepMetrics:
         self._truncation = truncation
         self._ratios = RatioStats(truncation=truncation)
         self._trainer: dict[str, float] = {}
-        self._losses = _Mean()
         self._step_updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
         self._updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
         self._run = {name: _Mean() for name in (*SUMMED, "mismatch/log_ratio_abs_max_at_lag_0")}
@@ -55,9 +54,9 @@ class StepMetrics:
         self._ratios.add(log_ratio_T, lag_T)
 
     def trainer_said(self, metrics: dict[str, float]) -> None:
-        """Add the metrics of a micro-batch; the mean of its losses counts, and the last of everything else."""
-        self._losses.add(metrics["loss"])
-        self._trainer |= metrics
+        """Add the metrics of a micro-batch: its share of each loss, and what is known after the optimizer step."""
+        for name, value in metrics.items():
+            self._trainer[name] = value + (self._trainer.get(name, 0.0) if name.endswith("loss") else 0.0)
 
     def updated(self, times: UpdateTimes) -> None:
         """Add the update of an engine."""
@@ -107,12 +106,11 @@ class StepMetrics:
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
             **{f"train/{name}": value for name, value in self._trainer.items()},
-            "train/loss": self._losses.mean,
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
         self._ratios = RatioStats(truncation=self._truncation)
-        self._trainer, self._losses = {}, _Mean()
+        self._trainer = {}
         self._step_updates = {name: _Mean() for name in self._step_updates}
         return logged
 

@@ -112,6 +112,35 @@ def compare(
 
 
 @app.command()
+def train(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out DIR.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
+    from pipelinerl.runfile import load_run
+
+    config = load_run(run, overrides, seed)
+    if out is None:
+        raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
+    trainer = _load("backends.run", extra="train-cpu")
+    _load("analysis.report", extra="plot")
+
+    with _training_progress(config.optimizer_steps) as on_step:
+        summary = trainer.train(config, out=out, resume=resume, on_step=on_step)
+    if as_json:
+        _print_json(summary)
+    else:
+        from pipelinerl.tables import print_summary
+
+        print_summary(summary, run.name)
+    _draw([out], out / FIGURES_FOLDER)
+
+
+@app.command()
 def plot(
     folders: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.", show_default=False)
@@ -212,6 +241,26 @@ def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _training_progress(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
+    """Show optimizer steps, and how they go, on stderr if it is a terminal; yields what to call after each step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def step_done(row: Any, metrics: dict[str, float]) -> None:
+            ess = metrics.get("ess/token_raw", float("nan"))
+            learning = f"reward {row.reward_mean:.3f}  lag {row.lag_mean:.2f}  ESS {ess:.3f}"
+            how = f"{learning}  trainer waits {metrics['idle/trainer']:.0%}"
+            progress.update(task, completed=row.step, description=how)
+
+        yield step_done
 
 
 def _print_json(data: Any) -> None:

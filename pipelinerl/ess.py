@@ -110,7 +110,7 @@ class RatioStats:
         self._log_truncation = math.log(truncation)
         self._raw, self._truncated, self._sequence = _WeightSums(), _WeightSums(), _WeightSums()
         self._by_lag: dict[int, _WeightSums] = {}
-        self._num_truncated = 0
+        self._num_truncated = self._num_at_lag_0 = 0
         self._k3 = self._k3_at_lag_0 = self._abs_max_at_lag_0 = 0.0
 
     def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
@@ -139,9 +139,10 @@ class RatioStats:
             self._by_lag.setdefault(value, _WeightSums()).add(log_ratio[lag == value])
         self._num_truncated += int(np.count_nonzero(log_ratio > self._log_truncation))
         self._k3 += _k3_sum(log_ratio)
-        fresh = log_ratio[lag == 0]
-        self._k3_at_lag_0 += _k3_sum(fresh)
-        self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(fresh).max(initial=0.0)))
+        if not lag.any():
+            self._num_at_lag_0 += log_ratio.size
+            self._k3_at_lag_0 += _k3_sum(log_ratio)
+            self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, float(np.abs(log_ratio).max()))
 
     def ess_by_lag(self) -> dict[int, float]:
         """Return the raw token ESS of the tokens of each lag, in the order of lag (optimizer steps)."""
@@ -157,12 +158,14 @@ class RatioStats:
         ``ess/lag_0``, ``ess/lag_1``, ...         ESS of w among the tokens of each lag that occurred
         ``mismatch/kl``                           estimate of KL(mu || pi) per token (nats)
         ``mismatch/truncated_share``              share of tokens with w > c
-        ``mismatch/kl_at_lag_0``                  the same KL over tokens of lag 0: there pi and mu have the same
-                                                  weights, so it is the floor set by numerical differences
-        ``mismatch/log_ratio_abs_max_at_lag_0``   largest abs(log w) of these tokens (nats)
+        ``mismatch/kl_at_lag_0``                  the same KL over answers all of whose tokens have lag 0: there pi and
+                                                  mu are the same, so it is the floor set by numerical differences
+        ``mismatch/log_ratio_abs_max_at_lag_0``   largest abs(log w) of the tokens of these answers (nats)
         ========================================  ==============================================================
 
-        Entries about a lag are absent when no token had it; the dict is empty when no answer was added.
+        A token of lag 0 at the end of an answer that older weights began is not in the floor: unless the KV cache
+        was recomputed, it was sampled on keys and values of the older weights, so its mu is not pi.
+        Entries about a lag are absent when no token or answer had it; the dict is empty when no answer was added.
         """
         num = self._raw.num
         if num == 0:
@@ -174,8 +177,8 @@ class RatioStats:
             "mismatch/kl": self._k3 / num,
             "mismatch/truncated_share": self._num_truncated / num,
         }
-        if 0 in self._by_lag:
-            result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._by_lag[0].num
+        if self._num_at_lag_0:
+            result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._num_at_lag_0
             result["mismatch/log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
         return result | {f"ess/lag_{lag}": ess for lag, ess in self.ess_by_lag().items()}
 

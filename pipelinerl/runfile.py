@@ -113,6 +113,19 @@ def dump_run(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
+NAMES_OR_PATHS = (("workload", "length", "source"),)
+"""Keys that hold the path of a CSV file, or a name."""
+PATHS = (
+    *NAMES_OR_PATHS,
+    ("hardware", "decode", "table"),
+    ("train", "model", "path"),
+    ("train", "weights_folder"),
+    ("train", "task", "settings", "path"),
+    ("train", "task", "settings", "held_out_path"),
+)
+"""Keys that hold a path, relative to the run file."""
+
+
 def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere.
 
@@ -123,12 +136,12 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, 
         ConfigError: If a path has a zero byte, which no file name has.
     """
     changes = []
-    for keys in (("workload", "length", "source"), ("hardware", "decode", "table")):
+    for keys in PATHS:
         table: Any = data
         for key in keys[:-1]:
             table = table.get(key) if isinstance(table, dict) else None
         value = table.get(keys[-1]) if isinstance(table, dict) else None
-        if isinstance(value, str) and value.endswith(".csv"):
+        if isinstance(value, str) and (value.endswith(".csv") or keys not in NAMES_OR_PATHS):
             if "\0" in value:
                 raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {_shown(value)}")
             table[keys[-1]] = os.path.realpath(folder / value)

@@ -21,7 +21,7 @@ def print_summary(summary: dict[str, Any], name: str) -> None:
     lag, seconds = summary["lag"], summary["seconds"]
     duration_s = summary["duration_s"] or 1.0
     table.add_row("optimizer steps", f"{summary['optimizer_steps']:,}")
-    table.add_row("simulated time", duration(summary["duration_s"]))
+    table.add_row("time" if "updates" in summary else "simulated time", duration(summary["duration_s"]))
     table.add_row("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['samples_per_s']:,.1f} samples/s")
     if "tokens_per_flash" in summary:
         table.add_row("", f"{summary['tokens_per_flash']:.2f} tokens/flash")
@@ -36,6 +36,18 @@ def print_summary(summary: dict[str, Any], name: str) -> None:
     table.add_row("bottleneck", summary["bottleneck"])
     rollouts = summary["rollouts"]
     table.add_row("rollouts", ", ".join(f"{rollouts[key]:,} {key}" for key in rollouts if rollouts[key]))
+    if "ess" in summary:
+        ess, mismatch = summary["ess"], summary["mismatch"]
+        floor = f", at lag 0 {mismatch['kl_at_lag_0']:.1e}" if "kl_at_lag_0" in mismatch else ""
+        table.add_row("effective sample size", f"mean {ess['mean']:.3f}, min {ess['min']:.3f} (raw, per token)")
+        table.add_row("KL, engine to trainer", f"{mismatch['kl']:.1e}{floor} (nats per token)")
+    if "updates" in summary:
+        updates = summary["updates"]
+        parts = ", ".join(f"{name} {1e3 * updates[f'{name}_s']:.1f} ms" for name in ("pause", "transfer", "resume"))
+        table.add_row("weight updates", f"{updates['count']:,}: {parts}")
+    if "evaluation" in summary:
+        rates = ", ".join(f"{when} {rate:.1%}" for when, rate in summary["evaluation"].items())
+        table.add_row("held-out problems", rates.replace("success_", ""))
     if not summary["complete"]:
         table.add_row("complete", "no: the run ended early")
     Console().print(table)

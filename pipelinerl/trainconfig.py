@@ -20,7 +20,7 @@ class TaskConfig(StrictModel):
     """What the model is asked, and how its answers are rewarded."""
 
     name: str
-    """``arithmetic``, ``math``, or the dotted path of a user's own: ``package.module:attribute`` (see docs/training.md)."""
+    """``arithmetic``, ``math``, or a user's own: ``package.module:attribute`` (docs/training.md says how)."""
     settings: dict[str, Any] = {}
     """Keyword arguments of the task."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -92,7 +92,7 @@ class EngineConfig(StrictModel):
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine takes (no unit). Colocated: together with the trainer's."""
-    cpu_kv_cache_gib: float = Field(default=1.0, gt=0)
+    cpu_kv_cache_gib: int = Field(default=1, ge=1)
     """KV cache of one engine on CPU (GiB)."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """Seconds an engine may take to start."""

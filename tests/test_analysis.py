@@ -23,10 +23,13 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from numpy.testing import assert_allclose
 
-from analysis import figures
+from analysis import figures, learning
+from analysis.canvas import handy_time
 from analysis.report import save_figures
 from analysis.runs import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
+from backends.stepmetrics import StepMetrics
+from pipelinerl.accounting import StepRow
 from pipelinerl.errors import ConfigError
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -182,6 +185,31 @@ def _timeline(rows: list[dict[str, float]], rl_step: int | None, until_s: float)
     }
 
 
+METRICS: list[dict[str, float]] = [
+    {"step": 1, "reward/mean": 0.25, "ess/token_raw": 1.0, "ess/token_truncated": 1.0, "ess/lag_0": 1.0},
+    {"step": 2, "reward/mean": 0.5, "ess/token_raw": 0.75, "ess/token_truncated": 0.875, "ess/lag_0": 0.5}
+    | {"ess/lag_1": 0.75, "ess/lag_10": 0.25},
+    {"step": 3, "reward/mean": -0.5, "ess/token_raw": 0.5, "ess/token_truncated": 0.625, "ess/lag_1": 0.25},
+]
+"""What a real run of three optimizer steps logs, as far as figures show it."""
+
+
+def write_real_run(folder: Path, lines: list[dict[str, float]] = METRICS, **keywords: Any) -> Path:
+    """Write a small run folder with metrics, by default of as many steps as those."""
+    write_run(folder, **{"num_steps": len(lines)} | keywords)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def with_metrics(runs: list[Run]) -> list[Run]:
+    """Return runs of 200 steps as if they were real."""
+    rng = np.random.default_rng(3)
+    metrics = {"reward/mean": rng.uniform(0, 1, 200), "ess/token_raw": rng.uniform(0.8, 0.9, 200)}
+    metrics |= {"ess/token_truncated": rng.uniform(0.9, 1, 200)}
+    metrics |= {f"ess/lag_{lag}": np.full(200, 1 - lag / 50) for lag in range(9)}
+    return [replace(run, metrics=metrics) for run in runs]
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """A pipeline, and conventional with G = 32 and G = 8, in this order."""
@@ -227,6 +255,8 @@ FIGURES: dict[str, Callable[[list[Run], Comparison], Figure]] = {
     "timeline": lambda runs, _: figures.timeline(runs[0]),
     "time_split": lambda runs, _: figures.time_split(runs),
     "speedup_by_scenario": lambda _, comparison: figures.speedup_by_scenario(comparison),
+    "ess": lambda runs, _: learning.ess(with_metrics(runs)),
+    "reward": lambda runs, _: learning.reward(with_metrics(runs)),
 }
 
 
@@ -356,6 +386,71 @@ def test_a_comparison_without_an_arm_is_refused(tmp_path: Path) -> None:
     (tmp_path / "comparison.json").write_text('{"baseline": "a", "scenarios": []}')
     with pytest.raises(ConfigError, match=r"comparison.json has no arm yet"):
         read_comparison(tmp_path)
+
+
+def test_metrics_are_a_column_each_with_nan_where_a_line_lacks_them(tmp_path: Path) -> None:
+    run = read_run(write_real_run(tmp_path / "run"))
+    assert run.metrics["reward/mean"].tolist() == [0.25, 0.5, -0.5]
+    assert_allclose(run.metrics["ess/lag_1"], [np.nan, 0.75, 0.25])
+    assert run.has_ess
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path, text: str | None) -> None:
+    folder = write_run(tmp_path / "run", num_steps=2)
+    if text is not None:
+        (folder / "metrics.jsonl").write_text(text)
+    run = read_run(folder)
+    assert (run.metrics, run.has_ess) == ({}, False)
+
+
+def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
+    metrics, lines = StepMetrics(truncation=5.0), []
+    for step in (1, 2):
+        metrics.trained(np.log([1.0, 1.0, 2.0]), [0, 0, 0])
+        metrics.trainer_said({"loss": 0.1, "gradient_norm": float("inf")})  # may overflow: no figure shows it
+        row = StepRow(step, 10.0 * step, 5.0, 1.0, 4.0, BATCH, 1000, 0.0, 0, 0.0, 0.0, 8, 0, 0.5, 15.0)
+        lines.append({"step": step, **metrics.take(row, step_s=10.0)})
+    run = read_run(write_real_run(tmp_path / "run", lines))
+    assert_allclose(run.metrics["ess/token_raw"], 16 / 18)
+    assert_allclose(run.metrics["idle/trainer"], 0.4)
+
+
+def test_a_log_that_ends_before_the_table_of_steps_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+    run = read_run(write_real_run(tmp_path / "run", num_steps=5))
+    assert [len(line.get_xdata()) for axes in learning.reward([run]).axes for line in axes.lines] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"step": 2, "reward/mean": 0', ", column 29: not valid JSON: Expecting ',' delimiter"),
+        ("", ", column 1: not valid JSON: Expecting value"),
+        ("[2]", ": must hold a table, got list"),
+        ('{"reward/mean": 0.5}', ": step must be 2, got null"),
+        ('{"step": 3, "reward/mean": 0.5}', ": step must be 2, got 3"),
+        ('{"step": 2}', ": reward/mean is missing"),
+        ('{"step": 2, "reward/mean": NaN}', ": reward/mean must be a number, got NaN"),
+        ('{"step": 2, "reward/mean": 1, "ess/lag_0": Infinity}', ": ess/lag_0 must be a number, got Infinity"),
+        ('{"step": 2, "reward/mean": 1, "train/loss": "x"}', ': train/loss must be a number, got "x"'),
+        ('{"step": 2, "reward/mean": 1, "train/loss": true}', ": train/loss must be a number, got true"),
+        (f'{{"step": 2, "reward/mean": 1{"0" * 400}}}', f": reward/mean must be a number, got 1{'0' * 400}"),
+    ],
+)
+def test_a_broken_line_of_metrics_is_one_line_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = write_real_run(tmp_path / "run") / "metrics.jsonl"
+    first, _, third = path.read_text().splitlines()
+    path.write_text("\n".join([first, line, third]))
+    with pytest.raises(ConfigError) as caught:
+        read_run(path.parent)
+    assert str(caught.value) == f"{path}, line 2{message}"
+
+
+def test_more_lines_of_metrics_than_steps_are_refused(tmp_path: Path) -> None:
+    folder = write_real_run(tmp_path / "run", num_steps=2)
+    with pytest.raises(ConfigError) as caught:
+        read_run(folder)
+    assert str(caught.value) == f"{folder / 'metrics.jsonl'}, line 3: steps.csv has 2 optimizer steps only"
 
 
 # ------------------------------------------------------------------------------------------- figures
@@ -531,6 +626,78 @@ def test_speedup_by_scenario_marks_each_arm_in_each_row(comparison: Comparison) 
     assert [label.get_text() for label in axes.get_yticklabels()] == ["central", "long tail"]
 
 
+def test_ess_shows_each_step_raw_and_truncated_and_the_mean_of_each_lag(tmp_path: Path) -> None:
+    left, right = learning.ess([read_run(write_real_run(tmp_path / "run"))]).axes
+    raw, truncated = left.lines
+    assert np.column_stack(raw.get_data()).tolist() == [[1, 1.0], [2, 0.75], [3, 0.5]]
+    assert np.column_stack(truncated.get_data()).tolist() == [[1, 1.0], [2, 0.875], [3, 0.625]]
+    assert (raw.get_linestyle(), truncated.get_linestyle()) == ("-", "--")
+    [by_lag] = right.lines
+    assert np.column_stack(by_lag.get_data()).tolist() == [[0, 0.75], [1, 0.5], [10, 0.25]]  # steps that have the lag
+    assert left.get_ylim() == right.get_ylim() == pytest.approx((0.22, 1.03))
+
+
+def test_ess_of_1_shows_in_full(tmp_path: Path) -> None:
+    left, right = learning.ess([read_run(write_real_run(tmp_path / "run", METRICS[:1]))]).axes
+    assert left.get_ylim()[0] < 1.0 < left.get_ylim()[1]
+    assert right.lines[0].get_ydata().tolist() == [1.0]
+
+
+def test_ess_is_drawn_without_what_was_not_logged(tmp_path: Path) -> None:
+    left, right = learning.ess(
+        [read_run(write_real_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.0, "ess/token_raw": 0.5}]))]
+    ).axes
+    assert [line.get_ydata().tolist() for line in left.lines] == [[0.5]]
+    assert [len(line.get_ydata()) for line in right.lines] == [0]
+
+
+def test_reward_is_shown_against_steps_samples_and_time(tmp_path: Path) -> None:
+    run = read_run(write_real_run(tmp_path / "run", rl_step=1))  # 61.5 s per step
+    steps, samples, time = learning.reward([run]).axes
+    for axes, position in ((steps, [1, 2, 3]), (samples, [64, 128, 192]), (time, [61.5 / 60, 2.05, 3.075])):
+        [line] = axes.lines
+        assert_allclose(line.get_xdata(), position)
+        assert line.get_ydata().tolist() == [0.25, 0.5, -0.5]
+        assert axes.get_ylim()[0] < -0.5
+    assert [axes.get_xlabel() for axes in (steps, samples, time)] == [
+        "optimizer step",
+        "trained (samples)",
+        "time (min)",
+    ]
+
+
+def test_a_long_run_is_a_moving_mean_over_each_step(runs: list[Run]) -> None:
+    [run] = with_metrics(runs[:1])
+    figure = learning.reward([run])
+    each, mean = figure.axes[0].lines
+    reward = run.metrics["reward/mean"]
+    assert_allclose(each.get_ydata(), reward)
+    smooth = mean.get_ydata()
+    assert smooth[[0, 100, 199]] == pytest.approx([reward[:4].mean(), reward[97:104].mean(), reward[196:].mean()])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "pipeline",
+        "each step (thick: mean of 7 steps)",
+    ]
+
+
+def test_a_moving_mean_leaves_out_what_is_unknown() -> None:
+    nan = float("nan")
+    assert_allclose(learning._moving_mean(np.array([1.0, nan, 3.0, nan, nan, nan]), 1), [1, 2, 3, 3, nan, nan])
+
+
+@pytest.mark.parametrize("draw", [learning.ess, learning.reward])
+def test_simulated_runs_are_left_out_and_real_ones_keep_their_colour(
+    draw: Callable[[list[Run]], Figure], runs: list[Run], tmp_path: Path
+) -> None:
+    real = read_run(write_real_run(tmp_path / "real", rl_step=2))
+    lines = draw([*runs, real]).axes[0].lines
+    expected = figures.samples_against_time([*runs, real]).axes[0].lines[-1]
+    assert {line.get_color() for line in lines} == {expected.get_color()}
+    assert [line.get_label() for line in lines if not line.get_label().startswith("_")] == ["real"]
+    with pytest.raises(ConfigError, match="in pipeline, conventional G=32, conventional G=8"):
+        draw(runs)
+
+
 # --------------------------------------------------------------------------------------- house style
 
 
@@ -604,7 +771,7 @@ def test_within_a_method_colours_darken_with_lag(max_lags: list[int], method: st
 
 @given(st.floats(1e-3, 1e8))
 def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
-    seconds, symbol = figures._time_unit(longest_s)
+    seconds, symbol = handy_time(longest_s)
     assert {"s": 1, "min": 60, "h": 3600, "days": 86400}[symbol] == seconds
     assert longest_s / seconds >= 3 or symbol == "s"
     assert longest_s / seconds < 180 or symbol == "days"
@@ -653,6 +820,24 @@ def test_save_figures_writes_all_that_the_data_allow(runs: list[Run], comparison
     }
     assert sorted(paths) == sorted((tmp_path / "new" / "figures").iterdir())
     assert {path.suffix for path in paths} == {".png", ".pdf"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "added"),
+    [(METRICS, {"ess", "reward"}), ([{"step": 1, "reward/mean": 0.5}], {"reward"})],
+)
+def test_metrics_add_their_figures_and_leave_the_others_alone(
+    lines: list[dict[str, float]], added: set[str], tmp_path: Path
+) -> None:
+    real = read_run(write_real_run(tmp_path / "run", lines, num_steps=3))
+    simulated = replace(real, metrics={})
+    save_figures([simulated], tmp_path / "before")
+    save_figures([real], tmp_path / "after")
+    before, after = (
+        {path.name: path.read_bytes() for path in (tmp_path / one).iterdir()} for one in ("before", "after")
+    )
+    assert {Path(name).stem for name in after.keys() - before.keys()} == added
+    assert before == {name: after[name] for name in before}
 
 
 def test_a_run_without_window_and_timeline_has_the_other_figures(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ UNWRITABLE = "--out must be a folder that can be written, got "
         ("file", "x" * 300, f"{UNWRITABLE}{{tmp}}/{'x' * 300}: File name too long"),
     ],
 )
-def test_an_output_folder_that_is_taken_or_cannot_be_written_is_one_line(  # noqa: PLR0917
+def test_an_output_folder_that_is_taken_or_cannot_be_written_is_one_line(
     command: Command, tmp_path: Path, tiny: Path, name: str, there: str, out: str, line: str
 ) -> None:
     (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)

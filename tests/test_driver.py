@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import signal
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -31,9 +32,9 @@ from pipelinerl.trace import Trace, replay
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
-from backends.checkpoint import FOLDER, read_newest  # noqa: E402
-from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer  # noqa: E402
-from backends.run import drive  # noqa: E402
+from backends.checkpoint import FOLDER, read_newest
+from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer
+from backends.run import drive
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -238,7 +239,7 @@ class Killer(FakeTrainer):
 def test_a_run_survives_the_loss_of_an_engine(tmp_path, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16)
     parts = parts_of(config)
-    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: parts.engines[1].die())
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_books(tmp_path / "run", config, summary)
     assert summary["engine_restarts"] == 1
@@ -248,7 +249,7 @@ def test_a_run_survives_the_loss_of_an_engine(tmp_path, weight_update):
 def test_an_engine_that_is_lost_too_often_ends_the_run(tmp_path):
     config = config_of(train={"engine": {"restarts": 0}}, steps=50, longest=40)
     parts = parts_of(config)
-    parts.trainer = Killer(train_batch_size=8, at=2, do=lambda: parts.engines[1].die())
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     with pytest.raises(BackendError, match="engine lost"):
         run(config, tmp_path / "run", parts)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 2
@@ -273,8 +274,6 @@ def test_a_reward_that_is_not_a_number_fails_its_rollout(tmp_path):
 
 
 def test_a_reward_that_takes_for_ever_fails_its_rollout(tmp_path):
-    import time
-
     class Slow(Letters):
         def reward(self, problem, answer):
             time.sleep(0.3 if problem.expected == 0 else 0.0)

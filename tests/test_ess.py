@@ -164,8 +164,6 @@ def test_the_metrics_of_two_answers() -> None:
             "ess/lag_1": 1.0,
             "ess/lag_3": 1.0,
             "mismatch/kl": (2 * kl[2.0] + kl[0.5] + kl[1.0]) / 4,
-            "mismatch/kl_at_lag_0": (kl[0.5] + kl[1.0]) / 2,
-            "mismatch/log_ratio_abs_max_at_lag_0": math.log(2),
             "mismatch/truncated_share": 0.5,
         }
     )
@@ -179,8 +177,19 @@ def test_without_lag_0_there_is_no_floor() -> None:
     assert stats.ess_by_lag() == {2: 1.0}
 
 
+def test_the_floor_counts_answers_of_lag_0_alone() -> None:
+    stats = RatioStats(truncation=5.0)
+    stats.add(np.log([3.0, 3.0]), [1, 0])  # its last token was sampled on keys and values of older weights
+    stats.add(np.log([2.0, 1.0]), [0, 0])
+    stats.add(np.log([0.5, 1.0]), [0, 0])
+    metrics = stats.metrics()
+    assert metrics["mismatch/kl_at_lag_0"] == pytest.approx(((1 - math.log(2)) + (math.log(2) - 0.5)) / 4)
+    assert metrics["mismatch/log_ratio_abs_max_at_lag_0"] == pytest.approx(math.log(2))
+
+
 def test_a_lag_0_of_equal_log_probabilities_reads_zero() -> None:
     stats = RatioStats(truncation=5.0)
+    stats.add([0.0, 0.0], [0, 0])
     stats.add([0.0, 0.7], [0, 1])
     assert stats.metrics()["mismatch/kl_at_lag_0"] == 0.0
     assert stats.metrics()["mismatch/log_ratio_abs_max_at_lag_0"] == 0.0

@@ -11,7 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
-TRAINING = {"torch", "vllm", "deepspeed", "ray", "transformers", "safetensors", "tensorboard", "wandb"}
+TRAINING = {
+    "torch",
+    "vllm",
+    "deepspeed",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "psutil",
+    "tensorboard",
+    "wandb",
+}
 TRAINING |= {"datasets", "math_verify"}  # tasks
 MAY_IMPORT = {
     "pipelinerl": {"pipelinerl", "numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},

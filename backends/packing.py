@@ -1,0 +1,123 @@
+"""Rollouts of one micro-batch, packed into rows of tokens and split over the trainer's ranks.
+
+A row is one forward pass of one rank: whole sequences one after the other, without padding between them.
+Positions start again at 0 with each sequence, which is how attention tells them apart.
+
+All ranks get the same number of rows, because they meet in collectives during every row. As the i-th rows of all
+ranks run at the same time and the longest of them sets the pace, rows of about the same length go together.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backends.interface import Sample
+
+# Legend of shapes: N tokens of a row, prompts included; M answer tokens of a row; S sequences of a row.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Some whole sequences, one after the other. A row without any has one token and trains on nothing."""
+
+    sample_index_S: tuple[int, ...]
+    """Which sample each sequence is: its index in the list that was packed, rising."""
+    token_N: NDArray[np.int64]
+    """Tokens of prompts and answers."""
+    position_N: NDArray[np.int64]
+    """Position of each in its sequence, from 0."""
+    predictor_M: NDArray[np.int64]
+    """Where in the row each answer token is predicted: the index of the token before it, rising."""
+    answer_M: NDArray[np.int64]
+    """Answer tokens."""
+    sequence_M: NDArray[np.int64]
+    """Which sequence of the row each belongs to, 0 to S - 1."""
+    behaviour_logprob_M: NDArray[np.float32]
+    """Log-probability of each under the weights that sampled it (nats)."""
+    advantage_M: NDArray[np.float32]
+    """Advantage of each: its sample's."""
+    reward_M: NDArray[np.float32]
+    """Reward of each: its sample's."""
+
+    def split(self, value_M: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
+        """Return a value of each answer token by sample: index of the sample -> shape [T]."""
+        ends_S = np.bincount(self.sequence_M, minlength=len(self.sample_index_S)).cumsum()
+        return dict(zip(self.sample_index_S, np.split(value_M, ends_S[:-1]), strict=True)) if len(ends_S) else {}
+
+
+def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list[list[PackedRow]]:
+    """Pack samples into rows of nearly equal length, as many for every rank.
+
+    Begins with as few rows as the tokens could fit into and gives each sample, longest first, to the shortest row;
+    as long as that does not fit, with one more row per rank. The same input gives the same rows.
+
+    Args:
+        samples: What to train on.
+        pack_tokens: Largest length of a row (tokens).
+        num_ranks: Ranks of the trainer (count).
+
+    Returns:
+        Per rank its rows, at least one. The tokens of two ranks differ by at most as much as two rows do.
+
+    Raises:
+        ValueError: If a sample is longer than ``pack_tokens``, or its prompt is empty.
+    """
+    length_B = [len(sample.prompt_P) + len(sample.answer_T) for sample in samples]
+    for sample, length in zip(samples, length_B, strict=True):
+        if length > pack_tokens:
+            raise ValueError(
+                f"pack_tokens must be at least the length of every sequence, got pack_tokens={pack_tokens}, "
+                f"rollout {sample.rollout_id} has {length} tokens"
+            )
+        if not len(sample.prompt_P):
+            raise ValueError(f"prompt_P must have at least one token, rollout {sample.rollout_id} has none")
+    longest_first = sorted(range(len(samples)), key=lambda index: (-length_B[index], index))
+    rows_per_rank = max(1, -(-sum(length_B) // (pack_tokens * num_ranks)))
+    while (rows := _fill(longest_first, length_B, pack_tokens, rows_per_rank * num_ranks)) is None:
+        rows_per_rank += 1
+    rows.sort(key=lambda row: -sum(length_B[index] for index in row))
+    return [[_row(samples, indices) for indices in rows[rank::num_ranks]] for rank in range(num_ranks)]
+
+
+def _fill(longest_first: list[int], length_B: list[int], pack_tokens: int, num_rows: int) -> list[list[int]] | None:
+    """Return the samples of each row, or None if some sample fits into none."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    shortest = [(0, row) for row in range(num_rows)]  # heap of (tokens, row)
+    for index in longest_first:
+        tokens, row = shortest[0]
+        if tokens + length_B[index] > pack_tokens:
+            return None
+        rows[row].append(index)
+        heapq.heapreplace(shortest, (tokens + length_B[index], row))
+    return rows
+
+
+def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
+    indices = sorted(indices)
+    packed = [samples[index] for index in indices]
+    if not packed:
+        nothing, no_number = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        token = np.zeros(1, np.int64)
+        return PackedRow((), token, token, nothing, nothing, nothing, no_number, no_number, no_number)
+    prompt_S = np.array([len(sample.prompt_P) for sample in packed])
+    answer_S = np.array([len(sample.answer_T) for sample in packed])
+    start_S = np.cumsum(prompt_S + answer_S) - (prompt_S + answer_S)
+    first_S = np.cumsum(answer_S) - answer_S
+    sequence_M = np.repeat(np.arange(len(packed)), answer_S)
+    within_M = np.arange(len(sequence_M)) - first_S[sequence_M]
+    return PackedRow(
+        sample_index_S=tuple(indices),
+        token_N=np.concatenate([part for sample in packed for part in (sample.prompt_P, sample.answer_T)]),
+        position_N=np.concatenate([np.arange(length) for length in prompt_S + answer_S]),
+        predictor_M=(start_S + prompt_S - 1)[sequence_M] + within_M,
+        answer_M=np.concatenate([sample.answer_T for sample in packed]),
+        sequence_M=sequence_M,
+        behaviour_logprob_M=np.concatenate([sample.behaviour_logprob_T for sample in packed]),
+        advantage_M=np.array([sample.advantage for sample in packed], np.float32)[sequence_M],
+        reward_M=np.array([sample.reward for sample in packed], np.float32)[sequence_M],
+    )

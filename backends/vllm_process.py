@@ -1,0 +1,138 @@
+"""Starting and ending vLLM: what an engine is to be, and the processes it consists of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from backends.weight_transfer import FILE_TRANSPORT
+from pipelinerl.errors import ConfigError
+
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Seconds that vLLM's processes have to end before they are killed."""
+MIN_BATCHED_TOKENS = 8192
+"""Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMSettings:
+    """What an engine is to be."""
+
+    index: int
+    """Number of the engine, for messages."""
+    model_path: str
+    """Folder in Hugging Face format; its weights are version 0."""
+    num_slots: int
+    """Sequences in progress at a time (count). Paper symbol H."""
+    max_tokens: int
+    """Longest prompt and answer together (tokens)."""
+    device: Literal["cpu", "gpu"]
+    """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
+    transport: Literal["file", "nccl"] = "file"
+    """How weights arrive; every ``Weights.location`` begins with it."""
+    tensor_parallel: int = 1
+    """Accelerators that share the model (count)."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that the engine takes (no unit)."""
+    colocated: bool = False
+    """Whether the trainer uses the same GPUs, in turn: then ``sleep`` and ``wake`` do something."""
+    cpu_kv_cache_gib: int = 1
+    """KV cache on CPU (GiB)."""
+    cpu_cores: str | None = None
+    """Cores that the workers compute on, such as ``0`` or ``0-3``. None: vLLM chooses."""
+    start_timeout_s: float = 1200.0
+    """Seconds the start may take."""
+    update_timeout_s: float = 600.0
+    """Seconds each phase of an update, and every call but ``generate``, may take."""
+
+
+def make_llm(settings: VLLMSettings) -> Any:
+    """Start vLLM's processes and return its client; blocks until the model is loaded.
+
+    Raises:
+        ConfigError: If vLLM is not installed.
+    """
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "pipelinerl" not in plugins.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{plugins},pipelinerl"
+    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(settings.start_timeout_s))
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
+    if settings.cpu_cores is not None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
+    for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: pip install 'pipelinerl[train-{settings.device}]'"
+        ) from error
+    arguments = AsyncEngineArgs(
+        model=settings.model_path,
+        dtype="float32" if settings.device == "cpu" else "bfloat16",
+        enforce_eager=settings.device == "cpu",
+        max_model_len=settings.max_tokens,
+        max_num_seqs=settings.num_slots,
+        max_num_batched_tokens=max(MIN_BATCHED_TOKENS, settings.num_slots),
+        tensor_parallel_size=settings.tensor_parallel,
+        distributed_executor_backend="mp",
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_sleep_mode=settings.colocated and settings.device == "gpu",
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend=FILE_TRANSPORT if settings.transport == "file" else "nccl"),
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def check_model(settings: VLLMSettings) -> None:
+    """Refuse what would go wrong without a word.
+
+    Raises:
+        ConfigError: If the folder has no config.json, or input and output embeddings are one parameter and the
+            device is a CPU: vLLM's output layer there keeps the old weights in every update.
+    """
+    config = Path(settings.model_path) / "config.json"
+    if not config.exists():
+        raise ConfigError(f"train.model.path must be a folder in Hugging Face format, {config} is not there")
+    if settings.device == "cpu" and json.loads(config.read_text()).get("tie_word_embeddings", False):
+        raise ConfigError(
+            f"train.model.path must be a model without tied embeddings on CPU, got tie_word_embeddings=true in {config}"
+        )
+
+
+def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:
+    """Return the child processes that have been started since ``before``, and all of theirs."""
+    import psutil  # type: ignore[import-untyped]
+
+    tree: list[Any] = []
+    for child in set(multiprocessing.active_children()) - before:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(child.pid)
+            tree += [process, *process.children(recursive=True)]
+    return tree
+
+
+def end_processes(processes: list[Any]) -> None:
+    """Tell processes to end, and kill those that do not; blocks until there are none."""
+    if not processes:
+        return
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=SHUTDOWN_TIMEOUT_S)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=SHUTDOWN_TIMEOUT_S)

@@ -1,0 +1,381 @@
+"""What the model is asked, and what its answers are worth.
+
+A task is an endless list of training problems and a finite list of held-out ones; no problem is in both.
+The problem behind an index depends on the index alone, so a run that goes on from a checkpoint needs one number
+to ask the same questions. Past the last training problem the list starts again, in the same order: index
+``i + count`` is problem ``i``. Held-out indices wrap the same way, from ``num_held_out`` on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.trainconfig import TaskConfig
+
+BUILT_IN = "arithmetic, math or package.module:attribute"
+INSTALL_MATH = "pip install 'pipelinerl[math]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question."""
+
+    prompt: str
+    """What the model continues."""
+    expected: Any = None
+    """What the task needs to judge an answer; nobody else looks at it."""
+
+
+class Task(Protocol):
+    """What a task must offer. All of it may be called from any thread."""
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Distinct held-out problems (count). None: as many as are asked for."""
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        """Return a problem, which is a function of the arguments alone.
+
+        Args:
+            index: At least 0; unbounded.
+            held_out: Whether it is a problem that is never trained on.
+        """
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return what an answer is worth (no unit): 1 for a right one, 0 for a wrong one. May raise.
+
+        Args:
+            problem: What was asked.
+            answer: Generated text, without the end token.
+        """
+
+
+class Arithmetic:
+    """Sums, differences and products of two whole numbers: ``12+7=``, answered by ``19`` and nothing else.
+
+    All ``len(operators) * (largest_operand + 1)**2`` problems are shuffled by ``seed``; every tenth is held out.
+    ``7+12`` and ``12+7`` are two problems.
+    """
+
+    def __init__(self, *, largest_operand: int = 49, operators: str = "+", seed: int = 0) -> None:
+        """Check the settings; nothing is generated yet.
+
+        Args:
+            largest_operand: Operands are 0 to this, both included (no unit).
+            operators: Which of ``+``, ``-`` and ``*``, each at most once.
+            seed: Shuffles the problems, and so decides which are held out.
+
+        Raises:
+            ValueError: If there are fewer than 10 problems, or an operator is unknown, repeated or missing.
+            TypeError: If a setting is of another type.
+        """
+        for name, value in (("largest_operand", largest_operand), ("seed", seed)):
+            if type(value) is not int:
+                raise TypeError(f"{name} must be a whole number, got {value!r}")
+        if largest_operand < 3:
+            raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
+        if not isinstance(operators, str) or not operators or set(operators) - set("+-*"):
+            raise ValueError(f"operators must be some of '+-*', got {operators!r}")
+        if len(set(operators)) < len(operators):
+            raise ValueError(f"operators must not repeat, got {operators!r}")
+        self._operands = largest_operand + 1
+        self._operators = operators
+        self._seed = seed
+        self._count = len(operators) * self._operands**2
+        self._num_held_out = self._count // 10
+
+    @property
+    def num_held_out(self) -> int:
+        """Distinct held-out problems (count)."""
+        return self._num_held_out
+
+    @property
+    def num_training(self) -> int:
+        """Distinct training problems (count)."""
+        return self._count - self._num_held_out
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        """Return the problem behind an index; see the top of the file."""
+        place = index % self._num_held_out if held_out else self._num_held_out + index % self.num_training
+        pair, operator = divmod(shuffled(place, count=self._count, seed=self._seed), len(self._operators))
+        left, right = divmod(pair, self._operands)
+        match self._operators[operator]:
+            case "+":
+                expected = left + right
+            case "-":
+                expected = left - right
+            case _:
+                expected = left * right
+        return Problem(prompt=f"{left}{self._operators[operator]}{right}=", expected=str(expected))
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return 1 if the answer is the number, in its shortest form, up to surrounding space; else 0."""
+        return float(answer.strip() == problem.expected)
+
+
+class Math:
+    """Questions and answers from a file; an answer is right if math-verify finds it equal to the expected one.
+
+    Rewards are computed without a time limit, since math-verify's works in the main thread only. An answer such as
+    ``9^{9^{9^{9}}}`` then never returns, and may hold the interpreter's lock meanwhile.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        prompt_key: str = "problem",
+        answer_key: str = "answer",
+        template: str = "{problem}",
+        split: str = "train",
+        held_out_path: str | None = None,
+        held_out_split: str = "test",
+        held_out_share: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        """Read the problems.
+
+        Args:
+            path: A JSONL file (``.jsonl``), a folder written by ``datasets`` (``save_to_disk``), or whatever else
+                ``datasets.load_dataset`` accepts.
+            prompt_key: Key or column of the question.
+            answer_key: Key or column of the expected answer: an expression, or a text that ends in one.
+            template: The prompt; ``{problem}`` stands for the question.
+            split: Split to train on, where ``path`` has several.
+            held_out_path: Where the held-out problems are. None: a share of ``path`` is held out. Questions that
+                are also in ``path`` are not trained on.
+            held_out_split: Split of ``held_out_path``.
+            held_out_share: Share of the problems that is held out (in [0, 1)); without ``held_out_path`` only.
+            seed: Shuffles the training problems, and decides which are held out.
+
+        Raises:
+            ConfigError: If a file is missing or broken, no problem is left to train on, a setting is out of range,
+                or ``datasets`` or ``math-verify`` is not installed.
+        """
+        if "{problem}" not in template:
+            raise ConfigError(f"train.task.settings.template must contain {{problem}}, got {template!r}")
+        if not 0 <= held_out_share < 1:
+            raise ConfigError(f"train.task.settings.held_out_share must be in [0, 1), got {held_out_share!r}")
+        self._math_verify = _import_or_explain("math_verify", setting="name", value="math")
+
+        def problems(setting: str, where: str, part: str) -> list[Problem]:
+            rows = _rows(setting, where, part)
+            pairs = [_question(row, place, keys=(prompt_key, answer_key)) for place, row in rows]
+            return [Problem(prompt=template.replace("{problem}", text), expected=answer) for text, answer in pairs]
+
+        found = problems("path", path, split)
+        order = [found[shuffled(place, count=len(found), seed=seed)] for place in range(len(found))]
+        if held_out_path is None:
+            size = int(held_out_share * len(order))
+            self._held_out, rest = order[:size], order[size:]
+        else:
+            self._held_out, rest = problems("held_out_path", held_out_path, held_out_split), order
+        known = {problem.prompt for problem in self._held_out}
+        self._training = [problem for problem in rest if problem.prompt not in known]
+        if not self._training:
+            raise ConfigError(f"train.task.settings.path must have problems that are not held out, got {path!r}")
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out problems (count)."""
+        return len(self._held_out)
+
+    @property
+    def num_training(self) -> int:
+        """Training problems (count)."""
+        return len(self._training)
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        """Return the problem behind an index; see the top of the file.
+
+        Raises:
+            ValueError: If a held-out problem is asked for and there is none.
+        """
+        problems = self._held_out if held_out else self._training
+        if not problems:
+            raise ValueError("no problem is held out")
+        return problems[index % len(problems)]
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return 1 if the answer equals the expected one, else 0. An answer that cannot be read is wrong.
+
+        Raises:
+            ValueError: If the expected answer cannot be read.
+        """
+        parse, verify = self._math_verify.parse, self._math_verify.verify
+        plain = not any(mark in problem.expected for mark in ("$", "\\boxed", "\\(", "\\["))
+        text = f"${problem.expected}$" if plain else problem.expected
+        expected = parse(text, parsing_timeout=None)
+        if not expected:
+            raise ValueError(f"the expected answer must be an expression, got {problem.expected!r}")
+        return float(verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
+    """Return what is added to the reward of an answer that comes near the length limit.
+
+    p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before. Source: Yu et al. 2025
+    (DAPO, arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128).
+
+    Args:
+        num_tokens: Length L of the answer (tokens).
+        max_tokens: Length L_max at which answers are cut (tokens).
+        overlong_tokens: Width b of the slope (tokens). 0: no penalty at any length.
+
+    Returns:
+        A value in [-1, 0].
+
+    Raises:
+        ValueError: If a number is negative.
+    """
+    for name, value in (("num_tokens", num_tokens), ("max_tokens", max_tokens), ("overlong_tokens", overlong_tokens)):
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if overlong_tokens == 0:
+        return 0.0
+    excess = num_tokens - (max_tokens - overlong_tokens)
+    return -min(max(excess / overlong_tokens, 0.0), 1.0)
+
+
+def shuffled(place: int, *, count: int, seed: int) -> int:
+    """Return what stands at a place of 0..count-1 after shuffling, without making the list.
+
+    A Feistel network of four rounds on the next even number of bits; values past the end go through it again.
+
+    Args:
+        place: In [0, count).
+        count: Length of the list (count).
+        seed: Which shuffle.
+
+    Returns:
+        A value in [0, count); every value has one place.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{seed} {turn} {right}".encode(), digest_size=16).digest()
+            left, right = right, left ^ int.from_bytes(digest, "big") & mask
+        place = left << half | right
+        if place < count:
+            return place
+
+
+def load_task(config: TaskConfig) -> Task:
+    """Return the task that a run file names.
+
+    Args:
+        config: The table ``train.task``.
+
+    Returns:
+        A built-in task, or what the user's own class or function returns for the settings.
+
+    Raises:
+        ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
+    """
+    known = {"arithmetic": Arithmetic, "math": Math}
+    factory: Any = known.get(config.name) or _attribute(config.name)
+    try:
+        task = factory(**config.settings)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"train.task.settings must suit {config.name}: {_line(error)}, got {config.settings}"
+        ) from error
+    if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
+        raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}")
+    if not hasattr(task, "num_held_out"):
+        raise ConfigError(f"train.task.name must be a task with num_held_out, got {config.name!r}")
+    return cast(Task, task)
+
+
+def _attribute(name: str) -> Any:
+    """Return what ``package.module:attribute`` names."""
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and attribute and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
+        raise ConfigError(f"train.task.name must be {BUILT_IN}, got {name!r}")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the user's own module may raise anything
+        reason = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(f"train.task.name must be importable, got {name!r} ({reason})") from error
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise ConfigError(f"train.task.name must name an attribute of {module_name}, got {name!r}") from error
+    if not callable(found):
+        raise ConfigError(f"train.task.name must be a class or a function, got {name!r}")
+    return found
+
+
+def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Yield the rows of a file, each with where it is."""
+    key = f"train.task.settings.{setting}"
+    if not path.endswith(".jsonl"):
+        yield from ((f"{path} row {row}", fields) for row, fields in enumerate(_data_set(key, path, split)))
+        return
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} must be a readable file, got {path!r} ({_line(error)})") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path} line {number} must be JSON: {_line(error)}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path} line {number} must be a JSON object, got {line.strip()[:60]!r}")
+        yield f"{path} line {number}", row
+
+
+def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
+    """Return the rows of one split of anything that ``datasets`` reads."""
+    datasets = _import_or_explain("datasets", setting=key.removeprefix("train.task."), value=path)
+    folder = Path(path)
+    try:
+        if (folder / "dataset_dict.json").exists():
+            return cast("Iterable[Mapping[str, Any]]", datasets.load_from_disk(path)[split])
+        if (folder / "state.json").exists():
+            return cast("Iterable[Mapping[str, Any]]", datasets.load_from_disk(path))
+        return cast("Iterable[Mapping[str, Any]]", datasets.load_dataset(path, split=split))
+    except Exception as error:  # its errors have no common root
+        reason = f"split {split!r}: {type(error).__name__}: {_line(error)}"
+        raise ConfigError(f"{key} must be a file or data set that can be read, got {path!r} ({reason})") from error
+
+
+def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> tuple[str, str]:
+    """Return question and expected answer of a row."""
+    question, answer = (row.get(key) for key in keys)
+    if not isinstance(question, str) or not question:
+        raise ConfigError(f"{place} must have a text under {keys[0]!r} (prompt_key), got {question!r}")
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not number and not (isinstance(answer, str) and answer.strip()):
+        raise ConfigError(f"{place} must have a text or a number under {keys[1]!r} (answer_key), got {answer!r}")
+    return question, str(answer)
+
+
+def _import_or_explain(module: str, *, setting: str, value: str) -> Any:
+    """Return an optional package, or say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        needs = f"needs {module.replace('_', '-')}: {INSTALL_MATH}"
+        raise ConfigError(f"train.task.{setting}={value!r} {needs}") from error
+
+
+def _line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,37 @@
+"""Make the tiny model of the examples and tests; takes about a minute on one core.
+
+    python scripts/make_tiny_model.py models/tiny_arithmetic
+
+What it is and how it is fitted stands in ``backends/tiny_model.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make the model; print its success rate on held-out problems.
+
+    Args:
+        arguments: The folder to write to; left out, ``models/tiny_arithmetic``.
+
+    Returns:
+        Exit status: 0 done, 2 wrong arguments.
+    """
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        sys.stderr.write("usage: make_tiny_model.py [FOLDER]\n")
+        return 2
+    folder = arguments[0] if arguments else "models/tiny_arithmetic"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from backends.tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load
+
+    rate = make_tiny_model(folder)
+    sys.stdout.write(f"{folder}: {100 * rate:.1f} % of held-out problems answered right at temperature 1\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,223 @@
+"""Tasks: what is asked, what is held out, what is right."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
+from pipelinerl.trainconfig import TaskConfig
+
+
+def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
+    count = task.num_held_out if held_out else task.num_training
+    return [task.problem(index, held_out=held_out).prompt for index in range(count)]
+
+
+def in_a_thread(call: Callable[[], float]) -> float:
+    results: list[float] = []
+    thread = Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_no_held_out_problem_is_trained_on_and_none_is_left_out() -> None:
+    task = Arithmetic(largest_operand=5, operators="+-*")
+    held_out, training = prompts(task, held_out=True), prompts(task, held_out=False)
+    assert sorted(held_out + training) == sorted(f"{a}{o}{b}=" for o in "+-*" for a in range(6) for b in range(6))
+    assert (task.num_held_out, task.num_training) == (10, 98)
+
+
+def test_problems_wrap_around() -> None:
+    task = Arithmetic()
+    assert (task.num_held_out, task.num_training) == (250, 2250)
+    assert task.problem(2250 + 3, held_out=False) == task.problem(3, held_out=False)
+    assert task.problem(250 + 3, held_out=True) == task.problem(3, held_out=True)
+
+
+def test_the_seed_decides_what_is_held_out() -> None:
+    first, again, other = (set(prompts(Arithmetic(seed=seed), held_out=True)) for seed in (0, 0, 1))
+    assert first == again
+    assert len(first & other) < 100
+
+
+@pytest.mark.parametrize(("operator", "value"), [("+", 10), ("-", -4), ("*", 21)])
+def test_the_expected_answer_is_the_number(operator: str, value: int) -> None:
+    task = Arithmetic(largest_operand=7, operators=operator)
+    problems = [task.problem(index, held_out=held_out) for index in range(64) for held_out in (True, False)]
+    assert Problem(prompt=f"3{operator}7=", expected=str(value)) in problems
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("19", 1), (" 19\n", 1), ("019", 0), ("1", 0), ("", 0), ("19=", 0)])
+def test_only_the_number_is_right(answer: str, reward: float) -> None:
+    assert Arithmetic().reward(Problem(prompt="12+7=", expected="19"), answer) == reward
+
+
+@given(count=st.integers(1, 300), seed=st.integers(0, 10))
+def test_shuffled_is_a_permutation(count: int, seed: int) -> None:
+    assert sorted(shuffled(place, count=count, seed=seed) for place in range(count)) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (101, -1), (1000, -1)]
+)
+def test_the_overlong_penalty_falls_to_minus_one_and_stays(num_tokens: int, penalty: float) -> None:
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=20) == penalty
+
+
+def test_no_overlong_tokens_no_penalty() -> None:
+    assert overlong_penalty(1000, max_tokens=100, overlong_tokens=0) == 0
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens must be at least 0, got -1"):
+        overlong_penalty(-1, max_tokens=100, overlong_tokens=0)
+
+
+def load(name: str, **settings: Any) -> Task:
+    return load_task(TaskConfig(name=name, settings=settings))
+
+
+def test_a_task_is_loaded_by_name_or_path() -> None:
+    assert load("arithmetic", largest_operand=9).num_held_out == 10
+    assert load("pipelinerl.tasks:Arithmetic", largest_operand=9).num_held_out == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("sums", {}, r"train\.task\.name must be arithmetic, math or package\.module:attribute, got 'sums'"),
+        ("a:", {}, "got 'a:'"),
+        ("no_such_module:Task", {}, "must be importable, got 'no_such_module:Task' .*No module named"),
+        ("pipelinerl.tasks:Sums", {}, "must name an attribute of pipelinerl.tasks, got 'pipelinerl.tasks:Sums'"),
+        ("pipelinerl.tasks:BUILT_IN", {}, "must be a class or a function"),
+        ("builtins:dict", {}, "must be a task with problem and reward"),
+        ("arithmetic", {"largest": 3}, r"train\.task\.settings must suit arithmetic: .*'largest', got {'largest': 3}"),
+        ("arithmetic", {"largest_operand": 2}, "largest_operand must be at least 3, got 2"),
+        ("arithmetic", {"largest_operand": "9"}, "largest_operand must be a whole number, got '9'"),
+        ("arithmetic", {"operators": "/"}, "operators must be some of"),
+        ("arithmetic", {"operators": "++"}, "operators must not repeat"),
+        ("math", {}, "settings must suit math: .*'path'"),
+    ],
+)
+def test_a_wrong_task_is_one_line(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"needs math-verify: pip install 'pipelinerl\[math\]'"):
+        load("math", path="problems.jsonl")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "problems.jsonl"
+    rows = [{"problem": f"What is {n}/2?", "answer": f"\\frac{{{n}}}{{2}}"} for n in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_share_of_the_file_is_held_out(file: Path) -> None:
+    task = Math(path=str(file), held_out_share=0.25, template="Q: {problem}\nA:")
+    held_out, training = prompts(task, held_out=True), prompts(task, held_out=False)
+    assert (len(held_out), len(training)) == (5, 15)
+    assert set(held_out + training) == {f"Q: What is {n}/2?\nA:" for n in range(20)}
+    assert task.problem(15, held_out=False) == task.problem(0, held_out=False)
+
+
+def test_questions_of_the_held_out_file_are_not_trained_on(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "held_out.jsonl"
+    other.write_text('{"problem": "What is 3/2?", "answer": 1.5}\n', encoding="utf-8")
+    task = Math(path=str(file), held_out_path=str(other))
+    assert task.problem(0, held_out=True) == Problem(prompt="What is 3/2?", expected="1.5")
+    assert task.num_training == 19
+    assert "What is 3/2?" not in prompts(task, held_out=False)
+
+
+def test_without_held_out_problems_asking_for_one_is_an_error(file: Path) -> None:
+    with pytest.raises(ValueError, match="no problem is held out"):
+        Math(path=str(file), held_out_share=0.0).problem(0, held_out=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "reward"),
+    [
+        ("\\frac{1}{2}", "so it is $0.5$", 1),
+        ("\\frac{1}{2}", "so it is $\\boxed{\\frac{2}{4}}$.", 1),
+        ("0.5", "1/2", 1),
+        ("First $2 + 2 = 4$, so $\\boxed{4}$", "4", 1),
+        ("\\frac{1}{2}", "$\\frac{1}{3}$", 0),
+        ("\\frac{1}{2}", "", 0),
+        ("\\frac{1}{2}", "$\\frac{1", 0),
+    ],
+)
+def test_answers_are_compared_as_mathematics_in_a_thread(file: Path, expected: str, answer: str, reward: float) -> None:
+    task = Math(path=str(file))
+    assert in_a_thread(lambda: task.reward(Problem(prompt="?", expected=expected), answer)) == reward
+
+
+def test_an_expected_answer_that_cannot_be_read_is_an_error(file: Path) -> None:
+    with pytest.raises(ValueError, match="the expected answer must be an expression, got ''"):
+        Math(path=str(file)).reward(Problem(prompt="?", expected=""), "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"problem": "a", "answer": 1}\n{"problem"\n', r"bad\.jsonl line 2 must be JSON: "),
+        ("[1]\n", r"bad\.jsonl line 1 must be a JSON object, got '\[1\]'"),
+        ('{"question": "a", "answer": 1}\n', r"line 1 must have a text under 'problem' \(prompt_key\), got None"),
+        ('\n{"problem": "a"}\n', r"line 2 must have a text or a number under 'answer' \(answer_key\), got None"),
+        ("", r"settings\.path must have problems that are not held out"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, message: str) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load("math", path=str(path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"path": "no.jsonl"},
+            r"train\.task\.settings\.path must be a readable file, got 'no\.jsonl' \(.*No such file",
+        ),
+        ({"path": "a.jsonl", "template": "Q"}, r"settings\.template must contain {problem}, got 'Q'"),
+        ({"path": "a.jsonl", "held_out_share": 1}, r"settings\.held_out_share must be in \[0, 1\), got 1"),
+    ],
+)
+def test_wrong_settings_of_math_are_named(settings: dict[str, Any], message: str) -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ConfigError, match=message):
+        load("math", **settings)
+
+
+def test_a_saved_data_set_is_read_like_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"q": ["1+1", "1+2"], "a": ["2", "3"]})
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "splits"))
+    for folder in ("one", "splits"):
+        task = Math(path=str(tmp_path / folder), prompt_key="q", answer_key="a")
+        assert sorted(prompts(task, held_out=False)) == ["1+1", "1+2"]
+    with pytest.raises(ConfigError, match=r"settings\.path must be a file or data set that can be read, .*'test'"):
+        Math(path=str(tmp_path / "splits"), split="test")

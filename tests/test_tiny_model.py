@@ -1,0 +1,62 @@
+"""The tiny model: what is in its folder, and where it starts from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
+from pipelinerl.tasks import Arithmetic  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def test_an_unfitted_model_loads_and_is_never_right(tmp_path: Path) -> None:
+    rate = make_tiny_model(tmp_path, fit_steps=0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert rate < 0.02
+    assert sum(weights.numel() for weights in model.parameters()) == 82496
+    assert {weights.dtype for weights in model.parameters()} == {torch.float32}
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 1
+    assert len(tokenizer) == model.config.vocab_size == 64
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"] is False
+
+
+def test_every_character_is_one_token_and_comes_back() -> None:
+    tokenizer = make_tokenizer()
+    assert tokenizer.encode("3+4=") == [6, 13, 7, 16]
+    assert tokenizer.decode([6, 13, 7, 16]) == "3+4="
+    for index in range(Arithmetic().num_held_out):
+        prompt = Arithmetic().problem(index, held_out=True).prompt
+        assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+        assert tokenizer.unk_token_id not in tokenizer.encode(prompt)
+
+
+def test_one_seed_makes_one_model(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    rates = [make_tiny_model(tmp_path / name, seed=seed, fit_steps=5) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "c"))
+    assert rates[0] == rates[1]
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_negative_fit_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fit_steps must be at least 0, got -1"):
+        make_tiny_model(tmp_path, fit_steps=-1)
+
+
+@pytest.mark.slow
+def test_the_fitted_model_is_right_less_than_half_of_the_time(tmp_path: Path) -> None:
+    """The claim of the examples: a start between 20 % and 40 % on held-out problems."""
+    assert 0.2 < make_tiny_model(tmp_path) < 0.4
