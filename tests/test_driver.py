@@ -17,12 +17,9 @@ from hypothesis import strategies as st
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.events import (
-    DiscardRollouts,
     PublishWeights,
     RolloutFinished,
     StartRollout,
-    StartTraining,
-    TrainingFinished,
     WeightsLoaded,
 )
 from pipelinerl.runfolder import TRACE_FILE
@@ -31,6 +28,8 @@ from pipelinerl.trace import Trace, replay
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
+
+from books import check_books, records
 
 from backends.checkpoint import FOLDER, read_newest
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer
@@ -105,37 +104,6 @@ def run(config, out, parts, *, resume=False):
         out=out,
         checkpoint=checkpoint,
     )
-
-
-def records(out):
-    return list(Trace(out / TRACE_FILE).records())
-
-
-def check_books(out, config, summary):
-    """What must hold of any finished run, whatever happened in it."""
-    assert replay(Trace(out / TRACE_FILE)).difference is None
-    rows = records(out)
-    trained = [r for row in rows if isinstance(row.command, StartTraining) for r in row.command.rollout_ids]
-    discarded = [r for row in rows if isinstance(row.command, DiscardRollouts) for r in row.command.rollout_ids]
-    finished = [row.event.rollout_id for row in rows if isinstance(row.event, RolloutFinished)]
-    assert len(trained) == config.optimizer_steps * config.scheduler.train_batch_size
-    assert len(set(trained)) == len(trained)  # none is trained on twice
-    assert len(set(finished)) == len(finished)  # none finishes twice
-    assert set(trained) <= set(finished)
-    assert not set(trained) & set(discarded)
-    versions = [row.event.version for row in rows if isinstance(row.event, TrainingFinished)]
-    assert sorted(set(versions) | {0}) == list(range(config.optimizer_steps + 1))
-    times = [row.time_s for row in rows]
-    assert times == sorted(times)
-    counts = summary["rollouts"]
-    ended = counts["trained"] + counts["discarded"] + counts["aborted"] + counts["failed"] + counts["unfinished"]
-    assert counts["started"] == ended
-    tokens = summary["tokens"]
-    assert tokens["generated"] == sum(tokens[k] for k in ("trained", "discarded", "aborted", "failed", "unfinished"))
-    with (out / "steps.csv").open() as file:
-        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, config.optimizer_steps + 1))
 
 
 # -------------------------------------------------------------------------------------- whole runs

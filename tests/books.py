@@ -1,0 +1,41 @@
+"""What must hold of the folder of any finished real run, whatever happened in it."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+from pipelinerl.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
+from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.trace import Trace, replay
+
+
+def records(out):
+    return list(Trace(out / TRACE_FILE).records())
+
+
+def check_books(out, config, summary):
+    """What must hold of any finished run, whatever happened in it."""
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    rows = records(out)
+    trained = [r for row in rows if isinstance(row.command, StartTraining) for r in row.command.rollout_ids]
+    discarded = [r for row in rows if isinstance(row.command, DiscardRollouts) for r in row.command.rollout_ids]
+    finished = [row.event.rollout_id for row in rows if isinstance(row.event, RolloutFinished)]
+    assert len(trained) == config.optimizer_steps * config.scheduler.train_batch_size
+    assert len(set(trained)) == len(trained)  # none is trained on twice
+    assert len(set(finished)) == len(finished)  # none finishes twice
+    assert set(trained) <= set(finished)
+    assert not set(trained) & set(discarded)
+    versions = [row.event.version for row in rows if isinstance(row.event, TrainingFinished)]
+    assert sorted(set(versions) | {0}) == list(range(config.optimizer_steps + 1))
+    times = [row.time_s for row in rows]
+    assert times == sorted(times)
+    counts = summary["rollouts"]
+    ended = counts["trained"] + counts["discarded"] + counts["aborted"] + counts["failed"] + counts["unfinished"]
+    assert counts["started"] == ended
+    tokens = summary["tokens"]
+    assert tokens["generated"] == sum(tokens[k] for k in ("trained", "discarded", "aborted", "failed", "unfinished"))
+    with (out / "steps.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, config.optimizer_steps + 1))
