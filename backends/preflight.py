@@ -25,7 +25,6 @@ class HuggingFaceCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.num_tokens = len(tokenizer)
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, without any that the tokenizer would add."""
@@ -85,7 +84,7 @@ def check(config: RunConfig) -> HuggingFaceCodec:
             "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
             f"the old output layer, got {train.model.path!r}"
         )
-    return _tokenizer(train.model.path)
+    return _tokenizer(train.model.path, num_embeddings=model.vocab_size)
 
 
 def check_evaluation(config: RunConfig, task: Task) -> None:
@@ -117,14 +116,14 @@ def _check_model(path: str) -> Any:
         raise ConfigError(f"train.model.path: its config.json cannot be used: {_first_line(error)}") from None
 
 
-def _tokenizer(path: str) -> HuggingFaceCodec:
+def _tokenizer(path: str, *, num_embeddings: int) -> HuggingFaceCodec:
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
         raise ConfigError(f"train.model.path: its tokenizer cannot be loaded: {_first_line(error)}") from None
-    if tokenizer.eos_token_id is None:
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= num_embeddings:  # beyond: made up by transformers
         raise ConfigError(f"train.model.path must have a tokenizer with an end token (eos_token), got {path!r}")
     return HuggingFaceCodec(tokenizer)
 

@@ -14,10 +14,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.mathtask import Verifiers
 from pipelinerl.trainconfig import TaskConfig
 
 BUILT_IN = "arithmetic, math or package.module:attribute"
@@ -124,8 +126,9 @@ class Arithmetic:
 class Math:
     """Questions and answers from a file; an answer is right if math-verify finds it equal to the expected one.
 
-    Rewards are computed without a time limit, since math-verify's works in the main thread only. An answer such as
-    ``9^{9^{9^{9}}}`` then never returns, and may hold the interpreter's lock meanwhile.
+    math-verify runs in up to ``mathtask.MAX_PROCESSES`` child processes, which end with the task. An answer that it
+    cannot verify within ``mathtask.VERIFY_LIMIT_S`` seconds, such as ``9^{9^{9^{9}}}``, is not right: its process is
+    killed, other answers are not touched. A reward takes about MEASURED.
     """
 
     def __init__(
@@ -164,7 +167,8 @@ class Math:
             raise ConfigError(f"train.task.settings.template must contain {{problem}}, got {template!r}")
         if not 0 <= held_out_share < 1:
             raise ConfigError(f"train.task.settings.held_out_share must be in [0, 1), got {held_out_share!r}")
-        self._math_verify = _import_or_explain("math_verify", setting="name", value="math")
+        _import_or_explain("math_verify", setting="name", value="math")
+        self._verifiers = Verifiers()
 
         def problems(setting: str, where: str, part: str) -> list[Problem]:
             rows = _rows(setting, where, part)
@@ -205,18 +209,19 @@ class Math:
         return problems[index % len(problems)]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Return 1 if the answer equals the expected one, else 0. An answer that cannot be read is wrong.
+        """Return 1 if the answer equals the expected one, else 0.
+
+        An answer that cannot be read, or not be verified in time, is wrong.
 
         Raises:
             ValueError: If the expected answer cannot be read.
+            RuntimeError: If math-verify raised an error, or cannot be started.
         """
-        parse, verify = self._math_verify.parse, self._math_verify.verify
         plain = not any(mark in problem.expected for mark in ("$", "\\boxed", "\\(", "\\["))
-        text = f"${problem.expected}$" if plain else problem.expected
-        expected = parse(text, parsing_timeout=None)
-        if not expected:
+        equal = self._verifiers.verify(f"${problem.expected}$" if plain else problem.expected, answer)
+        if equal is None:
             raise ValueError(f"the expected answer must be an expression, got {problem.expected!r}")
-        return float(verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None))
+        return float(equal)
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
@@ -294,9 +299,20 @@ def load_task(config: TaskConfig) -> Task:
         ) from error
     if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
         raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}")
-    if not hasattr(task, "num_held_out"):
-        raise ConfigError(f"train.task.name must be a task with num_held_out, got {config.name!r}")
+    _check_num_held_out(task, config.name)
     return cast(Task, task)
+
+
+def _check_num_held_out(task: Any, name: str) -> None:
+    """Raise ConfigError if a user's task does not say how many problems it holds out."""
+    try:
+        count = task.num_held_out
+    except Exception as error:  # the user's own property may raise anything
+        reason = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(f"train.task.name must be a task with num_held_out, got {name!r} ({reason})") from error
+    if count is not None and not (isinstance(count, Integral) and int(count) >= 0):
+        must = "must be a task whose num_held_out is a count of problems or None"
+        raise ConfigError(f"train.task.name {must}, got {count!r} from {name!r}")
 
 
 def _attribute(name: str) -> Any:

@@ -177,7 +177,8 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_trainer_was_killed(unfitted, t
     run.kill("TrainerRank")
     status, _, stderr = run.end()
     assert status == 1
-    assert "rank 0" in stderr.splitlines()[-1]
+    assert "phase=train rank=0" in stderr.splitlines()[-1]
+    assert "go on from a checkpoint" in stderr.splitlines()[-1]
     assert run.left_over() == []
 
     run = Process(unfitted, out, *sets, resume=True)
