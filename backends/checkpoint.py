@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backends.driver import DriverState
+from backends.state import DriverState
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.recording import Recording, RecordingMark

@@ -32,15 +32,15 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, assert_never
 
 import numpy as np
 
+from backends.fleet import Fleet, Seat
 from backends.interface import Engine, GenerateRequest, Sample, Trainer, Weights
 from backends.rollouts import Codec, RolloutData, lag_of_tokens, samples_of
-from backends.stepmetrics import StepMetrics
+from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
 from pipelinerl.events import (
@@ -62,7 +62,6 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler import Scheduler, make_scheduler
 from pipelinerl.tasks import Task, overlong_penalty
 
 T = TypeVar("T")
@@ -83,54 +82,6 @@ class Recorder(Protocol):
 
     def command(self, time_s: float, command: Command) -> None:
         """The scheduler gave a command."""
-
-
-@dataclass(slots=True)
-class DriverState:
-    """All that a run needs to go on, besides the trainer's own checkpoint (mutable, can be pickled)."""
-
-    scheduler: Scheduler
-    metrics: StepMetrics
-    rollouts: dict[int, RolloutData] = field(default_factory=dict)
-    """Started and neither trained on nor given up."""
-    in_flight: dict[int, int] = field(default_factory=dict)
-    """Engine of each rollout in progress."""
-    aborting: set[int] = field(default_factory=set)
-    """Rollouts in progress that nobody wants any more."""
-    scoring: set[int] = field(default_factory=set)
-    """Finished rollouts without a reward."""
-    micro_batches: list[StartTraining] = field(default_factory=list)
-    """Trained on in the optimizer step under way."""
-    pending: Event | None = None
-    """What the trainer has done but not reported."""
-    time_s: float = 0.0
-    """Seconds since the start of the run, while it ran."""
-    version: int = 0
-    """Optimizer steps the trainer has done."""
-    published: int = 0
-    """Version last handed to the engines."""
-
-
-class Seat:
-    """An engine and what the driver knows of it (mutable)."""
-
-    def __init__(self, index: int, engine: Engine) -> None:
-        self.index = index
-        self.engine = engine
-        self.version = 0  # that it has loaded
-        self.up = asyncio.Event()  # it answers
-        self.may_generate = asyncio.Event()  # its weights are what it says they are
-        self.idle = asyncio.Event()  # no rollout is in progress
-        self.idle.set()
-        self._num_in_flight = 0
-
-    def count(self, change: int) -> None:
-        """Count rollouts in progress."""
-        self._num_in_flight += change
-        if self._num_in_flight:
-            self.idle.clear()
-        else:
-            self.idle.set()
 
 
 class Driver:
@@ -168,14 +119,19 @@ class Driver:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
         self._config, self._train_config = config, config.train
-        self._seats = [Seat(index, engine) for index, engine in enumerate(engines)]
         self._trainer, self._task, self._codec, self._recorder = trainer, task, codec, recorder
         self._keeper = keeper
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
+        self._fleet = Fleet(
+            engines,
+            restarts=config.train.engine.restarts,
+            spawn=self._spawn,
+            on_update=self.metrics.updated,
+            on_restart=self.metrics.restarted,
+        )
         self._resumed = state is not None
         self._resume_from, self._export_to, self._meet = resume_from, export_to, meet
-        self._weights: Weights | None = None  # last published
         self._generating = True  # colocated only: the engines have the memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._trainer_task: asyncio.Task[None] | None = None
@@ -185,7 +141,7 @@ class Driver:
         self._interrupted = False
         self._frozen = False
         self._submitted: set[int] = set()  # rollouts that an engine knows
-        self._num_failed = self._num_restarts = 0
+        self._num_failed = 0
         self._began_s = 0.0
         self._rewards = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
 
@@ -243,20 +199,18 @@ class Driver:
     async def _bring_up(self) -> None:
         """Start trainer and engines; on going on, with the weights that the engines had."""
         state = self._state
-        starts = [self._start_trainer(), *(seat.engine.start() for seat in self._seats)]
         if self._config.colocated:  # one after the other: each takes the memory that the other has left
-            await starts.pop(0)
-        await asyncio.gather(*starts)
+            await self._start_trainer()
+            await self._fleet.start()
+        else:
+            await asyncio.gather(self._start_trainer(), self._fleet.start())
         if self._meet is not None:
             await self._meet()
-        for seat in self._seats:
-            seat.up.set()
         if state.version and state.version == state.published:
             await self._load_newest()
         elif state.version:
             return  # they wait for the publication that comes first
-        for seat in self._seats:
-            seat.may_generate.set()
+        self._fleet.may_generate()
 
     async def _start_trainer(self) -> None:
         await self._trainer.start()
@@ -268,18 +222,15 @@ class Driver:
     async def _load_newest(self) -> None:
         """Give all engines the trainer's weights, outside of the schedule."""
         await self._to_training()
-        self._weights = weights = await self._trainer.publish(self._state.version)
+        weights = await self._trainer.publish(self._state.version)
         await self._to_generation()
-        updates = [seat.engine.update(weights, WeightUpdate.KEEP) for seat in self._seats]
-        await asyncio.gather(self._trainer.send(weights), *updates)
-        for seat in self._seats:
-            seat.version = weights.version
+        await asyncio.gather(self._trainer.send(weights), self._fleet.load(weights))
 
     async def _go_on(self) -> None:
         """Report to the scheduler what has become of everything that was under way."""
         state = self._state
         for engine in state.in_flight.values():
-            self._seats[engine].count(+1)
+            self._fleet.seats[engine].count(+1)
         for command in state.micro_batches:  # their gradients were not saved
             await self._trainer.train(self._samples(command), completes_step=False)
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
@@ -290,7 +241,7 @@ class Driver:
         for engine, version in enumerate(state.scheduler.loaded):
             if version != state.published:
                 self._deliver(WeightsLoaded(engine, state.published, 0.0))
-        for seat in self._seats:
+        for seat in self._fleet.seats:
             seat.version = state.published
         if pending is not None:
             self._deliver(pending)
@@ -313,7 +264,7 @@ class Driver:
             raise RunFailedError("interrupted; what was finished is kept, and --resume goes on from there")
         for rollout_id, engine in list(self._state.in_flight.items()):
             if rollout_id in self._submitted:
-                self._spawn(self._seats[engine].engine.abort(rollout_id))
+                self._spawn(self._fleet.seats[engine].engine.abort(rollout_id))
             else:
                 self._aborted(rollout_id, engine)
         over_s = time.monotonic() + STOP_TIMEOUT_S
@@ -333,14 +284,12 @@ class Driver:
 
     async def _shut_down(self) -> None:
         self._frozen = True
+        self._fleet.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._rewards.shutdown(wait=False, cancel_futures=True)
-        ends = [self._trainer.shutdown(), *(seat.engine.shutdown() for seat in self._seats)]
-        for result in await asyncio.gather(*ends, return_exceptions=True):
-            if isinstance(result, BaseException):
-                LOG.warning("could not be shut down: %s", result)
+        await asyncio.gather(self._trainer.shutdown(), self._fleet.shutdown())
 
     async def _keep(self) -> None:
         """Write a checkpoint: the trainer's part first, then the rest in one instant."""
@@ -367,7 +316,7 @@ class Driver:
             self._state.aborting.discard(event.rollout_id)
             engine = self._state.in_flight.pop(event.rollout_id, None)
             if engine is not None:
-                self._seats[engine].count(-1)
+                self._fleet.seats[engine].count(-1)
         self._recorder.event(self._now(), event)
         try:
             self._carry_out_all(self._state.scheduler.handle(event))
@@ -386,7 +335,7 @@ class Driver:
         match command:
             case StartRollout():
                 state.in_flight[command.rollout_id] = command.engine
-                self._seats[command.engine].count(+1)
+                self._fleet.seats[command.engine].count(+1)
                 self._spawn(self._generate(command))
             case StartTraining():
                 self._trainer_task = self._spawn(self._train(command))
@@ -424,7 +373,7 @@ class Driver:
     # ------------------------------------------------------------------------------------ rollouts
 
     async def _generate(self, command: StartRollout) -> None:
-        state, rollout_id, seat = self._state, command.rollout_id, self._seats[command.engine]
+        state, rollout_id, seat = self._state, command.rollout_id, self._fleet.seats[command.engine]
         data = state.rollouts.get(rollout_id)
         if data is None:
             problem = self._task.problem(command.prompt_id, held_out=False)
@@ -441,18 +390,10 @@ class Driver:
             self._aborted(rollout_id, command.engine)
             return
         self._submitted.add(rollout_id)
-        longest = self._config.workload.length.max
-        request = GenerateRequest(
-            rollout_id=rollout_id,
-            prompt_tokens=(*data.prompt_tokens, *data.tokens),
-            max_new_tokens=longest - len(data.tokens),
-            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
-            temperature=self._train_config.sampling.temperature,
-        )
         try:
-            generated = await seat.engine.generate(request)
+            generated = await seat.engine.generate(self._request(rollout_id, data))
         except EngineLostError as error:
-            self._lost(seat, error)
+            self._fleet.lost(seat, error)
             self._aborted(rollout_id, command.engine)
             return
         except BackendError as error:
@@ -488,10 +429,11 @@ class Driver:
         self._deliver(RolloutFailed(rollout_id))
 
     async def _abort(self, command: AbortRollout) -> None:
+        seat = self._fleet.seats[command.engine]
         try:
-            await self._seats[command.engine].engine.abort(command.rollout_id)
+            await seat.engine.abort(command.rollout_id)
         except EngineLostError as error:
-            self._lost(self._seats[command.engine], error)
+            self._fleet.lost(seat, error)
 
     async def _score(self, rollout_id: int) -> None:
         data = self._state.rollouts[rollout_id]
@@ -548,9 +490,10 @@ class Driver:
 
     async def _publish(self, command: PublishWeights) -> None:
         begin_s = time.monotonic()
-        self._weights = weights = await self._trainer.publish(command.version)
+        weights = await self._trainer.publish(command.version)
+        self._fleet.published(weights)
         await self._to_generation()
-        for seat in self._seats:
+        for seat in self._fleet.seats:
             self._spawn(self._update(seat, weights, command.weight_update))
         await self._trainer.send(weights)
         self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))
@@ -558,7 +501,7 @@ class Driver:
     async def _to_training(self) -> None:
         """Colocated: have the engines give their memory to the trainer."""
         if self._config.colocated and self._generating:
-            await asyncio.gather(*(seat.engine.sleep() for seat in self._seats))
+            await self._fleet.sleep()
             await self._trainer.reload()
             self._generating = False
 
@@ -566,105 +509,41 @@ class Driver:
         """Colocated: have the trainer give its memory to the engines."""
         if self._config.colocated and not self._generating:
             await self._trainer.offload()
-            await asyncio.gather(*(seat.engine.wake() for seat in self._seats))
+            await self._fleet.wake()
             self._generating = True
 
-    # -------------------------------------------------------------------------------------- engines
-
     async def _update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> None:
-        """Bring an engine to a version, over as many restarts as it takes."""
-        if weight_update is WeightUpdate.WAIT and seat.may_generate.is_set():
-            await seat.idle.wait()  # the scheduler starts nothing on it meanwhile
-        pause_s = 0.0
-        while True:
-            await seat.up.wait()
-            if seat.version >= weights.version:
-                break  # a restart has brought it there
-            try:
-                times = await seat.engine.update(weights, weight_update)
-            except EngineLostError as error:
-                self._lost(seat, error)
-                continue
-            seat.version, pause_s = weights.version, times.total_s
-            self.metrics.updated(times)
-            break
+        pause_s = await self._fleet.update(seat, weights, weight_update)
         seat.may_generate.set()
         self._deliver(WeightsLoaded(seat.index, weights.version, pause_s))
-
-    def _lost(self, seat: Seat, error: EngineLostError) -> None:
-        """Have a lost engine started again, once however many notice."""
-        if not seat.up.is_set() or self._frozen:
-            return
-        seat.up.clear()
-        LOG.warning("engine %d lost: %s", seat.index, error)
-        self._spawn(self._restart(seat, error))
-
-    async def _restart(self, seat: Seat, error: EngineLostError) -> None:
-        while True:
-            self._num_restarts += 1
-            if self._num_restarts > self._train_config.engine.restarts:
-                raise error
-            try:
-                await seat.engine.shutdown()
-                await seat.engine.start()
-                seat.version, newest = 0, self._weights
-                if newest is not None:
-                    await seat.engine.update(newest, WeightUpdate.KEEP)
-                    seat.version = newest.version
-            except EngineLostError as again:
-                error = again
-                LOG.warning("engine %d lost again: %s", seat.index, error)
-                continue
-            seat.up.set()
-            self.metrics.restarted()
-            return
 
     # ----------------------------------------------------------------------------------- evaluation
 
     async def _evaluate(self) -> float:
         """Return the share of held-out problems that the engines answer right, as they sample in training."""
-        number = self._train_config.evaluation.problems
-        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(self._seats))
+        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(self._fleet.seats))
 
         async def answered_right(index: int) -> bool:
             problem = self._task.problem(index, held_out=True)
-            request = GenerateRequest(
-                rollout_id=-1 - index,
-                prompt_tokens=self._codec.encode(problem.prompt),
-                max_new_tokens=self._config.workload.length.max,
-                seed=_request_seed(self._config.seed, -1 - index, 0),
-                temperature=self._train_config.sampling.temperature,
-            )
+            data = RolloutData(problem, self._codec.encode(problem.prompt))
             async with room:
-                generated = await self._seats[index % len(self._seats)].engine.generate(request)
-            data = RolloutData(problem, request.prompt_tokens)
-            data.extend(generated)
+                engine = self._fleet.seats[index % len(self._fleet.seats)].engine
+                data.extend(await engine.generate(self._request(-1 - index, data)))
             return await self._reward(data) >= 1.0
 
+        number = self._train_config.evaluation.problems
         right = await asyncio.gather(*(answered_right(index) for index in range(number)))
         return sum(right) / number
 
-
-class Keeper(Protocol):
-    """Where checkpoints go."""
-
-    def trainer_folder(self) -> Path:
-        """Return a new folder for the trainer's part of the next checkpoint."""
-
-    def keep(self, state: DriverState) -> None:
-        """Complete the checkpoint of ``state.version``; the trainer's part has been written."""
-
-
-def fresh_state(config: RunConfig) -> DriverState:
-    """Return the state of a run that begins; ``config.train`` must be there."""
-    assert config.train is not None
-    scheduler = make_scheduler(
-        config.scheduler,
-        optimizer_steps=config.optimizer_steps,
-        num_engines=config.num_engines,
-        group_size=config.workload.group_size,
-    )
-    return DriverState(scheduler, StepMetrics(truncation=config.train.loss.truncation))
+    def _request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
+        """Return what an engine is asked to go on with a rollout; held-out ones have negative ids."""
+        return GenerateRequest(
+            rollout_id=rollout_id,
+            prompt_tokens=(*data.prompt_tokens, *data.tokens),
+            max_new_tokens=self._config.workload.length.max - len(data.tokens),
+            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
+            temperature=self._train_config.sampling.temperature,
+        )
 
 
 def _request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:

@@ -22,7 +22,9 @@ from pipelinerl import analytic, cli, events
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import Decode, RunConfig
 from pipelinerl.runfile import load_run
+from pipelinerl.tasks import Problem
 from pipelinerl.trace import TraceWriter
+from pipelinerl.trainconfig import LossConfig
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[1]
@@ -181,8 +183,9 @@ def allowed(schema, model_schema):
     if "anyOf" in schema:
         (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
     if "enum" in schema:
-        return ", ".join(schema["enum"])
+        return ", ".join(map(str, schema["enum"]))
     words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    words |= {"object": "table"}
     text = words.get(schema.get("type"), "list")
     limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"))
     bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema]
@@ -198,7 +201,7 @@ def shown_default(field):
             return "none"
         case bool():
             return str(value).lower()
-        case []:
+        case list() | dict() if not value:
             return "none"
         case _:
             return f"{value:g}" if isinstance(value, float) else str(value)
@@ -236,15 +239,27 @@ def key_rows(model=RunConfig, prefix="", kind=""):
     return rows
 
 
-def test_table_of_keys_is_that_of_the_configuration():
+KEY_TABLES = {
+    "docs/simulator.md": ("Every key of RUN.toml", False),
+    "docs/training.md": ("Every key of [train]", True),
+}
+"""The pages with tables of keys: the heading, and whether it has those of ``train`` or all others."""
+
+
+@pytest.mark.parametrize("page", KEY_TABLES)
+def test_table_of_keys_is_that_of_the_configuration(page):
     """Key, range, default and meaning of every key; after a change paste the rows of ``key_rows()`` into the page."""
-    table = section(text_of("docs/simulator.md"), "Every key of RUN.toml")
-    assert [line for line in table.splitlines() if line.startswith("| `")] == key_rows()
+    heading, of_train = KEY_TABLES[page]
+    rows = [row for row in key_rows() if row.startswith("| `train.") == of_train]
+    assert len(rows) > 30
+    table = section(text_of(page), heading)
+    assert [line for line in table.splitlines() if line.startswith("| `")] == rows
 
 
 def test_keys_of_the_examples_are_in_the_table():
     """The table is made by code of this file; here it is held to files that are known to load."""
-    known = set(first_cells(section(text_of("docs/simulator.md"), "Every key of RUN.toml")))
+    tables = [section(text_of(page), heading) for page, (heading, _) in KEY_TABLES.items()]
+    known = {key for table in tables for key in first_cells(table)}
     examples = sorted((ROOT / "examples").glob("*.toml"))
     assert len(examples) > 1
     for path in examples:
@@ -358,6 +373,87 @@ def test_the_shown_trace_lines_are_as_written(tmp_path):
         writer.command(12.5, events.StartRollout(71, 8, 0))
     written = gzip.decompress((tmp_path / "trace").read_bytes()).splitlines()
     assert [json.loads(line) for line in shown] == [json.loads(line) for line in written[1:]]
+
+
+# ------------------------------------------------------------------------------ the results of a real run
+
+
+class Ones:
+    """A task for engines that generate letters at random."""
+
+    num_held_out = None
+
+    def problem(self, index, *, held_out):
+        return Problem("?", index)
+
+    def reward(self, problem, answer):
+        return float(len(answer) > 2)
+
+
+@pytest.fixture(scope="module")
+def real_folder(tmp_path_factory):
+    """The folder of a run of the real driver, on an engine and a trainer in memory."""
+    pytest.importorskip("torch")  # TensorBoard's writer is torch's
+    pytest.importorskip("tensorboard")
+    from backends.fake import FakeCodec, FakeEngine, FakeTrainer
+    from backends.run import drive
+
+    path, folder = ROOT / "examples" / "tiny_arithmetic.toml", tmp_path_factory.mktemp("real") / "run"
+    sizes = ["scheduler.train_batch_size=16", "scheduler.generation_batch_size=8", "train.evaluation.problems=4"]
+    config = load_run(path, ["optimizer_steps=6", *sizes])
+    drive(
+        config,
+        engines=[FakeEngine()],
+        trainer=FakeTrainer(train_batch_size=16),
+        task=Ones(),
+        codec=FakeCodec(),
+        out=folder,
+    )
+    return folder
+
+
+WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard does
+LAG_KEY = re.compile(r"(ess/lag_|ess\.by_lag\.)\d+$")
+"""A key per lag; the pages have that of lag 0."""
+
+
+@WARNS
+def test_keys_of_a_real_summary_are_those_of_the_page(real_folder, folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "summary.json of a real run"))
+    written = dotted(json.loads((real_folder / "summary.json").read_text()))
+    simulated = dotted(json.loads((folders["pipeline"] / "summary.json").read_text()))
+    assert sorted(listed) == sorted({LAG_KEY.sub(r"\g<1>0", key) for key in written} - set(simulated))
+    assert set(simulated) <= set(written)
+
+
+@WARNS
+def test_keys_of_metrics_are_those_of_the_page(real_folder):
+    listed = first_cells(section(text_of("docs/concepts.md"), "metrics.jsonl"))
+    lines = [json.loads(line) for line in (real_folder / "metrics.jsonl").read_text().splitlines()]
+    written = {LAG_KEY.sub(r"\g<1>0", key) for line in lines for key in line}
+    assert sorted(listed) == sorted(key for key in written if not key.startswith("train/") or key == "train/loss")
+
+
+@WARNS
+def test_metrics_named_on_the_training_page_are_written(real_folder):
+    listed = first_cells(section(text_of("docs/training.md"), "Numbers to watch"))
+    assert len(listed) > 8
+    line = json.loads((real_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    written = {*line, *dotted(json.loads((real_folder / "summary.json").read_text()))}
+    assert [key for key in listed if key not in written and not key.startswith("train/")] == []
+
+
+@WARNS
+def test_files_of_a_real_run_are_those_of_the_page(real_folder, folders):
+    listed = first_cells(section(text_of("docs/concepts.md"), "The folder of a real run"))
+    of_all = {path.name for path in folders["pipeline"].iterdir()}
+    written = {path.name + "/" * path.is_dir() for path in real_folder.iterdir()}
+    assert sorted(listed) == sorted(written - of_all)
+
+
+def test_every_loss_is_on_the_training_page():
+    listed = first_cells(section(text_of("docs/training.md"), "Losses"))
+    assert sorted(listed) == sorted(get_args(LossConfig.model_fields["kind"].annotation))
 
 
 # ------------------------------------------------------------------------------------------- the rest

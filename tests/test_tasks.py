@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import pickle
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -13,9 +20,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl import mathtask
 from pipelinerl.errors import ConfigError
+from pipelinerl.mathtask import Verifiers
 from pipelinerl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
 from pipelinerl.trainconfig import TaskConfig
+
+ROOT = Path(__file__).parent.parent
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
@@ -116,6 +127,53 @@ def test_a_wrong_task_is_one_line(name: str, settings: dict[str, Any], message: 
     assert "\n" not in str(caught.value)
 
 
+class NoCount:
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        return Problem(prompt="")
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        return 0.0
+
+
+class Count(NoCount):
+    def __init__(self, *, num_held_out: Any) -> None:
+        self.num_held_out = num_held_out
+
+
+class Method(NoCount):
+    def num_held_out(self) -> int:
+        return 1
+
+
+class Raises(NoCount):
+    @property
+    def num_held_out(self) -> int:
+        raise OSError("no file\nat all")
+
+
+@pytest.mark.parametrize("count", [None, 0, 3])
+def test_a_users_task_may_hold_out_any_number_of_problems(count: int | None) -> None:
+    assert load(f"{__name__}:Count", num_held_out=count).num_held_out == count
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("NoCount", {}, r"task with num_held_out, got '.*:NoCount' \(AttributeError: .*no attribute 'num_held_out'"),
+        ("Raises", {}, r"task with num_held_out, got '.*:Raises' \(OSError: no file\)$"),
+        ("Method", {}, r"num_held_out is a count of problems or None, got <bound method .* from '.*:Method'$"),
+        ("Count", {"num_held_out": -1}, "num_held_out is a count of problems or None, got -1 from"),
+        ("Count", {"num_held_out": 0.5}, "num_held_out is a count of problems or None, got 0.5 from"),
+    ],
+)
+def test_a_users_task_must_say_how_many_problems_it_holds_out(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.task\.name must be a .*{message}") as caught:
+        load(f"{__name__}:{name}", **settings)
+    assert "\n" not in str(caught.value)
+
+
 def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"needs math-verify: pip install 'pipelinerl\[math\]'"):
@@ -173,6 +231,174 @@ def test_answers_are_compared_as_mathematics_in_a_thread(file: Path, expected: s
 def test_an_expected_answer_that_cannot_be_read_is_an_error(file: Path) -> None:
     with pytest.raises(ValueError, match="the expected answer must be an expression, got ''"):
         Math(path=str(file)).reward(Problem(prompt="?", expected=""), "1")
+
+
+TOWER = "$9^{9^{9^{9}}}$"
+
+
+def test_an_answer_that_never_ends_is_wrong_by_the_alarm_and_others_come_back_right(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 5.0)  # so a step may take 1 s
+    monkeypatch.setattr(mathtask, "MAX_PROCESSES", 2)
+    task = Math(path=str(file))
+    problem = Problem(prompt="?", expected="\\frac{1}{2}")
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        rewards = list(threads.map(lambda answer: task.reward(problem, answer), [TOWER, "$0.5$", "2", "1/2", "$0.5$"]))
+    assert rewards == [0, 1, 0, 1, 1]
+    assert time.monotonic() - began < 5 + mathtask.START_LIMIT_S
+
+
+def test_an_answer_that_never_ends_is_wrong_by_the_kill_and_the_task_goes_on(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Math(path=str(file))
+    problem = Problem(prompt="?", expected="4")
+    assert task.reward(problem, "4") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(mathtask, "VERIFY_LIMIT_S", 0.5)  # the alarm needs 1 s
+        assert in_a_thread(lambda: task.reward(problem, TOWER)) == 0
+    assert in_a_thread(lambda: task.reward(problem, "$2 + 2$")) == 1
+
+
+def test_a_task_can_be_pickled(file: Path) -> None:
+    task = Math(path=str(file))
+    task.reward(Problem(prompt="?", expected="4"), "4")
+    again = pickle.loads(pickle.dumps(task))
+    assert again.problem(3, held_out=False) == task.problem(3, held_out=False)
+    assert again.reward(Problem(prompt="?", expected="4"), "4") == 1
+
+
+MATH_VERIFY = """
+import itertools, os, signal
+
+def parse(text, parsing_timeout):
+    return [] if text == "unreadable" else [text]
+
+def verify(gold, found, timeout_seconds):
+    print("not for the caller")
+    match found[0]:
+        case "hang":
+            sum(itertools.repeat(0))  # never ends, holds the lock, heeds no alarm
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raise":
+            raise ZeroDivisionError("by zero")
+    return gold == found
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the child processes import as math_verify."""
+    path = tmp_path / "math_verify.py"
+    path.write_text(MATH_VERIFY, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 2.0)
+    return path
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_hanging_process_is_killed_and_no_other_answer_is_lost(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mathtask, "MAX_PROCESSES", 3)
+    verifiers = Verifiers()
+    answers = ["hang", *"1212", "hang", *"12" * 20]
+    with ThreadPoolExecutor(8) as threads:
+        verdicts = list(threads.map(lambda answer: verifiers.verify("1", answer), answers))
+        assert verdicts == [answer == "1" for answer in answers]
+        before = verifiers.pids
+        assert verifiers.verify("1", "hang") is False
+        assert len(before - verifiers.pids) == 1
+        assert all(threads.map(lambda _: verifiers.verify("1", "1"), range(8)))
+    pids = before | verifiers.pids
+    assert 1 <= len(verifiers.pids) <= 3
+    del verifiers
+    gc.collect()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_process_that_somebody_killed_costs_no_answer(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 20.0)
+    verifiers = Verifiers()
+    assert verifiers.verify("1", "1") is True
+    (pid,) = verifiers.pids
+    os.kill(pid, signal.SIGINT)
+    assert verifiers.verify("1", "x" * 200_000) is False  # more than a pipe holds
+    assert verifiers.pids == {pid}
+    os.kill(pid, signal.SIGKILL)
+    assert verifiers.verify("1", "1") is True
+    assert len(verifiers.pids - {pid}) == 1
+
+
+def test_an_answer_that_ends_two_processes_is_wrong(stand_in: Path) -> None:
+    assert Verifiers().verify("1", "die") is False
+
+
+def test_an_error_of_math_verify_is_told(stand_in: Path) -> None:
+    verifiers = Verifiers()
+    assert verifiers.verify("unreadable", "1") is None
+    with pytest.raises(RuntimeError, match="math-verify: ZeroDivisionError: by zero"):
+        verifiers.verify("1", "raise")
+    assert verifiers.verify("1", "1") is True
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise SystemExit(1)", "a process for math-verify ended at its start"),
+        ("import time; time.sleep(60)", "a process for math-verify was not ready after 0.5 s"),
+        (MATH_VERIFY + "verify = lambda *_, **__: False", "math-verify must find that 1 is equal to 1"),
+    ],
+)
+def test_math_verify_that_cannot_be_started_is_an_error(
+    stand_in: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    stand_in.write_text(program, encoding="utf-8")
+    monkeypatch.setattr(mathtask, "START_LIMIT_S", 0.5 if "sleep" in program else 60.0)
+    verifiers = Verifiers()
+    with pytest.raises(RuntimeError, match=message):
+        verifiers.verify("1", "1")
+    assert not verifiers.pids
+
+
+@pytest.mark.parametrize(
+    ("last_words", "status"),
+    [
+        ("", 0),
+        ("raise SystemExit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("Thread(target=hang, daemon=True).start(); sleep(0.5)", 0),
+        ("Thread(target=hang, daemon=True).start(); sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ],
+)
+def test_no_process_outlives_its_caller(stand_in: Path, last_words: str, status: int) -> None:
+    program = f"""
+import os, signal, sys
+from threading import Thread
+from time import sleep
+sys.path.insert(0, {str(stand_in.parent)!r})
+from pipelinerl import mathtask
+mathtask.VERIFY_LIMIT_S = 1.0
+verifiers = mathtask.Verifiers()
+hang = lambda: verifiers.verify("1", "hang")
+print(verifiers.verify("1", "1"), flush=True)
+{last_words}
+"""
+    ended = subprocess.run(  # returns when nobody is left to write to the pipe of the errors
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (status, "True\n")
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

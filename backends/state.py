@@ -1,0 +1,61 @@
+"""What a run that goes on needs to know, besides the trainer's own checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from backends.rollouts import RolloutData
+from backends.stepmetrics import StepMetrics
+from pipelinerl.config import RunConfig
+from pipelinerl.events import Event, StartTraining
+from pipelinerl.scheduler import Scheduler, make_scheduler
+
+
+@dataclass(slots=True)
+class DriverState:
+    """All that a run needs to go on, besides the trainer's own checkpoint (mutable, can be pickled)."""
+
+    scheduler: Scheduler
+    metrics: StepMetrics
+    rollouts: dict[int, RolloutData] = field(default_factory=dict)
+    """Started and neither trained on nor given up."""
+    in_flight: dict[int, int] = field(default_factory=dict)
+    """Engine of each rollout in progress."""
+    aborting: set[int] = field(default_factory=set)
+    """Rollouts in progress that nobody wants any more."""
+    scoring: set[int] = field(default_factory=set)
+    """Finished rollouts without a reward."""
+    micro_batches: list[StartTraining] = field(default_factory=list)
+    """Trained on in the optimizer step under way."""
+    pending: Event | None = None
+    """What the trainer has done but not reported."""
+    time_s: float = 0.0
+    """Seconds since the start of the run, while it ran."""
+    version: int = 0
+    """Optimizer steps the trainer has done."""
+    published: int = 0
+    """Version last handed to the engines."""
+
+
+class Keeper(Protocol):
+    """Where checkpoints go."""
+
+    def trainer_folder(self) -> Path:
+        """Return a new folder for the trainer's part of the next checkpoint."""
+
+    def keep(self, state: DriverState) -> None:
+        """Complete the checkpoint of ``state.version``; the trainer's part has been written."""
+
+
+def fresh_state(config: RunConfig) -> DriverState:
+    """Return the state of a run that begins; ``config.train`` must be there."""
+    assert config.train is not None
+    scheduler = make_scheduler(
+        config.scheduler,
+        optimizer_steps=config.optimizer_steps,
+        num_engines=config.num_engines,
+        group_size=config.workload.group_size,
+    )
+    return DriverState(scheduler, StepMetrics(truncation=config.train.loss.truncation))
