@@ -37,11 +37,15 @@ class _Sequence:
     """One request in progress (mutable)."""
 
     def __init__(self, request: GenerateRequest) -> None:
-        self.rng = np.random.default_rng(request.seed)
+        self.rng = np.random.default_rng(request.seed if request.temperature else request.prompt_tokens)
         self.max_new_tokens = request.max_new_tokens
         self.tokens: list[int] = []
         self.versions: list[int] = []
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # whether it was aborted
+
+    def end(self, *, aborted: bool) -> None:
+        if not self.done.done():  # cancelled
+            self.done.set_result(aborted)
 
     def generated(self, *, aborted: bool) -> Generated:
         spans: dict[int, int] = {}
@@ -62,10 +66,14 @@ class FakeEngine:
         num_slots: Sequences in progress, at most (count).
         step_s: Seconds of a decode step.
         update_s: Seconds of a weight transfer.
+        endless: Whether no token ends an answer, so that all have the length asked for.
     """
 
-    def __init__(self, *, num_slots: int = 8, step_s: float = 0.0, update_s: float = 0.0) -> None:
+    def __init__(
+        self, *, num_slots: int = 8, step_s: float = 0.0, update_s: float = 0.0, endless: bool = False
+    ) -> None:
         self.num_started = 0
+        self._end_token = None if endless else END_TOKEN
         self._num_slots, self._step_s, self._update_s = num_slots, step_s, update_s
         self._lost = True
         self._weights = Weights(0, "memory:0")
@@ -100,14 +108,19 @@ class FakeEngine:
         sequence = _Sequence(request)
         self._waiting[request.rollout_id] = sequence
         self._work.set()
-        return sequence.generated(aborted=await sequence.done)
+        try:
+            return sequence.generated(aborted=await sequence.done)
+        except asyncio.CancelledError:
+            self._running.pop(request.rollout_id, None)
+            self._waiting.pop(request.rollout_id, None)
+            raise
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early; see ``interface.Engine``."""
         self._check()
         sequence = self._running.pop(rollout_id, None) or self._waiting.pop(rollout_id, None)
         if sequence is not None:
-            sequence.done.set_result(True)
+            sequence.end(aborted=True)
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load new weights; see ``interface.Engine``."""
@@ -150,9 +163,9 @@ class FakeEngine:
                 for rollout_id, sequence in list(self._running.items()):
                     sequence.tokens.append(int(sequence.rng.integers(NUM_TOKENS)))
                     sequence.versions.append(self._weights.version)
-                    if sequence.tokens[-1] == END_TOKEN or len(sequence.tokens) == sequence.max_new_tokens:
+                    if sequence.tokens[-1] == self._end_token or len(sequence.tokens) == sequence.max_new_tokens:
                         del self._running[rollout_id]
-                        sequence.done.set_result(False)
+                        sequence.end(aborted=False)
             if not self._running and not self._waiting:
                 self._work.clear()
 
@@ -183,6 +196,7 @@ class FakeTrainer:
 
     async def start(self) -> None:
         """Begin, at version 0."""
+        self.version, self._accumulated = 0, []
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         """Train on a micro-batch; see ``interface.Trainer``."""

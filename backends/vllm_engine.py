@@ -67,6 +67,7 @@ class VLLMEngine:
         """
         settings = self._settings
         check_model(settings)
+        self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
         before = set(multiprocessing.active_children())
         try:

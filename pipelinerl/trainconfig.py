@@ -77,7 +77,7 @@ class LossConfig(StrictModel):
 class TrainerConfig(StrictModel):
     """DeepSpeed."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 2
+    zero_stage: int = Field(default=2, ge=0, le=3)
     """What is split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: int = Field(default=16384, ge=1)
     """Tokens of one forward pass on one rank: sequences are packed up to here (tokens)."""

@@ -99,6 +99,49 @@ EVERY_KEY: dict[str, Any] = {
         "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
         "baseline": "lag 1",
     },
+    "train": {
+        "device": "cpu",
+        "ray_address": "auto",
+        "transport": "file",
+        "weights_folder": "/dev/shm",
+        "model": {"path": "/models/tiny"},
+        "task": {
+            "name": "arithmetic",
+            "settings": {"largest_operand": 9},
+            "max_prompt_tokens": 16,
+            "overlong_tokens": 4,
+            "reward_timeout_s": 5.0,
+        },
+        "sampling": {"temperature": 0.7},
+        "optimizer": {
+            "learning_rate": 1e-4,
+            "schedule": "cosine",
+            "warmup_steps": 5,
+            "beta1": 0.8,
+            "beta2": 0.99,
+            "weight_decay": 0.1,
+            "gradient_clip": 0.3,
+        },
+        "loss": {
+            "kind": "ppo",
+            "truncation": 2.0,
+            "clip_low": 0.1,
+            "clip_high": 0.3,
+            "kl_coefficient": 0.01,
+            "value_coefficient": 0.5,
+        },
+        "trainer": {"zero_stage": 3, "pack_tokens": 2048, "activation_checkpointing": True, "step_timeout_s": 60.0},
+        "engine": {
+            "gpu_memory_utilization": 0.5,
+            "cpu_kv_cache_gib": 2,
+            "start_timeout_s": 100.0,
+            "update_timeout_s": 10.0,
+            "restarts": 1,
+        },
+        "checkpoint": {"every": 10, "keep": 3},
+        "evaluation": {"problems": 50},
+        "logging": {"wandb_project": "lag"},
+    },
 }
 """A valid run file with every key but those of the other two kinds of decode."""
 
@@ -158,6 +201,7 @@ def test_every_key_is_read_as_written() -> None:
 
 def test_every_key_of_the_configuration_is_in_this_test() -> None:
     tables = [EVERY_KEY, *EVERY_KEY.values(), EVERY_KEY["workload"]["length"], *EVERY_KEY["hardware"].values()]
+    tables += EVERY_KEY["train"].values()
     tables += [*DECODES, *EVERY_KEY["compare"]["arms"]]
     keys = [set(one) for one in tables if isinstance(one, dict)]
     models = list(models_of(RunConfig))
@@ -432,7 +476,8 @@ def leaves(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def every_case() -> list[tuple[str, Any, dict[str, Any]]]:
     """Return each key that is no table, its value, and the run file it is in."""
-    cases = [(key, value, EVERY_KEY) for key, value in leaves(EVERY_KEY)]
+    own = "train.task.settings."  # the task's business
+    cases = [(key, value, EVERY_KEY) for key, value in leaves(EVERY_KEY) if not key.startswith(own)]
     for decode in DECODES[1:]:
         data = {**EVERY_KEY, "hardware": {**EVERY_KEY["hardware"], "decode": decode}}
         cases += [(f"hardware.decode.{key}", value, data) for key, value in decode.items()]
@@ -467,7 +512,22 @@ COUNTS = (
     "workload.group_size",
     "workload.length.max",
     "hardware.kv_cache_tokens",
+    "train.task.max_prompt_tokens",
+    "train.trainer.pack_tokens",
+    "train.engine.cpu_kv_cache_gib",
+    "train.checkpoint.every",
+    "train.checkpoint.keep",
 )
+MAY_BE_ZERO = {
+    "seed",
+    "scheduler.max_lag",
+    "workload.prompt_tokens",
+    "train.task.overlong_tokens",
+    "train.optimizer.warmup_steps",
+    "train.trainer.zero_stage",
+    "train.engine.restarts",
+    "train.evaluation.problems",
+}
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -476,9 +536,11 @@ def test_a_count_is_at_least_one(key: str, value: int) -> None:
     assert faults(with_overrides(EVERY_KEY, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
 
 
-def test_all_whole_numbers_but_three_are_counts() -> None:
+def test_all_other_whole_numbers_may_be_zero() -> None:
     whole = {key for key, value, _ in NUMBERS if isinstance(value, int)}
-    assert whole - set(COUNTS) == {"seed", "scheduler.max_lag", "workload.prompt_tokens"}
+    assert whole - set(COUNTS) == MAY_BE_ZERO
+    for key in sorted(MAY_BE_ZERO):
+        parse_run(with_overrides(EVERY_KEY, [f"{key}=0"]))
 
 
 @pytest.mark.parametrize("value", ["8.0", "8.5", "1e1"])
@@ -501,6 +563,8 @@ TABLES = [
     "hardware.switch",
     "hardware.latency",
     "compare",
+    "train",
+    *(f"train.{name}" for name, value in EVERY_KEY["train"].items() if isinstance(value, dict)),
 ]
 
 
@@ -535,7 +599,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         ("affine=3",),
-        "affine is an unknown key; allowed: cluster, compare, hardware, optimizer_steps, scheduler, seed, workload",
+        "affine is an unknown key; allowed: "
+        "cluster, compare, hardware, optimizer_steps, scheduler, seed, train, workload",
     ),
     (
         ("hardware.decode.step=3",),
