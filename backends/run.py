@@ -64,20 +64,15 @@ def drive(
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
         BackendError: If the trainer, or too many engines, were lost; the folder holds what happened until then.
     """
-    last_s = 0.0
 
     def step_done(row: StepRow) -> None:
-        nonlocal last_s
-        metrics = driver.metrics.take(row, step_s=row.time_s - last_s)
-        last_s = row.time_s
+        metrics = driver.metrics.take(row, recording.accountant)
         log.write(row.step, metrics)
         if on_step is not None:
             on_step(row, metrics)
 
     mark = None if checkpoint is None else checkpoint.recording
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
-    if mark is not None and mark.accountant.steps:
-        last_s = mark.accountant.steps[-1].time_s
     log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.accountant.steps))
     driver = Driver(
         config,

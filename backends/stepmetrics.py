@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
-from pipelinerl.accounting import StepRow
+from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.ess import RatioStats
 
 SUMMED = ("ess/token_raw", "ess/token_truncated", "ess/sequence_raw", "mismatch/kl", "mismatch/kl_at_lag_0")
@@ -47,6 +47,7 @@ class StepMetrics:
         self._ess_by_lag: dict[int, _Mean] = {}
         self._num_restarts = 0
         self._driver_s = 0.0
+        self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
 
     def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
@@ -74,16 +75,21 @@ class StepMetrics:
         self._driver_s += seconds
         self._num_rollouts += num_rollouts
 
-    def take(self, row: StepRow, *, step_s: float) -> dict[str, float]:
+    def take(self, row: StepRow, books: Accountant) -> dict[str, float]:
         """End an optimizer step.
 
         Args:
             row: What the books say of it.
-            step_s: Seconds since the end of the step before.
+            books: The books.
 
         Returns:
             What to log, by name.
         """
+        step_s = row.time_s - self._last_s
+        busy_engine_s = books.busy_engine_s()
+        engine_s = step_s * books.num_engines
+        busy_share = (busy_engine_s - self._last_busy_engine_s) / engine_s if engine_s else 0.0
+        self._last_s, self._last_busy_engine_s = row.time_s, busy_engine_s
         ratios = self._ratios.metrics()
         for name, means in self._run.items():
             if name in ratios:
@@ -103,8 +109,10 @@ class StepMetrics:
             "time/train_s": row.train_s,
             "time/publish_s": row.publish_s,
             "idle/trainer": row.wait_s / step_s if step_s else 0.0,
+            "idle/engines": 1.0 - busy_share,
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
+            **{f"rollouts/{end}": float(num) for end, num in books.ended().items()},
             **{f"train/{name}": value for name, value in self._trainer.items()},
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},

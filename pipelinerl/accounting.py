@@ -141,6 +141,7 @@ class Accountant:
     ) -> None:
         self.steps: list[StepRow] = []
         self.profile = Profile(num_engines=num_engines, colocated=colocated, longest=longest)
+        self.num_engines = num_engines
         self._colocated = colocated
         self.on_step = on_step
         self._time_s = 0.0
@@ -351,6 +352,17 @@ class Accountant:
 
     # -------------------------------------------------------------------------------------- results
 
+    def busy_engine_s(self) -> float:
+        """Return the seconds that engines had rollouts in progress and did not stand still, added up over engines."""
+        busy_s = sum(self._busy_s)
+        for engine, rollouts in enumerate(self._engine_rollouts):
+            busy_s += (self._time_s - self._busy_since_s[engine]) if rollouts else 0.0
+        return busy_s
+
+    def ended(self) -> dict[str, int]:
+        """Return how many rollouts have ended in which way so far (counts)."""
+        return dict(self._ended)
+
     def summary(self) -> dict[str, Any]:
         """Return the numbers of the run so far: the keys of summary.json that follow from the trace alone."""
         duration_s = self._time_s
@@ -358,9 +370,7 @@ class Accountant:
         counts["unfinished"] = self._num_started - sum(self._ended.values())
         generated = self._tokens_finished + self._tokens_cut_short
         tokens = {"generated": generated, **self._tokens, "unfinished": generated - sum(self._tokens.values())}
-        busy_s = sum(self._busy_s)
-        for engine, rollouts in enumerate(self._engine_rollouts):
-            busy_s += (duration_s - self._busy_since_s[engine]) if rollouts else 0.0
+        busy_s = self.busy_engine_s()
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         utilisation = {

@@ -81,6 +81,11 @@ class Recording:
         """Who is to be told of every event and command."""
         return self._accountant if self._trace is None else Both(self._accountant, self._trace)
 
+    @property
+    def accountant(self) -> Accountant:
+        """The books."""
+        return self._accountant
+
     def mark(self) -> RecordingMark:
         """Return what is needed to go on from here; it can be pickled."""
         accountant = copy.copy(self._accountant)

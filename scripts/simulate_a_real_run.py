@@ -16,6 +16,7 @@ hardware.weights       means of the publications and of the engines' pauses
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -110,7 +111,9 @@ class Measured:
             rows.writerow(["prompt_id", "response_tokens"])
             for first in range(0, max(self.tokens) + 1, size):
                 if all(one in self.tokens for one in range(first, first + size)):
-                    rows.writerows([first // size, min(self.tokens[one], longest)] for one in range(first, first + size))
+                    rows.writerows(
+                        [first // size, min(self.tokens[one], longest)] for one in range(first, first + size)
+                    )
 
 
 def simulated(measured: Measured, hardware: dict[str, Any]) -> dict[str, Any]:
@@ -137,8 +140,6 @@ def _line(pairs: list[tuple[int, float]]) -> tuple[float, float]:
 
 def main(folders: list[Path]) -> None:
     """Print the measured step times and the table."""
-    import json
-
     hardware = Measured(folders[0]).hardware()
     print(json.dumps(hardware, indent=2))
     print("| run | | simulated | measured | error |\n|---|---|---|---|---|")
@@ -147,7 +148,9 @@ def main(folders: list[Path]) -> None:
         model = simulated(Measured(folder), hardware)
         for name, value, form in ROWS:
             is_share, theirs, ours = "%" in form, value(real), value(model)
-            error = f"{100 * (ours - theirs):+.0f} points" if is_share else f"{ours / theirs - 1:+.0%}" if theirs else ""
+            error = (
+                f"{100 * (ours - theirs):+.0f} points" if is_share else f"{ours / theirs - 1:+.0%}" if theirs else ""
+            )
             print(f"| {folder.name} | {name} | {form.format(ours)} | {form.format(theirs)} | {error} |")
 
 

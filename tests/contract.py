@@ -72,7 +72,7 @@ class EngineContract:
         """Return four requests that have some tokens by now, and need many more."""
         tasks = [asyncio.create_task(self.engine.generate(request(number, num_tokens))) for number in range(4)]
         await self.engine.generate(request(100, 20))
-        assert not any(task.done() for task in tasks)
+        assert [task.result() for task in tasks if task.done()] == []
         return tasks
 
     # ------------------------------------------------------------------------------ answers
@@ -196,7 +196,7 @@ class EngineContract:
             updating = asyncio.create_task(self._update(kind))
             requests = []
             while not updating.done():
-                if len(requests) < 20:
+                if len(requests) < 5 * self.num_slots:
                     requests.append(asyncio.create_task(self.engine.generate(request(len(requests), 5))))
                 await asyncio.sleep(0.002)
             await updating

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from books import check_books, records  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import app  # noqa: E402
-from pipelinerl.events import RolloutFinished  # noqa: E402
+from pipelinerl.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402
 from pipelinerl.runfile import load_run  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
@@ -104,6 +105,31 @@ class Process:
         return [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
+def longest_idle_s(out):
+    """The longest time in which the engine had no rollout in progress, between the first start and the last step."""
+    in_progress, since, longest = 0, 0.0, 0.0
+    for row in records(out):
+        if isinstance(row.command, StartRollout):
+            longest = max(longest, row.time_s - since) if not in_progress else longest
+            in_progress += 1
+        elif isinstance(row.event, RolloutFinished):
+            in_progress -= 1
+            since = row.time_s
+    return longest
+
+
+def shortest_update_interval_s(out):
+    times = [row.time_s for row in records(out) if isinstance(row.event, WeightsLoaded)]
+    return min(late - early for early, late in pairwise(times))
+
+
+def check_that_vllm_loads_what_was_trained(model, out):
+    """A run that begins with the exported model answers as well before its first step as the other did at its end."""
+    status, stdout, stderr = Process(model, out, "optimizer_steps=1").end()
+    assert status == 0, stderr
+    assert json.loads(stdout)["evaluation"]["success_before"] >= 0.90
+
+
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_tiny_model_learns(fitted, tmp_path, kind):
     out, setting = tmp_path / "run", f"scheduler.kind={kind}"
@@ -116,6 +142,9 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
     check_books(out, load_run(EXAMPLE, [setting]), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
+    if kind == "pipeline":
+        assert longest_idle_s(out) < shortest_update_interval_s(out)
+        check_that_vllm_loads_what_was_trained(out / "model", tmp_path / "again")
     assert summary["mismatch"]["log_ratio_abs_max_at_lag_0"] < 1e-3
     by_lag = summary["ess"]["by_lag"]
     if kind == "conventional":  # no answer of lag 0 was begun by older weights
