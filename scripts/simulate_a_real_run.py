@@ -110,10 +110,9 @@ class Measured:
             rows = csv.writer(file)
             rows.writerow(["prompt_id", "response_tokens"])
             for first in range(0, max(self.tokens) + 1, size):
-                if all(one in self.tokens for one in range(first, first + size)):
-                    rows.writerows(
-                        [first // size, min(self.tokens[one], longest)] for one in range(first, first + size)
-                    )
+                group = range(first, first + size)
+                if all(one in self.tokens for one in group):
+                    rows.writerows([first // size, min(self.tokens[one], longest)] for one in group)
 
 
 def simulated(measured: Measured, hardware: dict[str, Any]) -> dict[str, Any]:
@@ -147,10 +146,11 @@ def main(folders: list[Path]) -> None:
         real = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         model = simulated(Measured(folder), hardware)
         for name, value, form in ROWS:
-            is_share, theirs, ours = "%" in form, value(real), value(model)
-            error = (
-                f"{100 * (ours - theirs):+.0f} points" if is_share else f"{ours / theirs - 1:+.0%}" if theirs else ""
-            )
+            theirs, ours = value(real), value(model)
+            if "%" in form:
+                error = f"{100 * (ours - theirs):+.0f} points"
+            else:
+                error = f"{ours / theirs - 1:+.0%}" if theirs else ""
             print(f"| {folder.name} | {name} | {form.format(ours)} | {form.format(theirs)} | {error} |")
 
 
