@@ -2,7 +2,7 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format) and
 ``run.pickle`` (scheduler, books, rollouts that are finished and not trained on, place in the trace). It is written
-under another name and renamed when it is complete. Pickles can run code when they are read: go on only from
+under another name and renamed when it is complete; one of the same version makes way and goes last. Pickles can run code when they are read: go on only from
 checkpoints that you have written yourself.
 """
 
@@ -26,7 +26,7 @@ MAY_DIFFER = (
     *(("train", one) for one in ("checkpoint", "logging", "engine", "ray_address", "weights_folder")),
 )
 """Keys of a run file that may have changed when a run goes on."""
-_TRAINER, _RUN, _PARTIAL = "trainer", "run.pickle", "partial"
+_TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
 
 
 class Checkpoint(NamedTuple):
@@ -64,8 +64,12 @@ class CheckpointKeeper:
         content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
         with (partial / _RUN).open("wb") as file:
             pickle.dump(content, file)
-        shutil.rmtree(whole, ignore_errors=True)
+        before = whole.with_suffix(_BEFORE)
+        if whole.exists():
+            shutil.rmtree(before, ignore_errors=True)
+            whole.rename(before)
         partial.rename(whole)
+        shutil.rmtree(before, ignore_errors=True)
         for old in _whole(self._folder)[: -self._num_kept]:
             shutil.rmtree(old)
 
@@ -96,7 +100,7 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
 
 
 def _whole(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step_*"))
+    return sorted(folder.glob("step_*"), key=lambda path: (path.stem, path.suffix != _BEFORE))
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:

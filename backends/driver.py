@@ -29,9 +29,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, assert_never
 
@@ -39,6 +39,7 @@ import numpy as np
 
 from backends.fleet import Fleet, Seat
 from backends.interface import Engine, GenerateRequest, Sample, Trainer, Weights
+from backends.rewards import RewardThreads
 from backends.rollouts import Codec, RolloutData, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
@@ -70,6 +71,8 @@ STOP_TIMEOUT_S = 30.0
 """Seconds that rollouts in progress get to end when the run is over."""
 FAILURES_TOLD = 5
 """Failed rollouts that are told one by one; all are counted."""
+TRAINER_POLL_S = 0.1
+"""Seconds between two looks at whether the run has failed while the trainer is waited for."""
 REWARD_THREADS = 8
 """Rewards computed at a time (count)."""
 
@@ -138,54 +141,48 @@ class Driver:
         self._ended = asyncio.Event()
         self._stop: StopReason | None = None
         self._failure: BaseException | None = None
-        self._interrupted = False
         self._frozen = False
         self._submitted: set[int] = set()  # rollouts that an engine knows
         self._num_failed = 0
         self._began_s = 0.0
-        self._rewards = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+        self._rewards = RewardThreads(REWARD_THREADS)
 
-    async def run(self) -> dict[str, Any]:
+    async def run(self) -> None:
         """Start everything, run until the scheduler stops, and end everything.
-
-        Returns:
-            The success rates on held-out problems, the ``evaluation`` of summary.json, if any were asked.
 
         Raises:
             RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
             BackendError: If the trainer, or too many engines, were lost.
         """
-        evaluation: dict[str, float] = {}
+        state, before = self._state, "interrupted before the first optimizer step"
         try:
-            await self._unless_ended(self._bring_up())
+            await self._unless_ended(self._bring_up(), before)
             if self._train_config.evaluation.problems and not self._resumed:
-                evaluation["success_before"] = await self._unless_ended(self._evaluate())
-            self._began_s = time.monotonic() - self._state.time_s
-            if self._resumed:
-                await self._go_on()
-            else:
-                self._carry_out_all(self._state.scheduler.start())
-            await self._ended.wait()
-            await self._wind_up()
-            if self._stop is StopReason.DONE and self._train_config.evaluation.problems:
-                await self._load_newest()
-                evaluation["success_after"] = await self._evaluate()
-            if self._stop is StopReason.DONE and self._export_to is not None:
-                await self._to_training()
-                await self._trainer.export(self._export_to)
+                state.evaluation["success_before"] = await self._unless_ended(self._evaluate(), before)
+            if state.scheduler.stopped is None:
+                await self._until_stopped()
+            if state.scheduler.stopped is StopReason.STALLED:
+                raise RunFailedError(
+                    f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
+                    "given up without an optimizer step in between"
+                )
+            await self._conclude()
         finally:
             await self._shut_down()
-        return {"evaluation": evaluation} if evaluation else {}
 
     def interrupt(self) -> None:
         """End the run as soon as the trainer is done with what it does; may be called from a signal handler."""
-        self._interrupted = True
         self._ended.set()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the parts of summary.json that only a real run has, as far as they are known."""
+        evaluation = self._state.evaluation
+        return self.metrics.summary() | ({"evaluation": evaluation} if evaluation else {})
 
     # ------------------------------------------------------------------------------- beginning, end
 
-    async def _unless_ended(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do what comes before the first command, unless the run is interrupted meanwhile."""
+    async def _unless_ended(self, work: Coroutine[Any, Any, T], interrupted: str) -> T:
+        """Do what comes before the first command or after the last one, unless the run is interrupted or fails."""
         task = asyncio.ensure_future(work)
         ended = asyncio.ensure_future(self._ended.wait())
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -194,7 +191,7 @@ class Driver:
             return task.result()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        raise RunFailedError("interrupted before the first optimizer step")
+        raise self._failure or RunFailedError(interrupted)
 
     async def _bring_up(self) -> None:
         """Start trainer and engines; on going on, with the weights that the engines had."""
@@ -229,9 +226,11 @@ class Driver:
     async def _go_on(self) -> None:
         """Report to the scheduler what has become of everything that was under way."""
         state = self._state
+        published = state.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():
             self._fleet.seats[engine].count(+1)
         for command in state.micro_batches:  # their gradients were not saved
+            await self._to_training()
             await self._trainer.train(self._samples(command), completes_step=False)
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
@@ -239,12 +238,35 @@ class Driver:
         for rollout_id, engine in in_flight:
             self._aborted(rollout_id, engine)
         for engine, version in enumerate(state.scheduler.loaded):
-            if version != state.published:
-                self._deliver(WeightsLoaded(engine, state.published, 0.0))
-        for seat in self._fleet.seats:
-            seat.version = state.published
+            if version != published:
+                self._deliver(WeightsLoaded(engine, published, 0.0))
         if pending is not None:
             self._deliver(pending)
+
+    async def _until_stopped(self) -> None:
+        """Let the scheduler run, from the start or from where it stood."""
+        self._began_s = time.monotonic() - self._state.time_s
+        if self._resumed:
+            await self._go_on()
+        else:
+            self._carry_out_all(self._state.scheduler.start())
+        await self._ended.wait()
+        await self._wind_up()
+
+    async def _conclude(self) -> None:
+        """Export what has been trained, then see what it can do; a run that is complete may do it again."""
+        if self._export_to is not None:
+            await self._to_training()
+            partial = self._export_to.with_name(self._export_to.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            await self._trainer.export(partial)
+            shutil.rmtree(self._export_to, ignore_errors=True)
+            partial.rename(self._export_to)
+        if self._train_config.evaluation.problems:
+            self._ended.clear()
+            after = "interrupted after the last optimizer step; --resume evaluates again"
+            await self._unless_ended(self._load_newest(), after)
+            self._state.evaluation["success_after"] = await self._unless_ended(self._evaluate(), after)
 
     async def _wind_up(self) -> None:
         """End what is in progress, keep a checkpoint, and say how the run ended."""
@@ -252,11 +274,7 @@ class Driver:
             self._frozen = True
             raise self._failure
         if self._stop is None:  # interrupted
-            self._frozen = True
-            if self._trainer_task is not None:
-                await asyncio.wait({self._trainer_task})
-            if self._failure is not None:
-                raise self._failure
+            await self._freeze()
             await self._keep()
             for rollout_id, engine in list(self._state.in_flight.items()):
                 spans = self._state.rollouts[rollout_id].spans
@@ -264,7 +282,7 @@ class Driver:
             raise RunFailedError("interrupted; what was finished is kept, and --resume goes on from there")
         for rollout_id, engine in list(self._state.in_flight.items()):
             if rollout_id in self._submitted:
-                self._spawn(self._fleet.seats[engine].engine.abort(rollout_id))
+                self._spawn(self._abort(AbortRollout(rollout_id, engine)))
             else:
                 self._aborted(rollout_id, engine)
         over_s = time.monotonic() + STOP_TIMEOUT_S
@@ -272,15 +290,21 @@ class Driver:
             await asyncio.sleep(0.01)
         for rollout_id, engine in list(self._state.in_flight.items()):
             self._aborted(rollout_id, engine)
-        self._frozen = True
-        if self._trainer_task is not None:
-            await asyncio.wait({self._trainer_task})
+        await self._freeze()
         await self._keep()
-        if self._stop is StopReason.STALLED:
-            raise RunFailedError(
-                f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
-                "given up without an optimizer step in between"
-            )
+
+    async def _freeze(self) -> None:
+        """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""
+        self._frozen = True
+        while self._trainer_task is not None and not self._trainer_task.done() and self._failure is None:
+            await asyncio.wait({self._trainer_task}, timeout=TRAINER_POLL_S)
+        await asyncio.sleep(0)  # a failure of it is noticed now
+        if self._failure is not None:
+            raise self._failure
+        if self._config.colocated and self._generating:
+            await self._fleet.shutdown()  # nothing is generated any more
+            await self._trainer.reload()
+            self._generating = False
 
     async def _shut_down(self) -> None:
         self._frozen = True
@@ -288,8 +312,10 @@ class Driver:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._rewards.shutdown(wait=False, cancel_futures=True)
-        await asyncio.gather(self._trainer.shutdown(), self._fleet.shutdown())
+        ends = await asyncio.gather(self._trainer.shutdown(), self._fleet.shutdown(), return_exceptions=True)
+        for error in ends:
+            if error is not None:
+                LOG.warning("the trainer could not be shut down: %s", error)
 
     async def _keep(self) -> None:
         """Write a checkpoint: the trainer's part first, then the rest in one instant."""
@@ -334,6 +360,9 @@ class Driver:
         state = self._state
         match command:
             case StartRollout():
+                if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
+                    problem = self._task.problem(command.prompt_id, held_out=False)
+                    state.rollouts[command.rollout_id] = RolloutData(problem, self._codec.encode(problem.prompt))
                 state.in_flight[command.rollout_id] = command.engine
                 self._fleet.seats[command.engine].count(+1)
                 self._spawn(self._generate(command))
@@ -374,11 +403,7 @@ class Driver:
 
     async def _generate(self, command: StartRollout) -> None:
         state, rollout_id, seat = self._state, command.rollout_id, self._fleet.seats[command.engine]
-        data = state.rollouts.get(rollout_id)
-        if data is None:
-            problem = self._task.problem(command.prompt_id, held_out=False)
-            data = RolloutData(problem, self._codec.encode(problem.prompt))
-            state.rollouts[rollout_id] = data
+        data = state.rollouts[rollout_id]
         if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens")
             return
@@ -439,12 +464,11 @@ class Driver:
         data = self._state.rollouts[rollout_id]
         task, limit = self._train_config.task, self._config.workload.length.max
         try:
-            async with asyncio.timeout(task.reward_timeout_s):
-                reward = await self._reward(data)
+            reward = await self._reward(data)
             reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
             if not math.isfinite(reward):
                 raise ValueError(f"the reward must be finite, got {reward}")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
             return
         if self._frozen:
@@ -454,8 +478,8 @@ class Driver:
         self._deliver(RolloutScored(rollout_id, reward))
 
     async def _reward(self, data: RolloutData) -> float:
-        loop, answer = asyncio.get_running_loop(), self._codec.decode(data.tokens)
-        return float(await loop.run_in_executor(self._rewards, self._task.reward, data.problem, answer))
+        answer, timeout_s = self._codec.decode(data.tokens), self._train_config.task.reward_timeout_s
+        return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
 
     # ------------------------------------------------------------------------------------- training
 
@@ -520,16 +544,23 @@ class Driver:
     # ----------------------------------------------------------------------------------- evaluation
 
     async def _evaluate(self) -> float:
-        """Return the share of held-out problems that the engines answer right, as they sample in training."""
+        """Return the share of held-out problems that the engines answer right, as they sample in training.
+
+        An answer that cannot be generated or rewarded is not right.
+        """
         room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(self._fleet.seats))
 
         async def answered_right(index: int) -> bool:
             problem = self._task.problem(index, held_out=True)
             data = RolloutData(problem, self._codec.encode(problem.prompt))
-            async with room:
-                engine = self._fleet.seats[index % len(self._fleet.seats)].engine
-                data.extend(await engine.generate(self._request(-1 - index, data)))
-            return await self._reward(data) >= 1.0
+            try:
+                async with room:
+                    seat = self._fleet.seats[index % len(self._fleet.seats)]
+                    data.extend(await self._fleet.generate(seat, self._request(-1 - index, data)))
+                return await self._reward(data) >= 1.0
+            except (Exception, SystemExit) as error:
+                LOG.warning("held-out problem %d counts as not solved: %s: %s", index, type(error).__name__, error)
+                return False
 
         number = self._train_config.evaluation.problems
         right = await asyncio.gather(*(answered_right(index) for index in range(number)))

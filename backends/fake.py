@@ -143,10 +143,12 @@ class FakeEngine:
         return dict(self._weights.checksums)
 
     async def sleep(self) -> None:
-        """Do nothing: no memory is shared."""
+        """Do nothing while it runs: no memory is shared."""
+        self._check()
 
     async def wake(self) -> None:
-        """Do nothing: no memory is shared."""
+        """Do nothing while it runs: no memory is shared."""
+        self._check()
 
     async def shutdown(self) -> None:
         """End."""

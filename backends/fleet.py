@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from backends.interface import Engine, UpdateTimes, Weights
+from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
 from pipelinerl.events import WeightUpdate
 
@@ -86,26 +86,40 @@ class Fleet:
     async def load(self, weights: Weights) -> None:
         """Give all engines these weights, outside of the schedule; nothing is in progress."""
         self._newest = weights
-        await asyncio.gather(*(seat.engine.update(weights, WeightUpdate.KEEP) for seat in self.seats))
-        for seat in self.seats:
-            seat.version = weights.version
+        await asyncio.gather(*(self._bring_to(seat, weights, WeightUpdate.KEEP) for seat in self.seats))
+
+    async def generate(self, seat: Seat, request: GenerateRequest) -> Generated:
+        """Generate one answer, over as many restarts as it takes."""
+        while True:
+            await seat.up.wait()
+            try:
+                return await seat.engine.generate(request)
+            except EngineLostError as error:
+                self.lost(seat, error)
 
     async def update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> float:
         """Bring an engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
         if weight_update is WeightUpdate.WAIT and seat.may_generate.is_set():
             await seat.idle.wait()  # the scheduler starts nothing on it meanwhile
+        times = await self._bring_to(seat, weights, weight_update)
+        if times is None:
+            return 0.0
+        self._on_update(times)
+        return times.total_s
+
+    async def _bring_to(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring an engine to a version; return None if a restart has brought it there."""
         while True:
             await seat.up.wait()
             if seat.version >= weights.version:
-                return 0.0  # a restart has brought it there
+                return None
             try:
                 times = await seat.engine.update(weights, weight_update)
             except EngineLostError as error:
                 self.lost(seat, error)
                 continue
             seat.version = weights.version
-            self._on_update(times)
-            return times.total_s
+            return times
 
     def lost(self, seat: Seat, error: EngineLostError) -> None:
         """Have a lost engine started again, once however many notice."""
@@ -136,12 +150,28 @@ class Fleet:
             return
 
     async def sleep(self) -> None:
-        """Have all engines give their memory up."""
-        await asyncio.gather(*(seat.engine.sleep() for seat in self.seats))
+        """Have all engines give their memory up, those that are being started again included."""
+        await asyncio.gather(*(self._sleep(seat) for seat in self.seats))
+
+    async def _sleep(self, seat: Seat) -> None:
+        while True:
+            await seat.up.wait()
+            try:
+                await seat.engine.sleep()
+            except EngineLostError as error:
+                self.lost(seat, error)
+            else:
+                return
 
     async def wake(self) -> None:
-        """Have all engines take their memory back."""
-        await asyncio.gather(*(seat.engine.wake() for seat in self.seats))
+        """Have all engines take their memory back; one that was lost asleep is awake when it is up again."""
+        await asyncio.gather(*(self._wake(seat) for seat in self.seats))
+
+    async def _wake(self, seat: Seat) -> None:
+        try:
+            await seat.engine.wake()
+        except EngineLostError as error:
+            self.lost(seat, error)
 
     def close(self) -> None:
         """Start no engine again from now on."""

@@ -252,9 +252,11 @@ class RayEngine:
         actor, self._actor = self._actor, None
         if actor is None:
             return
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
-        ray.kill(actor)
+        try:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
+        finally:  # also when cancelled: nobody else knows of it
+            ray.kill(actor)
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         actor = self._actor

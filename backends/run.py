@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,11 @@ def drive(
         export_to=out / MODEL_FOLDER,
         meet=meet,
     )
-    extra: dict[str, Any] = {}
-    try:
-        extra = asyncio.run(_driven(driver))
-    finally:
-        log.close()
-        summary = recording.finish(driver.metrics.summary() | extra)
+    with closing(log):
+        try:
+            asyncio.run(_driven(driver))
+        finally:
+            summary = recording.finish(driver.summary())
     return summary
 
 
@@ -137,9 +136,9 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
         )
 
 
-async def _driven(driver: Driver) -> dict[str, Any]:
+async def _driven(driver: Driver) -> None:
     with _interruptible(driver):
-        return await driver.run()
+        await driver.run()
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class DriverState:
     """Optimizer steps the trainer has done."""
     published: int = 0
     """Version last handed to the engines."""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    """Success rates on held-out problems, by when: ``evaluation`` of summary.json."""
 
 
 class Keeper(Protocol):

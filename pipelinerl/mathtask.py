@@ -188,6 +188,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         expected, answer, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s + 1)
+        reply: dict[str, bool | str | None]
         try:
             reply = {"verdict": _verdict(math_verify, expected, answer, step_s=max(1, int(limit_s / 3)))}
         except Exception as error:  # the caller's to raise

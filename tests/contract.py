@@ -83,15 +83,13 @@ class EngineContract:
         assert generated.spans == VersionSpans((self.version,), (30,))
         check(await self.engine.generate(request(0, 1)), 1)
 
-    async def the_same_seed_gives_the_same_tokens_and_another_gives_others(self) -> None:
-        first = await asyncio.gather(*(self.engine.generate(request(number, 20)) for number in range(8)))
-        again = await asyncio.gather(*(self.engine.generate(request(7 - number, 20)) for number in range(8)))
-        assert [generated.tokens_T.tolist() for generated in first] == [
-            generated.tokens_T.tolist() for generated in reversed(again)
-        ]
-        for one, other in zip(first, reversed(again), strict=True):
+    async def the_same_seed_gives_the_same_tokens_alone_and_in_company(self) -> None:
+        alone = [await self.engine.generate(request(number, 20)) for number in range(4)]
+        together = await asyncio.gather(*(self.engine.generate(request(7 - number, 20)) for number in range(8)))
+        for one, other in zip(alone, together[:3:-1], strict=True):
+            assert one.tokens_T.tolist() == other.tokens_T.tolist()
             assert one.logprob_T == pytest.approx(other.logprob_T, abs=ROUNDING)
-        assert len({tuple(generated.tokens_T) for generated in first}) > 1
+        assert len({tuple(generated.tokens_T) for generated in together}) > 1
 
     async def at_temperature_0_the_seed_does_not_matter(self) -> None:
         answers = [await self.engine.generate(request(0, 10, seed=seed, temperature=0.0)) for seed in range(3)]
@@ -138,7 +136,7 @@ class EngineContract:
         tasks = await self._in_progress(200)
         for task in tasks:
             task.cancel()
-        assert await asyncio.gather(*tasks, return_exceptions=True) != []
+        await asyncio.wait(tasks)
         assert all(task.cancelled() for task in tasks)
         check(await self.engine.generate(request(0, 30)), 30)
 
@@ -194,7 +192,7 @@ class EngineContract:
     async def a_request_during_an_update_is_answered(self) -> None:
         for kind in WeightUpdate:
             updating = asyncio.create_task(self._update(kind))
-            requests = []
+            requests: list[asyncio.Task[Generated]] = []
             while not updating.done():
                 if len(requests) < 5 * self.num_slots:
                     requests.append(asyncio.create_task(self.engine.generate(request(len(requests), 5))))

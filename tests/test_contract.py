@@ -1,7 +1,5 @@
 """The promises of ``contract.py``, kept by the fakes and by vLLM and DeepSpeed: one engine and one trainer of each."""
 
-# ruff: noqa: PLC0415 -- the fakes are tested where neither vLLM nor torch is installed
-
 from __future__ import annotations
 
 import asyncio
@@ -13,15 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import contract
 import numpy as np
 import pytest
-from contract import BATCH, EngineContract, TrainerContract, promises
 
 from backends.fake import DRIFT, FakeEngine, FakeTrainer
 from backends.interface import Weights
 
+pytest.register_assert_rewrite("contract")
+
+import contract  # noqa: E402
+from contract import BATCH, EngineContract, TrainerContract, promises  # noqa: E402
+
 NUM_SLOTS = 8
+TIMEOUT_S = 180
+"""Longest that one promise may take (seconds); the longest starts vLLM."""
 MISSING = [name for name in ("vllm", "deepspeed", "ray") if importlib.util.find_spec(name) is None]
 REAL = (
     pytest.mark.real,
@@ -49,8 +52,7 @@ def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("world")
     world = fake_world(folder) if request.param == "fake" else real_world(folder)
     try:
-        run(world.engine.engine.start())
-        run(world.trainer.trainer.start())
+        run(start(world))
         yield world
     finally:
         run(world.engine.engine.shutdown())
@@ -59,6 +61,10 @@ def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.Tem
             import ray
 
             ray.shutdown()
+
+
+async def start(world: World) -> None:
+    await asyncio.gather(world.engine.engine.start(), world.trainer.trainer.start())
 
 
 def fake_world(folder: Path) -> World:
@@ -77,7 +83,8 @@ def real_world(folder: Path) -> World:
     import torch
     import transformers
     from safetensors.torch import load_file
-    from tiny_trainer import save_tiny_model, settings
+    from test_vllm_engine import make_model
+    from tiny_trainer import settings
 
     from backends.deepspeed_trainer import DeepSpeedTrainer
     from backends.vllm_engine import VLLMEngine
@@ -85,7 +92,7 @@ def real_world(folder: Path) -> World:
     from backends.weights_file import checksums, write_weights
     from pipelinerl.trainconfig import OptimizerConfig
 
-    save_tiny_model(folder)
+    make_model(folder, seed=0, end_token=None)
     made: dict[int, Weights] = {}
 
     def weights_of(version: int) -> Weights:
@@ -113,21 +120,21 @@ def real_world(folder: Path) -> World:
     )
 
 
+def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(tmp_path: Path) -> None:
+    fake = TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, tmp_path)
+    (before, _), (after, _) = asyncio.run(fake._step()), asyncio.run(fake._step())
+    assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)
+
+
 @pytest.mark.parametrize("promise", promises(EngineContract))
 def test_an_engine_keeps_its_promises(world: World, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(world.engine, promise)(), 60))
+    run(asyncio.wait_for(getattr(world.engine, promise)(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize("promise", promises(TrainerContract))
 def test_a_trainer_keeps_its_promises(world: World, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(world.trainer, promise)(), 60))
+    run(asyncio.wait_for(getattr(world.trainer, promise)(), TIMEOUT_S))
 
 
 def test_a_published_version_is_what_an_engine_samples_with(world: World, run: Run) -> None:
     run(contract.a_published_version_is_what_an_engine_samples_with(world.engine, world.trainer))
-
-
-def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(run: Run, tmp_path: Path) -> None:
-    fake = TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, tmp_path)
-    (before, _), (after, _) = run(fake._step()), run(fake._step())
-    assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)

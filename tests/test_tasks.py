@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -314,15 +315,15 @@ def test_a_hanging_process_is_killed_and_no_other_answer_is_lost(
     verifiers = Verifiers()
     answers = ["hang", *"1212", "hang", *"12" * 20]
     with ThreadPoolExecutor(8) as threads:
-        verdicts = list(threads.map(lambda answer: verifiers.verify("1", answer), answers))
+        verdicts = list(threads.map(verifiers.verify, repeat("1"), answers))
         assert verdicts == [answer == "1" for answer in answers]
         before = verifiers.pids
         assert verifiers.verify("1", "hang") is False
         assert len(before - verifiers.pids) == 1
-        assert all(threads.map(lambda _: verifiers.verify("1", "1"), range(8)))
+        assert all(threads.map(verifiers.verify, repeat("1"), "1" * 8))
     pids = before | verifiers.pids
     assert 1 <= len(verifiers.pids) <= 3
-    del verifiers
+    del verifiers, threads
     gc.collect()
     assert all(gone(pid) for pid in pids)
 

@@ -5,8 +5,6 @@ updated to. The models are untrained and made here; that of the first engine has
 answers have the length asked for.
 """
 
-# ruff: noqa: PLC0415 -- the tests at the top run where neither vLLM nor torch is installed
-
 from __future__ import annotations
 
 import asyncio
@@ -287,34 +285,6 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]
     row = torch.tensor([[*PROMPT, *answer.tokens_T.tolist()]])
     likeliest = subject.versions[0](row).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
     assert answer.tokens_T.tolist() == likeliest.tolist()
-
-
-@real
-def test_the_same_seed_gives_the_same_tokens_alone_and_in_company(subject: Subject, run: Run[Any]) -> None:
-    alone = [run(subject.engine.generate(request(number, 40))) for number in range(4)]
-    together = run(gather(subject.engine, [request(number, 40) for number in range(8)]))
-    assert [answer.tokens_T.tolist() for answer in alone] == [answer.tokens_T.tolist() for answer in together[:4]]
-    assert len({tuple(answer.tokens_T) for answer in together}) == 8
-
-
-@real
-def test_an_abort_returns_what_is_there(subject: Subject, run: Run[Any]) -> None:
-    async def scenario() -> tuple[Generated, Generated]:
-        at_once = asyncio.create_task(subject.engine.generate(request(0, 400)))
-        await asyncio.sleep(0)
-        await subject.engine.abort(0)
-        later = asyncio.create_task(subject.engine.generate(request(1, 400)))
-        await subject.engine.generate(request(2, 20))
-        await subject.engine.abort(1)
-        await subject.engine.abort(1)
-        await subject.engine.abort(77)
-        return await at_once, await later
-
-    at_once, later = run(scenario())
-    assert at_once.aborted
-    assert at_once.tokens_T.size == at_once.spans.num_tokens < 10
-    assert later.aborted
-    assert 10 < later.tokens_T.size == later.logprob_T.size == later.spans.num_tokens < 400
 
 
 @real

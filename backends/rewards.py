@@ -1,0 +1,53 @@
+"""Calls of a user's reward function: in threads that nobody waits for longer than is allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class RewardThreads:
+    """Some threads at a time, each for one call.
+
+    They are daemons: one that hangs is given up, its place is free again, and the process can end. A thread pool of
+    the standard library would wait for it for ever.
+
+    Args:
+        number: Calls at a time (count).
+    """
+
+    def __init__(self, number: int) -> None:
+        self._room = asyncio.Semaphore(number)
+
+    async def call(self, function: Callable[..., float], *arguments: Any, timeout_s: float) -> float:
+        """Call a function in a thread and return what it returns.
+
+        Raises:
+            TimeoutError: If it takes longer than ``timeout_s`` seconds, once a place was free.
+            Exception: Whatever it raises.
+        """
+        async with self._room:
+            loop = asyncio.get_running_loop()
+            outcome: asyncio.Future[float] = loop.create_future()
+
+            def run() -> None:
+                try:
+                    result, error = float(function(*arguments)), None
+                except BaseException as raised:
+                    result, error = 0.0, raised
+                with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                    loop.call_soon_threadsafe(settle, result, error)
+
+            def settle(result: float, error: BaseException | None) -> None:
+                if outcome.done():  # given up
+                    return
+                if error is None:
+                    outcome.set_result(result)
+                else:
+                    outcome.set_exception(error)
+
+            threading.Thread(target=run, name="reward", daemon=True).start()
+            return await asyncio.wait_for(outcome, timeout_s)
