@@ -2,8 +2,8 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format) and
 ``run.pickle`` (scheduler, books, rollouts that are finished and not trained on, place in the trace). It is written
-under another name and renamed when it is complete; one of the same version makes way and goes last. Pickles can run code when they are read: go on only from
-checkpoints that you have written yourself.
+under another name and renamed when it is complete; only then is an older one of the same version removed. Pickles can
+run code when they are read: go on only from checkpoints that you have written yourself.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ class Driver:
         self._ended = asyncio.Event()
         self._stop: StopReason | None = None
         self._failure: BaseException | None = None
+        self._interrupted = False
         self._frozen = False
         self._submitted: set[int] = set()  # rollouts that an engine knows
         self._num_failed = 0
@@ -154,7 +155,8 @@ class Driver:
             RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
             BackendError: If the trainer, or too many engines, were lost.
         """
-        state, before = self._state, "interrupted before the first optimizer step"
+        state, limit = self._state, self._config.scheduler.discard_limit
+        before = "interrupted before the first optimizer step"
         try:
             await self._unless_ended(self._bring_up(), before)
             if self._train_config.evaluation.problems and not self._resumed:
@@ -163,8 +165,8 @@ class Driver:
                 await self._until_stopped()
             if state.scheduler.stopped is StopReason.STALLED:
                 raise RunFailedError(
-                    f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "
-                    "given up without an optimizer step in between"
+                    f"stalled: more than scheduler.discard_limit = {limit} rollouts were given up without an optimizer "
+                    "step in between"
                 )
             await self._conclude()
         finally:
@@ -172,6 +174,7 @@ class Driver:
 
     def interrupt(self) -> None:
         """End the run as soon as the trainer is done with what it does; may be called from a signal handler."""
+        self._interrupted = True
         self._ended.set()
 
     def summary(self) -> dict[str, Any]:
@@ -255,16 +258,18 @@ class Driver:
 
     async def _conclude(self) -> None:
         """Export what has been trained, then see what it can do; a run that is complete may do it again."""
+        after = "interrupted after the last optimizer step; --resume evaluates again"
+        if self._failure is None and not self._interrupted:
+            self._ended.clear()
         if self._export_to is not None:
-            await self._to_training()
+            if self._resumed:  # else the trainer has the memory
+                await self._unless_ended(self._to_training(), after)
             partial = self._export_to.with_name(self._export_to.name + ".partial")
             shutil.rmtree(partial, ignore_errors=True)
             await self._trainer.export(partial)
             shutil.rmtree(self._export_to, ignore_errors=True)
             partial.rename(self._export_to)
         if self._train_config.evaluation.problems:
-            self._ended.clear()
-            after = "interrupted after the last optimizer step; --resume evaluates again"
             await self._unless_ended(self._load_newest(), after)
             self._state.evaluation["success_after"] = await self._unless_ended(self._evaluate(), after)
 
@@ -275,6 +280,8 @@ class Driver:
             raise self._failure
         if self._stop is None:  # interrupted
             await self._freeze()
+            if self._failure is not None:
+                raise self._failure
             await self._keep()
             for rollout_id, engine in list(self._state.in_flight.items()):
                 spans = self._state.rollouts[rollout_id].spans
@@ -296,12 +303,11 @@ class Driver:
     async def _freeze(self) -> None:
         """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""
         self._frozen = True
-        while self._trainer_task is not None and not self._trainer_task.done() and self._failure is None:
-            await asyncio.wait({self._trainer_task}, timeout=TRAINER_POLL_S)
-        await asyncio.sleep(0)  # a failure of it is noticed now
-        if self._failure is not None:
-            raise self._failure
-        if self._config.colocated and self._generating:
+        if self._trainer_task is not None:
+            done: set[asyncio.Task[None]] = set()
+            while not done and (self._failure is None or self._stop is not None):  # else it may wait for a lost engine
+                done, _ = await asyncio.wait({self._trainer_task}, timeout=TRAINER_POLL_S)
+        if self._config.colocated and self._generating and self._failure is None:
             await self._fleet.shutdown()  # nothing is generated any more
             await self._trainer.reload()
             self._generating = False
@@ -446,12 +452,15 @@ class Driver:
     def _failed(self, rollout_id: int, why: str) -> None:
         if self._frozen:
             return
-        self._num_failed += 1
-        if self._num_failed <= FAILURES_TOLD:
-            LOG.warning("rollout %d failed: %s", rollout_id, why)
+        self._tell(f"rollout {rollout_id} failed: {why}")
         del self._state.rollouts[rollout_id]
         self._state.scoring.discard(rollout_id)
         self._deliver(RolloutFailed(rollout_id))
+
+    def _tell(self, what: str) -> None:
+        self._num_failed += 1
+        if self._num_failed <= FAILURES_TOLD:
+            LOG.warning("%s", what)
 
     async def _abort(self, command: AbortRollout) -> None:
         seat = self._fleet.seats[command.engine]
@@ -559,7 +568,7 @@ class Driver:
                     data.extend(await self._fleet.generate(seat, self._request(-1 - index, data)))
                 return await self._reward(data) >= 1.0
             except (Exception, SystemExit) as error:
-                LOG.warning("held-out problem %d counts as not solved: %s: %s", index, type(error).__name__, error)
+                self._tell(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
                 return False
 
         number = self._train_config.evaluation.problems

@@ -2,8 +2,8 @@
 
     python scripts/simulate_a_real_run.py runs/tiny runs/tiny_conventional ...
 
-The first folder is the run that is measured; every folder, the first too, is then simulated with what was measured
-there and with its own answer lengths. So the first row block is a fit, the others are predictions.
+Every run is simulated with its own answer lengths, once with the step times measured in itself (does the simulator
+put them together rightly?) and once with those of the first run (do they carry over to another configuration?).
 
 =====================  ================================================================================
 hardware.decode        slope of (finish - start) of a rollout over its tokens, less the share of pauses
@@ -115,13 +115,13 @@ class Measured:
                     rows.writerows([first // size, min(self.tokens[one], longest)] for one in group)
 
 
-def simulated(measured: Measured, hardware: dict[str, Any]) -> dict[str, Any]:
+def simulated(measured: Measured, table: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run simulated with these step times and its own lengths."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "lengths.csv"
         measured.write_lengths(source)
         data = measured.config.model_dump(mode="json", exclude_none=True)
-        data["hardware"] = hardware
+        data["hardware"] = table
         length = {"kind": "empirical", "source": str(source), "max": measured.config.workload.length.max}
         data["workload"] = data["workload"] | {"length": length}
         return simulate(RunConfig.model_validate(data, strict=False))
@@ -139,19 +139,24 @@ def _line(pairs: list[tuple[int, float]]) -> tuple[float, float]:
 
 def main(folders: list[Path]) -> None:
     """Print the measured step times and the table."""
-    hardware = Measured(folders[0]).hardware()
-    print(json.dumps(hardware, indent=2))
-    print("| run | | simulated | measured | error |\n|---|---|---|---|---|")
-    for folder in folders:
+    runs = [Measured(folder) for folder in folders]
+    tables = [run.hardware() for run in runs]
+    for folder, table in zip(folders, tables, strict=True):
+        print(folder.name, json.dumps(table))
+    print(f"| run | | measured | simulated | error | with the step times of {folders[0].name} | error |")
+    print("|---|---|---|---|---|---|---|")
+    for folder, run, table in zip(folders, runs, tables, strict=True):
         real = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        model = simulated(Measured(folder), hardware)
+        own, carried = simulated(run, table), simulated(run, tables[0])
         for name, value, form in ROWS:
-            theirs, ours = value(real), value(model)
-            if "%" in form:
-                error = f"{100 * (ours - theirs):+.0f} points"
-            else:
-                error = f"{ours / theirs - 1:+.0%}" if theirs else ""
-            print(f"| {folder.name} | {name} | {form.format(ours)} | {form.format(theirs)} | {error} |")
+            cells = [f"{form.format(value(one))} | {_error(value(one), value(real), form)}" for one in (own, carried)]
+            print(f"| {folder.name} | {name} | {form.format(value(real))} | {' | '.join(cells)} |")
+
+
+def _error(simulated: float, measured: float, form: str) -> str:
+    if "%" in form:
+        return f"{100 * (simulated - measured):+.0f} points"
+    return f"{simulated / measured - 1:+.0%}" if measured else ""
 
 
 if __name__ == "__main__":

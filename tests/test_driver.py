@@ -7,8 +7,10 @@ import csv
 import json
 import math
 import signal
+import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -32,6 +34,7 @@ pytest.importorskip("tensorboard")
 from books import check_books, records
 
 from backends.checkpoint import FOLDER, read_newest
+from backends.driver import Driver
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
 
@@ -76,6 +79,24 @@ class Letters:
         if self.raises_every and problem.expected % self.raises_every == 0:
             raise RuntimeError("no reward today")
         return answer.count("b") / max(1, len(answer))
+
+
+class Interrupts(Letters):
+    """Presses Ctrl-C in a reward, once; the others take long then, so that the trainer has nothing to do."""
+
+    def __init__(self, *, when):
+        super().__init__()
+        self.when, self.done = when, False
+
+    def reward(self, problem, answer):
+        if self.when(problem):
+            if self.done:
+                time.sleep(5.0)  # in threads that nobody waits for
+            else:
+                self.done = True
+                time.sleep(0.3)
+                signal.raise_signal(signal.SIGINT)
+        return super().reward(problem, answer)
 
 
 @dataclass
@@ -269,6 +290,120 @@ def test_a_run_whose_rewards_all_fail_is_stalled(tmp_path):
         run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)))
 
 
+def test_an_engine_that_is_lost_asleep_is_started_again(tmp_path):
+    config = config_of(kind="conventional")
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    assert summary["engine_restarts"] == 1
+
+
+class Exporter(FakeTrainer):
+    """Does something when it exports."""
+
+    def __init__(self, *args, do, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.do = do
+
+    async def export(self, folder):
+        await super().export(folder)
+        self.do()
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(tmp_path, kind):
+    config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
+    parts = parts_of(config)
+    parts.trainer = Exporter(train_batch_size=8, do=parts.engines[1].die)
+    summary = run(config, tmp_path / "run", parts)
+    assert "success_after" in summary["evaluation"]
+    assert parts.engines[1].num_started == 2
+
+
+def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(tmp_path):
+    config = config_of(longest=40, train={"evaluation": {"problems": 50}})
+    out = tmp_path / "run"
+    parts = parts_of(config)
+    parts.trainer = Exporter(train_batch_size=8, do=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(RunFailedError, match="--resume evaluates again"):
+        run(config, out, parts)
+    assert (out / "model" / "fake.json").exists()
+    assert "success_after" in run(config, out, parts_of(config), resume=True)["evaluation"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no reward today"), SystemExit("no reward at all")])
+def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(tmp_path, error):
+    class Moody(Letters):
+        def reward(self, problem, answer):
+            if problem.prompt.startswith("held out") and problem.expected % 2:
+                raise error
+            return 1.0
+
+    config = config_of(steps=2, train={"evaluation": {"problems": 8}})
+    summary = run(config, tmp_path / "run", parts_of(config, task=Moody()))
+    assert summary["evaluation"] == {"success_before": 0.5, "success_after": 0.5}
+
+
+def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(tmp_path):
+    over = threading.Event()
+
+    class Hangs(Letters):
+        def reward(self, problem, answer):
+            if problem.expected < 3:  # 12 rollouts, more than there are threads
+                over.wait(30)
+            return super().reward(problem, answer)
+
+    config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
+    summary = run(config, tmp_path / "run", parts_of(config, task=Hangs()))
+    assert summary["rollouts"]["failed"] >= 8
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
+    over.set()
+
+
+class Shared(FakeTrainer):
+    """Cannot do anything while the engines have its memory."""
+
+    has_memory = True
+
+    async def train(self, samples, *, completes_step):
+        assert self.has_memory
+        return await super().train(samples, completes_step=completes_step)
+
+    async def save(self, folder):
+        assert self.has_memory
+        await super().save(folder)
+
+    async def export(self, folder):
+        assert self.has_memory
+        await super().export(folder)
+
+    async def offload(self):
+        self.has_memory = False
+
+    async def reload(self):
+        self.has_memory = True
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 8])
+def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(tmp_path, micro_batch_size):
+    config = config_of(kind="conventional", steps=8, micro_batch_size=micro_batch_size)
+    out = tmp_path / "run"
+
+    task = Interrupts(when=lambda problem: problem.expected == 5)  # engines generate
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts_of(config, task=task, trainer=Shared(train_batch_size=8)))
+
+    class Killed(Killer, Shared):
+        pass
+
+    killer = Killed(train_batch_size=8, at=5, do=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts_of(config, trainer=killer), resume=True)
+    summary = run(config, out, parts_of(config, trainer=Shared(train_batch_size=8)), resume=True)
+    check_books(out, config, summary)
+
+
 # --------------------------------------------------------------------------------- checkpoints
 
 
@@ -338,6 +473,91 @@ def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(
             assert row.event.version == published
         if isinstance(row.event, RolloutFinished):
             assert max(row.event.spans.versions) <= published
+
+
+def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(tmp_path):
+    """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
+    config = config_of(steps=12, longest=20, slots=16)
+    out = tmp_path / "run"
+    parts = parts_of(config)
+    parts.engines[0] = FakeEngine(num_slots=16, update_s=60.0)
+    trainer = parts.trainer
+    parts.task = Interrupts(when=lambda _: trainer.version >= 2)
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.pending is None
+    assert state.scheduler.loaded[0] < state.scheduler.loaded[1] < state.version
+    check_books(out, config, run(config, out, parts_of(config), resume=True))
+
+
+def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, monkeypatch):
+    """Also of those that were started at the very instant it was written."""
+    config = config_of()
+    out = tmp_path / "run"
+    carry_out_all = Driver._carry_out_all
+
+    def carried_out_and_interrupted(driver, commands):
+        carry_out_all(driver, commands)
+        driver.interrupt()
+
+    monkeypatch.setattr(Driver, "_carry_out_all", carried_out_and_interrupted)
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts_of(config))
+    monkeypatch.undo()
+    state = read_newest(out, config).state
+    assert len(state.in_flight) == 12
+    assert state.in_flight.keys() <= state.rollouts.keys()
+    check_books(out, config, run(config, out, parts_of(config), resume=True))
+
+
+def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
+    config = config_of(train={"evaluation": {"problems": 4}})
+    out = tmp_path / "run"
+    first = run(config, out, parts_of(config))
+    (out / "model" / "fake.json").unlink()
+    parts = parts_of(config)
+    again = run(config, out, parts, resume=True)
+    assert parts.trainer.trained == []
+    assert (out / "model" / "fake.json").exists()
+    assert again == first
+    check_books(out, config, again)
+
+
+def test_a_stalled_run_that_goes_on_is_stalled(tmp_path):
+    config = config_of(discard_limit=50)
+    for resume in (False, True):
+        with pytest.raises(RunFailedError, match="stalled"):
+            run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)), resume=resume)
+
+
+def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(tmp_path):
+    config = config_of(steps=8, train={"evaluation": {"problems": 4}})
+    out = tmp_path / "run"
+    interrupted(config, out, at=3)
+    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
+    summary = run(config, out, parts_of(config), resume=True)
+    assert summary["evaluation"].keys() == {"success_before", "success_after"}
+
+
+def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_path, monkeypatch):
+    config = config_of(steps=9, train={"checkpoint": {"every": 1, "keep": 1}})
+    out = tmp_path / "run"
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == "partial" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise KeyboardInterrupt  # after Ctrl-C: its second one
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=3, do=lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, parts)
+    monkeypatch.undo()
+    assert read_newest(out, config).state.version >= 3
+    check_books(out, config, run(config, out, parts_of(config), resume=True))
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
