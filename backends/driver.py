@@ -27,6 +27,7 @@ generates before it has weights that were published under the version it reports
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import shutil
@@ -43,7 +44,7 @@ from backends.rewards import RewardThreads
 from backends.rollouts import Codec, RolloutData, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
+from pipelinerl.errors import BackendError, EngineLostError, RunFailedError, TrainerLostError
 from pipelinerl.events import (
     AbortRollout,
     Command,
@@ -277,6 +278,8 @@ class Driver:
         """End what is in progress, keep a checkpoint, and say how the run ended."""
         if self._failure is not None:
             self._frozen = True
+            if isinstance(self._failure, EngineLostError) and not self._config.colocated and self._meet is None:
+                await self._keep_without_engines()
             raise self._failure
         if self._stop is None:  # interrupted
             await self._freeze()
@@ -299,6 +302,13 @@ class Driver:
             self._aborted(rollout_id, engine)
         await self._freeze()
         await self._keep()
+
+    async def _keep_without_engines(self) -> None:
+        """Keep a checkpoint although the engines are lost: the trainer needs none of them."""
+        if self._trainer_task is not None:
+            await asyncio.wait({self._trainer_task})
+        with contextlib.suppress(TrainerLostError):
+            await self._keep()
 
     async def _freeze(self) -> None:
         """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""

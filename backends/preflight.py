@@ -72,6 +72,11 @@ def check(config: RunConfig) -> HuggingFaceCodec:
         raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
     if train.device == "gpu" and train.trainer.zero_stage == 0:
         raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
+    if train.device == "gpu" and config.colocated and train.trainer.zero_stage == 1:
+        raise ConfigError(
+            "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
+            "no other, got 1"
+        )
     model = _check_model(train.model.path)
     positions = getattr(model, "max_position_embeddings", None)
     if positions is not None and positions < longest:

@@ -29,8 +29,9 @@ from analysis.report import save_figures
 from analysis.runs import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.stepmetrics import StepMetrics
-from pipelinerl.accounting import StepRow
+from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.errors import ConfigError
+from pipelinerl.events import WeightsPublished
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
 
@@ -406,11 +407,13 @@ def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path, text: str | No
 
 def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
     metrics, lines = StepMetrics(truncation=5.0), []
+    books = Accountant(num_engines=1, colocated=False, longest=100)
     for step in (1, 2):
         metrics.trained(np.log([1.0, 1.0, 2.0]), [0, 0, 0])
         metrics.trainer_said({"loss": 0.1, "gradient_norm": float("inf")})  # may overflow: no figure shows it
         row = StepRow(step, 10.0 * step, 5.0, 1.0, 4.0, BATCH, 1000, 0.0, 0, 0.0, 0.0, 8, 0, 0.5, 15.0)
-        lines.append({"step": step, **metrics.take(row, step_s=10.0)})
+        books.event(10.0 * step, WeightsPublished(step, 1.0))
+        lines.append({"step": step, **metrics.take(row, books)})
     run = read_run(write_real_run(tmp_path / "run", lines))
     assert_allclose(run.metrics["ess/token_raw"], 16 / 18)
     assert_allclose(run.metrics["idle/trainer"], 0.4)

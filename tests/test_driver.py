@@ -241,7 +241,11 @@ def test_an_engine_that_is_lost_too_often_ends_the_run(tmp_path):
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     with pytest.raises(BackendError, match="engine lost"):
         run(config, tmp_path / "run", parts)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 2
+    done = json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"]
+    assert done >= 2
+    again = config_of(train={"engine": {"restarts": 1}}, steps=50, longest=40)
+    summary = run(again, tmp_path / "run", parts_of(again), resume=True)  # the trainer was well: nothing is lost
+    check_books(tmp_path / "run", again, summary)
 
 
 def test_a_reward_that_raises_fails_its_rollout_and_the_run_goes_on(tmp_path):
