@@ -1,0 +1,96 @@
+"""Metrics of a real run: lines of JSON, TensorBoard, Weights & Biases; what a resumed run keeps of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tensorboard")
+
+from backends.metricslog import TENSORBOARD_FOLDER, MetricsLog
+from pipelinerl.config import RunConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def config_of(**logging):
+    data = {
+        "optimizer_steps": 3,
+        "cluster": {"accelerators": 2, "generation_accelerators": 1},
+        "scheduler": {"train_batch_size": 8, "generation_batch_size": 4},
+        "workload": {"length": {"kind": "fixed", "max": 8}},
+        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
+        "train": {
+            "model": {"path": "nowhere"},
+            "task": {"name": "arithmetic"},
+            "optimizer": {"learning_rate": 1e-3},
+            "logging": logging,
+        },
+    }
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
+    log = MetricsLog(tmp_path, config_of())
+    log.write(1, {"reward/mean": 0.25})
+    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
+    log.close()
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, config_of())
+    log.write(1, {"reward/mean": 0.25, "lag/mean": 0.0})
+    log.write(2, {"reward/mean": 0.5, "lag/mean": 1.5})
+    log.close()
+    board = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
+    board.Reload()
+    assert [(one.step, one.value) for one in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(one.step, one.value) for one in board.Scalars("lag/mean")] == [(1, 0.0), (2, 1.5)]
+
+
+def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
+    log = MetricsLog(tmp_path, config_of())
+    for step in (1, 2, 3):
+        log.write(step, {"reward/mean": 0.1 * step})
+    log.close()
+    log = MetricsLog(tmp_path, config_of(), go_on_after=2)
+    log.write(3, {"reward/mean": 0.9})
+    log.close()
+    assert [(one["step"], one["reward/mean"]) for one in lines(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path, monkeypatch):
+    calls = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append(("log", metrics, step)), finish=lambda: calls.append(("finish",))
+    )
+
+    def init(**options):
+        calls.append(("init", options["project"], options["id"], options["resume"], options["config"]["seed"]))
+        return run
+
+    stub = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=iter(["one", "two"]).__next__))
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    config = config_of(wandb_project="lag")
+    log = MetricsLog(tmp_path, config)
+    log.write(1, {"reward/mean": 0.25})
+    log.close()
+    log = MetricsLog(tmp_path, config, go_on_after=1)
+    log.close()
+    assert calls == [
+        ("init", "lag", "one", "allow", 0),
+        ("log", {"reward/mean": 0.25}, 1),
+        ("finish",),
+        ("init", "lag", "one", "allow", 0),
+        ("finish",),
+    ]
