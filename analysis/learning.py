@@ -27,7 +27,7 @@ _TICK_STEPS = (1, 2, 5, 10)
 
 @house_style
 def ess(runs: Sequence[Run]) -> Figure:
-    """Draw the effective sample size of each optimizer step (Fig. 6b), and beside it its mean against token lag.
+    """Draw the effective sample size of each optimizer step (paper Fig. 6), and beside it its mean against token lag.
 
     ESS = (sum w)^2 / (N sum w^2) of the weights w = pi/mu of N tokens, as a share of them (eq. 6). At a lag that only
     few tokens have it says little: it is at least 1/N.
@@ -74,7 +74,7 @@ def ess(runs: Sequence[Run]) -> Figure:
 
 @house_style
 def reward(runs: Sequence[Run]) -> Figure:
-    """Draw the mean reward against optimizer steps, samples and time, side by side (Fig. 5a, 5b).
+    """Draw the mean reward against optimizer steps, samples and time, side by side (paper Fig. 5).
 
     A step's reward is drawn at its end. It is that of the rollouts trained on, not of held-out problems.
 

@@ -29,19 +29,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, assert_never
+from typing import Any, TypeVar, assert_never
 
-import numpy as np
-
+from backends.answers import Answers
 from backends.fleet import Fleet, Seat
-from backends.interface import Engine, GenerateRequest, Sample, Trainer, Weights
-from backends.rewards import RewardThreads
-from backends.rollouts import Codec, RolloutData, lag_of_tokens, samples_of
+from backends.interface import Engine, Sample, Trainer, Weights
+from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError, TrainerLostError
@@ -64,28 +61,15 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.tasks import Task, overlong_penalty
+from pipelinerl.recording import Recorder
+from pipelinerl.tasks import Task
 
 T = TypeVar("T")
 LOG = logging.getLogger("pipelinerl")
 STOP_TIMEOUT_S = 30.0
 """Seconds that rollouts in progress get to end when the run is over."""
-FAILURES_TOLD = 5
-"""Failed rollouts that are told one by one; all are counted."""
 TRAINER_POLL_S = 0.1
 """Seconds between two looks at whether the run has failed while the trainer is waited for."""
-REWARD_THREADS = 8
-"""Rewards computed at a time (count)."""
-
-
-class Recorder(Protocol):
-    """What a run is told to."""
-
-    def event(self, time_s: float, event: Event) -> None:
-        """An event was reported to the scheduler."""
-
-    def command(self, time_s: float, command: Command) -> None:
-        """The scheduler gave a command."""
 
 
 class Driver:
@@ -123,7 +107,8 @@ class Driver:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
         self._config, self._train_config = config, config.train
-        self._trainer, self._task, self._codec, self._recorder = trainer, task, codec, recorder
+        self._trainer, self._recorder = trainer, recorder
+        self._answers = Answers(config, task, codec)
         self._keeper = keeper
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
@@ -145,9 +130,7 @@ class Driver:
         self._interrupted = False
         self._frozen = False
         self._submitted: set[int] = set()  # rollouts that an engine knows
-        self._num_failed = 0
         self._began_s = 0.0
-        self._rewards = RewardThreads(REWARD_THREADS)
 
     async def run(self) -> None:
         """Start everything, run until the scheduler stops, and end everything.
@@ -161,7 +144,9 @@ class Driver:
         try:
             await self._unless_ended(self._bring_up(), before)
             if self._train_config.evaluation.problems and not self._resumed:
-                state.evaluation["success_before"] = await self._unless_ended(self._evaluate(), before)
+                state.evaluation["success_before"] = await self._unless_ended(
+                    self._answers.success_rate(self._fleet), before
+                )
             if state.scheduler.stopped is None:
                 await self._until_stopped()
             if state.scheduler.stopped is StopReason.STALLED:
@@ -272,7 +257,9 @@ class Driver:
             partial.rename(self._export_to)
         if self._train_config.evaluation.problems:
             await self._unless_ended(self._load_newest(), after)
-            self._state.evaluation["success_after"] = await self._unless_ended(self._evaluate(), after)
+            self._state.evaluation["success_after"] = await self._unless_ended(
+                self._answers.success_rate(self._fleet), after
+            )
 
     async def _wind_up(self) -> None:
         """End what is in progress, keep a checkpoint, and say how the run ended."""
@@ -377,8 +364,7 @@ class Driver:
         match command:
             case StartRollout():
                 if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
-                    problem = self._task.problem(command.prompt_id, held_out=False)
-                    state.rollouts[command.rollout_id] = RolloutData(problem, self._codec.encode(problem.prompt))
+                    state.rollouts[command.rollout_id] = self._answers.begin(command.prompt_id)
                 state.in_flight[command.rollout_id] = command.engine
                 self._fleet.seats[command.engine].count(+1)
                 self._spawn(self._generate(command))
@@ -432,7 +418,7 @@ class Driver:
             return
         self._submitted.add(rollout_id)
         try:
-            generated = await seat.engine.generate(self._request(rollout_id, data))
+            generated = await seat.engine.generate(self._answers.request(rollout_id, data))
         except EngineLostError as error:
             self._fleet.lost(seat, error)
             self._aborted(rollout_id, command.engine)
@@ -462,15 +448,10 @@ class Driver:
     def _failed(self, rollout_id: int, why: str) -> None:
         if self._frozen:
             return
-        self._tell(f"rollout {rollout_id} failed: {why}")
+        self._answers.tell(f"rollout {rollout_id} failed: {why}")
         del self._state.rollouts[rollout_id]
         self._state.scoring.discard(rollout_id)
         self._deliver(RolloutFailed(rollout_id))
-
-    def _tell(self, what: str) -> None:
-        self._num_failed += 1
-        if self._num_failed <= FAILURES_TOLD:
-            LOG.warning("%s", what)
 
     async def _abort(self, command: AbortRollout) -> None:
         seat = self._fleet.seats[command.engine]
@@ -481,12 +462,8 @@ class Driver:
 
     async def _score(self, rollout_id: int) -> None:
         data = self._state.rollouts[rollout_id]
-        task, limit = self._train_config.task, self._config.workload.length.max
         try:
-            reward = await self._reward(data)
-            reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
-            if not math.isfinite(reward):
-                raise ValueError(f"the reward must be finite, got {reward}")
+            reward = await self._answers.earned(data)
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
             return
@@ -495,10 +472,6 @@ class Driver:
         data.reward = reward
         self._state.scoring.discard(rollout_id)
         self._deliver(RolloutScored(rollout_id, reward))
-
-    async def _reward(self, data: RolloutData) -> float:
-        answer, timeout_s = self._codec.decode(data.tokens), self._train_config.task.reward_timeout_s
-        return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
 
     # ------------------------------------------------------------------------------------- training
 
@@ -559,44 +532,3 @@ class Driver:
         pause_s = await self._fleet.update(seat, weights, weight_update)
         seat.may_generate.set()
         self._deliver(WeightsLoaded(seat.index, weights.version, pause_s))
-
-    # ----------------------------------------------------------------------------------- evaluation
-
-    async def _evaluate(self) -> float:
-        """Return the share of held-out problems that the engines answer right, as they sample in training.
-
-        An answer that cannot be generated or rewarded is not right.
-        """
-        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(self._fleet.seats))
-
-        async def answered_right(index: int) -> bool:
-            problem = self._task.problem(index, held_out=True)
-            data = RolloutData(problem, self._codec.encode(problem.prompt))
-            try:
-                async with room:
-                    seat = self._fleet.seats[index % len(self._fleet.seats)]
-                    data.extend(await self._fleet.generate(seat, self._request(-1 - index, data)))
-                return await self._reward(data) >= 1.0
-            except (Exception, SystemExit) as error:
-                self._tell(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
-                return False
-
-        number = self._train_config.evaluation.problems
-        right = await asyncio.gather(*(answered_right(index) for index in range(number)))
-        return sum(right) / number
-
-    def _request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
-        """Return what an engine is asked to go on with a rollout; held-out ones have negative ids."""
-        return GenerateRequest(
-            rollout_id=rollout_id,
-            prompt_tokens=(*data.prompt_tokens, *data.tokens),
-            max_new_tokens=self._config.workload.length.max - len(data.tokens),
-            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
-            temperature=self._train_config.sampling.temperature,
-        )
-
-
-def _request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:
-    """Return the seed of one request: a function of the run's seed, the rollout, and the tokens it has."""
-    entropy = (seed, rollout_id % 2**63, num_tokens)
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**31

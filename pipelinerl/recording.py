@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config import RunConfig, UtilisationDecode
 from pipelinerl.events import Command, Event
 from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.trace import TraceWriter
+
+
+class Recorder(Protocol):
+    """What a run is told to, in either world: the books, or the books and the trace."""
+
+    def event(self, time_s: float, event: Event) -> None:
+        """An event was reported to the scheduler."""
+
+    def command(self, time_s: float, command: Command) -> None:
+        """The scheduler gave a command."""
 
 
 class Both:
@@ -77,7 +87,7 @@ class Recording:
         self._trace = TraceWriter(out / TRACE_FILE, config, go_on_at=trace_at) if out is not None and trace else None
 
     @property
-    def recorder(self) -> Accountant | Both:
+    def recorder(self) -> Recorder:
         """Who is to be told of every event and command."""
         return self._accountant if self._trace is None else Both(self._accountant, self._trace)
 

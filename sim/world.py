@@ -22,7 +22,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
@@ -44,6 +44,7 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.recording import Recorder
 from pipelinerl.scheduler import Scheduler, make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
@@ -53,16 +54,6 @@ from sim.sequence import EngineHost, Sequence, SimulatedEngine
 from sim.streams import DispatchDelays
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
-
-
-class Recorder(Protocol):
-    """What a run is told to: an accountant, a trace writer, a progress bar."""
-
-    def event(self, time_s: float, event: Event) -> None:
-        """An event was reported to the scheduler."""
-
-    def command(self, time_s: float, command: Command) -> None:
-        """The scheduler gave a command."""
 
 
 class World:
