@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -58,6 +59,9 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
         ray.init(log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
+    with contextlib.suppress(ValueError):  # not the main thread
+        # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end with status 0.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         _check_capacity(config)
         group = placement_group(_bundles(config), strategy="PACK")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,4 @@ def test_weights_and_biases_that_is_not_installed(complaint, monkeypatch):
 )
 def test_more_accelerators_than_the_cluster_has(complaint, sets, what):
     assert what in complaint(*sets)
+    assert subprocess.run(["false"], check=False).returncode == 1  # Ray has left SIGCHLD as it was
