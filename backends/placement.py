@@ -60,7 +60,7 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
     with contextlib.suppress(ValueError):  # not the main thread
-        # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end with status 0.
+        # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         _check_capacity(config)
