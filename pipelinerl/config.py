@@ -34,6 +34,8 @@ class SchedulerConfig(StrictModel):
     """Sequences in progress per engine, at most (count). Paper symbol H."""
     optimizer_steps_per_rl_step: int = Field(default=1, ge=1)
     """Optimizer steps per RL step (count), conventional only. Paper symbol G."""
+    publish_every: int = Field(default=1, ge=1)
+    """Optimizer steps from one publication to the next (count), pipeline only."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
     max_lag: int | None = Field(default=None, ge=0)
@@ -351,6 +353,12 @@ class RunConfig(StrictModel):
             raise ValueError(
                 "scheduler.max_lag cannot be met: a conventional RL step trains its last batch at lag "
                 f"optimizer_steps_per_rl_step - 1 = {rl_step - 1}, got max_lag={scheduler.max_lag}"
+            )
+        unpublished = min(scheduler.publish_every, self.optimizer_steps)
+        if scheduler.kind == "pipeline" and scheduler.max_lag is not None and scheduler.max_lag < unpublished - 1:
+            raise ValueError(
+                "scheduler.max_lag cannot be met: the last batch before a publication is trained at a lag of at least "
+                f"publish_every - 1 = {unpublished - 1}, got max_lag={scheduler.max_lag}"
             )
         capacity = self.hardware.kv_cache_tokens
         longest = self.workload.prompt_tokens + self.workload.length.max

@@ -5,8 +5,9 @@ Theory of operation. Two machines run side by side and meet in the ready queue.
 * Rollouts: a group is *admitted*, its rollouts start where there is room, finish, are scored; when all
   are scored the group is *ready* (or discarded, if its rewards carry no signal).
 * Trainer: ``IDLE -> TRAINING -> IDLE`` per micro-batch; after the last micro-batch of a step the
-  version rises by one, and the weights are published (``PUBLISHING``) unless the previous publication is
-  still on its way to some engine; then the publication is made up for as soon as that has arrived.
+  version rises by one, and every ``publish_every`` versions the weights are published (``PUBLISHING``) unless the
+  previous publication is still on its way to some engine; then the publication is made up for, with the version
+  there is by then, as soon as that has arrived.
 
 ``handle`` books the event, then decides by looking at the books only. What differs between conventional
 RL (Algorithm 1) and PipelineRL (Algorithm 2) is three answers: may a group be admitted, which ready
@@ -34,16 +35,25 @@ group *live* from admission until it is taken for training or doomed.
 The gate keeps ``live with bound <= x <= B * (x + m - v + 1)`` for all x, since bounds only rise; if all
 live groups were ready, taking the B oldest would therefore be safe. While it is not, the missing ones are
 in flight, they will finish, and no rule stops admitted rollouts from starting: so the trainer waits, but
-not for ever. If less than B rollouts are live, all engines will reach v, and the gate admits up to
-B * (m + 1). Groups that are discarded leave ``live``, so filtering never uses up the allowance.
+not for ever. Nothing of this depends on when weights are published. What does is that there is enough to wait
+for. If less than B rollouts are live, the trainer will be idle; then a publication that is due goes out, or was
+on its way, and arrives. With K for ``publish_every``, one is due from the first multiple of K above the last
+published version on: so all engines will reach a version above v - K, the gate admits at least B * (m - K + 2)
+live rollouts, and that is a batch, since m >= K - 1 (``RunConfig`` refuses less: the batch before a publication
+is K - 1 versions ahead of the engines). With K = 1 the engines reach v. What is left of a batch that was taken in
+part is admitted likewise. Right after a publication has arrived at v the gate admits up to B * (m + 1) live
+rollouts, and each step takes B of them while v rises by one: so B * (m + 1), less those carried over, are
+admitted until the next. Groups that are discarded leave ``live``, so filtering never uses up the allowance.
+
 The bounded ready queue, ``on_full = wait``: a group is admitted only if the rollouts in flight and those
 ready are then at most all slots and the ready queue together. So while engines are full,
 ``ready_queue_size`` rollouts may be ready, and each slot that stays empty lends its place to one more; each
 batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of *ready* rollouts instead
 makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
 
-With ``drop`` and ``requeue`` there is no gate; what is too old is doomed. In every mode a group is looked
-at once more, by the versions its engines reported, before it is trained on.
+With ``drop`` and ``requeue`` there is no gate; what is too old is doomed. What is admitted once the engines have
+come above v - K is not, while v is the next version: so here too a batch comes together. In every mode a group is
+looked at once more, by the versions its engines reported, before it is trained on.
 """
 
 from __future__ import annotations
@@ -95,6 +105,10 @@ class SchedulerSettings(Protocol):
     @property
     def optimizer_steps_per_rl_step(self) -> int:
         """Optimizer steps per RL step (count), conventional only. Paper symbol G."""
+
+    @property
+    def publish_every(self) -> int:
+        """Optimizer steps from one publication to the next (count), pipeline only."""
 
     @property
     def micro_batch(self) -> int:
@@ -402,7 +416,8 @@ class PipelineScheduler(Scheduler):
         ]
 
     def _may_publish(self) -> bool:
-        return True
+        every = self.settings.publish_every
+        return self.version // every > self._published // every
 
     def _doom_stale(self, commands: list[Command]) -> None:
         if self.settings.max_lag is None or self._waits:

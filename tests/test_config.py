@@ -63,6 +63,7 @@ EVERY_KEY: dict[str, Any] = {
         "train_batch_size": 32,
         "generation_batch_size": 64,
         "optimizer_steps_per_rl_step": 4,
+        "publish_every": 1,
         "micro_batch_size": 16,
         "max_lag": 5,
         "weight_update": "recompute",
@@ -409,6 +410,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
             "kind": st.sampled_from(["pipeline", "conventional"]),
             "optimizer_steps_per_rl_step": st.just(rl_step),
             "micro_batch_size": st.just(group_size * groups),
+            "publish_every": st.integers(1, rl_step),
             "max_lag": st.integers(rl_step - 1, 100),
             "weight_update": st.sampled_from([one.value for one in WeightUpdate]),
             "on_stale": st.sampled_from([one.value for one in OnStale]),
@@ -506,6 +508,7 @@ COUNTS = (
     "scheduler.train_batch_size",
     "scheduler.generation_batch_size",
     "scheduler.optimizer_steps_per_rl_step",
+    "scheduler.publish_every",
     "scheduler.micro_batch_size",
     "scheduler.ready_queue_size",
     "scheduler.discard_limit",
@@ -591,7 +594,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         ("scheduler.max_lags=3",),
         "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
         "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-        "ready_queue_size, train_batch_size, weight_update",
+        "publish_every, ready_queue_size, train_batch_size, weight_update",
     ),
     (
         ("hardware.decode.affine=3",),
@@ -703,6 +706,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "optimizer_steps_per_rl_step - 1 = 4, got max_lag=3",
     ),
     (
+        ("scheduler.publish_every=5", "scheduler.max_lag=3"),
+        "scheduler.max_lag cannot be met: the last batch before a publication is trained at a lag of at least "
+        "publish_every - 1 = 4, got max_lag=3",
+    ),
+    (
         ("hardware.kv_cache_tokens=73", "workload.prompt_tokens=10"),
         "hardware.kv_cache_tokens must hold the longest rollout, workload.prompt_tokens + workload.length.max = 74 "
         "tokens, got kv_cache_tokens=73",
@@ -747,6 +755,9 @@ def test_a_value_that_is_no_text_or_nested_too_deep_is_one_line(value: str, reas
 
 
 def test_a_max_lag_that_is_just_met_is_allowed() -> None:
+    publish = ("scheduler.publish_every=5", "scheduler.max_lag=4")
+    assert tiny(*publish).scheduler.publish_every == 5
+    assert tiny("scheduler.publish_every=7", "scheduler.max_lag=5").scheduler.max_lag == 5  # 6 steps: never published
     rl_step = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=5", "scheduler.max_lag=4")
     assert tiny(*rl_step).scheduler.max_lag == 4
     # A run of 3 optimizer steps ends before a fourth of its RL step: its largest lag is 2.

@@ -19,6 +19,7 @@ from pipelinerl.accounting import Accountant
 from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.config import RunConfig
 from pipelinerl.events import (
+    PublishWeights,
     RolloutFinished,
     RolloutScored,
     StartRollout,
@@ -485,7 +486,8 @@ def oldest_trained(run):
 @given(
     scheduler=st.fixed_dictionaries(
         {
-            "max_lag": st.integers(0, 6),
+            "max_lag": st.integers(2, 6),
+            "publish_every": st.sampled_from([1, 2, 3]),
             "on_stale": st.sampled_from(["train", "drop", "requeue"]),
             "weight_update": st.sampled_from([kind.value for kind in WeightUpdate]),
             "micro_batch_size": st.sampled_from([4, 8]),
@@ -515,6 +517,82 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
     assert oldest_trained(run) == run.summary()["lag"]["max"] <= scheduler["max_lag"]
     if scheduler["on_stale"] == "train":
         assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
+
+
+# ------------------------------------------------------------------------------ publications now and then
+
+
+@pytest.mark.parametrize(("every", "num_publications"), [(1, 11), (3, 3), (5, 2), (12, 0)])
+def test_only_publications_cost_the_trainer_time(every, num_publications):
+    """A trainer that never waits: 5 s for the first batch, 12 steps of 20 s, 4 s per publication but after the last."""
+    run = play(
+        12,
+        batch=10,
+        slots=40,
+        length=fixed(5),
+        scheduler={"publish_every": every},
+        hardware={**trains_in(20.0), "weights": {"publish_s": 4.0}},
+    )
+    assert [entry.version for _, entry in run.of(PublishWeights)] == [*range(every, 12, every)]
+    assert run.summary()["duration_s"] == 5 + 12 * 20 + 4 * num_publications
+
+
+@pytest.mark.parametrize(
+    ("slots", "ends_s"), [(30, [12.5, 15, 17.5, 30, 32.5, 35]), (8, [12.5, 22.5, 32.5, 45, 55, 65])]
+)
+def test_publishing_every_k_steps_at_lag_k_minus_1_generates_k_batches_from_one_publication_to_the_next(slots, ends_s):
+    """verl's fully asynchronous mode without staleness: K = 3, B = 8, answers of 10 s, steps of 2.5 s, all else free.
+
+    24 rollouts start together where there are slots for them, else in waves of 8, and none before the next
+    publication: all is as in conventional RL, but for training that begins with the first batch.
+    """
+    run = play(
+        6,
+        batch=8,
+        slots=slots,
+        length=fixed(10),
+        scheduler={"publish_every": 3, "max_lag": 2, "ready_queue_size": 24},
+        hardware=trains_in(2.5),
+    )
+    assert [row.time_s for row in run.steps] == ends_s
+    assert [row.lag_mean for row in run.steps] == [row.lag_max for row in run.steps] == [0, 1, 2, 0, 1, 2]
+    assert admitted_per_publication(run) == [24, 24]
+
+
+def admitted_per_publication(run):
+    """Rollouts started from the start of the run and from each ``WeightsLoaded`` (of one engine) to the next."""
+    counts = [0]
+    for _, entry in run.of(StartRollout, WeightsLoaded):
+        if isinstance(entry, WeightsLoaded):
+            counts.append(0)
+        else:
+            counts[-1] += 1
+    return counts
+
+
+@pytest.mark.parametrize(("every", "staleness"), [(1, 0.0), (1, 1.0), (2, 0.5), (4, 0.25), (4, 1.0)])
+def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(every, staleness):
+    """verl's budget between publications, (1 + s) K B less what is carried over, at max_lag = (1 + s) K - 1.
+
+    With slots for all of them and a trainer that is slower than any answer, the budget is used up every time.
+    """
+    budget = round((1 + staleness) * every) * 8
+    run = play(
+        24,
+        batch=8,
+        slots=64,
+        length=uniform(20),
+        scheduler={"publish_every": every, "max_lag": budget // 8 - 1, "ready_queue_size": 64},
+        hardware=trains_in(30.0),
+    )
+    num_started = num_taken = 0
+    budgets = []
+    for count, version in zip(admitted_per_publication(run), range(0, 24, every), strict=True):
+        budgets.append(count + num_started - num_taken)
+        num_started += count
+        num_taken = (version + every) * 8
+    assert budgets == [budget] * (24 // every)
+    assert oldest_trained(run) == run.summary()["lag"]["max"] == budget // 8 - 1
 
 
 def run_within(max_lag, on_stale):

@@ -123,11 +123,15 @@ def cases(draw):
     max_lag = draw(st.sampled_from([None, 0, 1, 3]))
     if kind == "conventional" and max_lag is not None:
         max_lag = max(max_lag, min(rl_steps, steps) - 1)  # less is refused by RunConfig
+    publish_every = draw(st.sampled_from([1, 1, 2, 3]))
+    if kind == "pipeline" and max_lag is not None:
+        max_lag = max(max_lag, min(publish_every, steps) - 1)
     scheduler = SchedulerConfig(
         kind=kind,
         train_batch_size=batch,
         generation_batch_size=draw(st.integers(1, 5)),
         optimizer_steps_per_rl_step=rl_steps,
+        publish_every=publish_every,
         micro_batch_size=micro,
         max_lag=max_lag,
         weight_update=draw(st.sampled_from(WeightUpdate)),
@@ -489,6 +493,8 @@ class World:
         assert self.published < self.version < self.case.optimizer_steps
         if self.conventional:
             assert self.version == self.rl_step_start, "published in the middle of an RL step"
+        else:
+            assert self.is_due(), "published before it is time"
         self.published, self.publishing = self.version, True
         if self.config.weight_update is WeightUpdate.WAIT:
             self.held = [True] * self.case.num_engines
@@ -532,6 +538,10 @@ class World:
     def next_version(self):
         """Version that the next micro-batch is trained at."""
         return self.version + (self.num_taken == self.config.train_batch_size)
+
+    def is_due(self):
+        """Whether there is a multiple of ``publish_every`` above the published version, up to this one."""
+        return any(version % self.config.publish_every == 0 for version in range(self.published + 1, self.version + 1))
 
     def allowance(self):
         """The gate at the top of scheduler.py, less what the running step has taken already."""
@@ -583,7 +593,7 @@ class World:
         if self.conventional:
             assert not self.closed or loading, "the trainer stopped in the middle of an RL step"
         else:
-            assert self.published == self.version or loading, "weights wait beside an idle trainer"
+            assert not self.is_due() or loading, "weights wait beside an idle trainer"
             if self.num_ready >= self.config.micro_batch:
                 assert self.gated, "a batch waits beside an idle trainer"
                 assert pending, "the trainer waits for a straggler that does not exist"
