@@ -105,7 +105,7 @@ def derive_hardware(
         prefill=derive_prefill(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(gpu, model, coefficients=coefficients),
+        weights=derive_weights(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         switch=derive_switch(model, training_accelerators=training_accelerators, coefficients=coefficients)
         if colocated
         else PhaseSwitchConfig(),
@@ -197,15 +197,17 @@ def collective_bandwidth(gpu: Gpu, accelerators: int) -> float:
     return min(gpu.nvlink or gpu.network, gpu.gpus_per_node * gpu.network)
 
 
-def derive_weights(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> WeightTransferConfig:
+def derive_weights(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
+) -> WeightTransferConfig:
     """Return the way of the weights: trainer and engines stand still while they are broadcast."""
-    transfer_s = transfer_seconds(gpu, model, coefficients=coefficients)
+    transfer_s = transfer_seconds(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients)
     return WeightTransferConfig(publish_s=transfer_s, pause_s=transfer_s + coefficients.pause_s)
 
 
-def transfer_seconds(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> float:
-    """Return the seconds of one weight transfer: every byte goes into every accelerator over its network link."""
-    rate = gpu.network * coefficients.transfer_share
+def transfer_seconds(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> float:
+    """Return the seconds of one weight transfer: every engine gets every byte, over the links of its accelerators."""
+    rate = tensor_parallel * gpu.network * coefficients.transfer_share
     return model.parameters * BF16_BYTES / rate + coefficients.transfer_fixed_s
 
 

@@ -70,7 +70,7 @@ class PublishedRun:
         words = self.mode.lower().replace("_", " ").replace("-", " ")
         if "colocate" in words and "async" in words:
             return Mode.PARTIAL
-        if re.search(r"\bone step off\b|\b1 ?off\b", words):
+        if re.search(r"\bone step off\b", words):
             return Mode.ONE_STEP_OFF
         if "async" in words or re.search(r"\b\d+ ?off\b|\bpipeline", words):
             return Mode.ASYNC

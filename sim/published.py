@@ -20,11 +20,11 @@ PROMPT_TOKENS = 150
 """Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
 LENGTH_CV = 1.0
 """Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
-MEAN_OVER_LONGEST = 0.3
-"""Mean answer over the longest, where no mean is published: published runs have 0.25 to 0.77."""
+MEAN_OVER_LONGEST = 0.2
+"""Mean answer over the longest, where no mean is published; published runs have 0.25 to 0.77, long limits less."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
-FEW_SEQUENCES = 2048
+FEW_SEQUENCES = 1024
 """Sequences of one simulated RL step, about: larger clusters are simulated as a fraction of themselves."""
 
 
@@ -51,6 +51,11 @@ class Subject:
     """Whether seconds mean anything: False where the cluster's size is not published."""
     assumed: tuple[str, ...]
     """In words, for the report."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the same accelerators generate and train in turn."""
+        return self.mode in (Mode.SYNC, Mode.PARTIAL)
 
 
 def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
@@ -86,19 +91,26 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
     mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
     if not mean_is_known:
         assumed.append("mean length")
-    tensor_parallel = _tensor_parallel(gpu, model, longest=PROMPT_TOKENS + run.longest_tokens, mean=mean)
-    generating = _generating(run, accelerators, tensor_parallel, assumed)
+    generating = _generating(run, accelerators, assumed)
+    tensor_parallel = _tensor_parallel(
+        gpu,
+        model,
+        generating=generating,
+        in_flight=sequences,
+        longest=PROMPT_TOKENS + run.longest_tokens,
+        mean=mean,
+    )
     return Subject(
         run=run,
         mode=run.schedule,
         gpu=gpu,
         model=model,
         accelerators=accelerators,
-        generating=generating,
+        generating=generating // tensor_parallel * tensor_parallel,
         sequences=sequences,
         longest_tokens=run.longest_tokens,
         optimizer_steps=run.optimizer_steps_per_rl_step,
-        tensor_parallel=min(tensor_parallel, generating),
+        tensor_parallel=tensor_parallel,
         mean_tokens=min(mean, 0.95 * run.longest_tokens),
         mean_is_known=mean_is_known,
         scale_is_known=scale_is_known,
@@ -124,11 +136,10 @@ def as_run_config(
     Raises:
         ConfigError: If the hardware cannot hold the model, or the pieces do not fit together.
     """
-    run, mode = subject.run, subject.mode
+    run, mode, colocated = subject.run, subject.mode, subject.colocated
     divisor = _divisor(subject)
     accelerators, generating = subject.accelerators // divisor, subject.generating // divisor
     sequences, steps = subject.sequences // divisor, subject.optimizer_steps
-    colocated = mode in (Mode.SYNC, Mode.PARTIAL)
     trained_by = accelerators if colocated else accelerators - generating
     group = math.gcd(run.n_per_prompt or 8, sequences // steps)
     staleness = run.staleness_rl_steps
@@ -152,9 +163,15 @@ def as_run_config(
         case Mode.SYNC:
             scheduler["kind"] = "conventional"
         case Mode.PARTIAL:
-            scheduler |= {"kind": "conventional", "partial_rollouts": True}
+            scheduler |= {"kind": "conventional"}  # TEMP
         case Mode.ONE_STEP_OFF:
-            scheduler["kind"] = "one_step_off"
+            scheduler |= {
+                "kind": "pipeline",
+                "publish_every": steps,
+                "max_lag": 2 * steps - 1,
+                "weight_update": "wait",
+                "ready_queue_size": 2 * sequences,
+            }  # TEMP
         case Mode.ASYNC:
             scheduler |= {"kind": "pipeline", "publish_every": steps, "weight_update": "recompute"}
             if staleness is not None:
@@ -227,16 +244,17 @@ def _hardware(
 ) -> dict[str, Any]:
     """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
     run = subject.run
-    colocated = subject.mode in (Mode.SYNC, Mode.PARTIAL)
     derived = derive_hardware(
         subject.gpu,
         subject.model,
         tensor_parallel=subject.tensor_parallel,
         training_accelerators=trained_by * divisor,
-        colocated=colocated,
+        colocated=subject.colocated,
         coefficients=coefficients(Level.CENTRAL, {"extra_forward_passes": 1.0}),
     )
     tables = derived.model_dump(mode="json", exclude_none=True)
+    if subject.colocated:  # what a step lasts besides is learned from published parts, not derived
+        tables["weights"] = tables["switch"] = {}
     for name in ("bandwidth", "peak_flops"):
         tables["decode"][name] /= generation
     for name in tables["decode"]:
@@ -254,16 +272,30 @@ def _hardware(
     return tables
 
 
-def _tensor_parallel(gpu: Gpu, model: LanguageModel, *, longest: int, mean: float) -> int:
-    """Return the least number of GPUs per engine whose KV cache holds the longest answer and 16 mean ones."""
+def _tensor_parallel(
+    gpu: Gpu, model: LanguageModel, *, generating: int, in_flight: int, longest: int, mean: float
+) -> int:
+    """Return the GPUs of one engine: the least whose KV cache holds all that is in flight, a node's at most.
+
+    An engine larger than a node is used only where nothing smaller holds the model and its longest answer.
+    """
     central = coefficients(Level.CENTRAL)
+    fitting = 0
     for size in (1, 2, 4, 8, 16, 32, 64):
-        if kv_cache_tokens(gpu, model, tensor_parallel=size, coefficients=central) >= max(longest, 16 * mean):
+        if size > generating or (fitting and size > gpu.gpus_per_node):
+            break
+        capacity = kv_cache_tokens(gpu, model, tensor_parallel=size, coefficients=central)
+        if capacity < longest:
+            continue
+        fitting = size
+        if capacity >= min(MAX_SLOTS, in_flight / (generating // size)) * (PROMPT_TOKENS + mean):
             return size
-    raise ConfigError(f"{model.name} with its KV cache does not fit on 64 {gpu.name}")
+    if not fitting:
+        raise ConfigError(f"{model.name} with its KV cache does not fit on the {generating} {gpu.name} that generate")
+    return fitting
 
 
-def _generating(run: PublishedRun, accelerators: int, tensor_parallel: int, assumed: list[str]) -> int:
+def _generating(run: PublishedRun, accelerators: int, assumed: list[str]) -> int:
     if run.schedule in (Mode.SYNC, Mode.PARTIAL):
         return accelerators
     generating = run.gpus_gen
@@ -274,7 +306,7 @@ def _generating(run: PublishedRun, accelerators: int, tensor_parallel: int, assu
         assumed.append("half of the GPUs generate")
     if generating >= accelerators:
         raise ConfigError(f"gpus_gen must be below gpus_total={accelerators}, got {generating}")
-    return max(tensor_parallel, generating // tensor_parallel * tensor_parallel)
+    return generating
 
 
 def _divisor(subject: Subject) -> int:

@@ -26,7 +26,6 @@ from pipelinerl.accounting import StepRow
 from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.coefficients import Level
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import resolved_hardware
 from pipelinerl.published import Mode, PublishedRun, read_published_runs
 from sim.published import MEAN_OVER_LONGEST, Subject, as_run_config, as_subject, overhead_s
 from sim.run import simulate
@@ -37,12 +36,12 @@ GENERATION_SD = 0.35
 """Standard deviation of log g before measurements: the decode model's absolute scale is uncertain by 40 %."""
 TRAINING_SD = 0.5
 """Standard deviation of log t before measurements: published training efficiencies range over a factor of 3."""
-MEAN_SD = 0.5
+MEAN_SD = 0.8
 """Standard deviation of log m before measurements, where no mean is published."""
 MEASUREMENT_SD = 0.15
 """Standard deviation of the log of a measurement about the model: run-to-run spread, and what the model leaves out."""
-_RATIO_NODES = np.linspace(-1.5, 1.5, 7)
-_MEAN_NODES = np.linspace(-1.2, 0.9, 5)
+_RATIO_NODES = np.linspace(-1.4, 1.4, 5)
+_MEAN_NODES = np.linspace(-2.0, 1.2, 5)
 _FINE = 31
 RL_STEPS = 7
 """RL steps of one simulation."""
@@ -148,18 +147,23 @@ def _points(*, mean_is_known: bool) -> _Points:
 STEP, GENERATE, TRAIN = range(3)
 
 
-def _log_seconds(table: _Table, points: _Points, quantity: int) -> FloatArray:
-    """Return the log of the seconds that a row's step, generation or training would last, at every point."""
+def _log_seconds(table: _Table, points: _Points, quantity: int, switch_s: float) -> FloatArray:
+    """Return the log of the seconds that a row's step, generation or training would last, at every point.
+
+    ``switch_s`` is what a colocated step lasts beyond generation and training.
+    """
     if table.training_given:
-        return table.at(points.generation_P, points.mean_P, quantity)
-    return table.at(points.generation_P - points.training_P, points.mean_P, quantity) + points.training_P
+        log_P = table.at(points.generation_P, points.mean_P, quantity)
+    else:
+        log_P = table.at(points.generation_P - points.training_P, points.mean_P, quantity) + points.training_P
+    if quantity == STEP and table.subject.colocated:
+        return np.asarray(np.log(np.exp(log_P) + switch_s))
+    return log_P
 
 
 def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
     """Simulate one node."""
-    mode = subject.mode
-    colocated = mode in (Mode.SYNC, Mode.PARTIAL)
-    num_steps, first = (3, 1) if mode is Mode.SYNC else (RL_STEPS, WARM_UP)
+    num_steps, first = (3, 1) if subject.mode is Mode.SYNC else (RL_STEPS, WARM_UP)
     if not training_given:
         subject = replace(subject, run=replace(subject.run, update_s=None))
     mean = min(subject.mean_tokens * math.exp(log_mean), 0.95 * subject.longest_tokens)
@@ -169,9 +173,7 @@ def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_give
     each = subject.optimizer_steps
     rows = rows[first * each - 1 :]
     num = (len(rows) - 1) / each
-    switch = resolved_hardware(config).switch
-    switch_s = switch.to_training_s + switch.to_generation_s if colocated else 0.0
-    waited_s = sum(row.wait_s for row in rows[1:]) / num - switch_s
+    waited_s = sum(row.wait_s for row in rows[1:]) / num
     return Steady(
         step_s=(rows[-1].time_s - rows[0].time_s) / num,
         generate_s=max(waited_s, 1e-3),
@@ -236,7 +238,7 @@ def validate(
         tables[table.subject.run.id, table.training_given] = table
         if on_done is not None:
             on_done()
-    return [_predicted(run, families[run.family], tables, reasons) for run in runs]
+    return [_predicted(run, known, tables, reasons) for run in runs]
 
 
 def shipped_runs() -> list[PublishedRun]:
@@ -247,12 +249,13 @@ def shipped_runs() -> list[PublishedRun]:
 
 def _predicted(
     run: PublishedRun,
-    family: Sequence[PublishedRun],
+    known: Sequence[PublishedRun],
     tables: Mapping[tuple[str, bool], _Table],
     reasons: Mapping[str, str],
 ) -> Prediction | Unusable:
     """Return the prediction of one row, by the first way that its published numbers allow."""
-    closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run)
+    others = [other for other in known if not _same_run(other, run)]
+    closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others)
     if closed is not None:
         return closed
     if _measured_step_s(run) is None:
@@ -262,15 +265,16 @@ def _predicted(
         return Unusable(run.id, reasons.get(run.id, "no schedule is named"))
     references = [
         tables[other.id, False]
-        for other in family
-        if (other.id, False) in tables and not _same_run(other, run) and _measured_step_s(other) is not None
+        for other in others
+        if other.family == run.family and (other.id, False) in tables and _measured_step_s(other) is not None
     ]
+    scale = table.subject.scale_is_known
     return _from_simulations(
-        table, [one for one in references if one.subject.scale_is_known is table.subject.scale_is_known]
+        table, [one for one in references if one.subject.scale_is_known is scale], _switch(run, others).middle_s
     )
 
 
-def _from_simulations(table: _Table, references: Sequence[_Table]) -> Prediction | Unusable:
+def _from_simulations(table: _Table, references: Sequence[_Table], switch_s: float) -> Prediction | Unusable:
     subject, run = table.subject, table.subject.run
     if not subject.scale_is_known and not references:
         return Unusable(run.id, "the cluster's size is not published, and no other row of its system to compare with")
@@ -280,18 +284,18 @@ def _from_simulations(table: _Table, references: Sequence[_Table]) -> Prediction
     if subject.scale_is_known:
         for reference in references:
             for quantity, seconds in _observed(reference.subject.run):
-                residual_P = _log_seconds(reference, points, quantity) - math.log(seconds)
+                residual_P = _log_seconds(reference, points, quantity, switch_s) - math.log(seconds)
                 log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
     else:  # tokens/s of clusters of one unknown size: only their ratios tell
-        residual_KP = np.array([_log_step_per_token(one, points) for one in references])
+        residual_KP = np.array([_log_step_per_token(one, points, switch_s) for one in references])
         offset_P = residual_KP.mean(axis=0)
         log_P -= 0.5 * (((residual_KP - offset_P) / MEASUREMENT_SD) ** 2).sum(axis=0)
     weight_P = np.exp(log_P - log_P.max())
     weight_P /= weight_P.sum()
     if subject.scale_is_known:
-        value_P, measured, quantity = _log_seconds(table, points, STEP), _measured_step_s(run), "s/step"
+        value_P, measured, quantity = _log_seconds(table, points, STEP, switch_s), _measured_step_s(run), "s/step"
     else:
-        value_P, measured, quantity = offset_P - _log_step_per_token(table, points), 1.0, "tokens/s"
+        value_P, measured, quantity = offset_P - _log_step_per_token(table, points, switch_s), 1.0, "tokens/s"
         value_P, measured = value_P + math.log(run.tok_s_total or 1.0), run.tok_s_total
     assert measured is not None
     middle = _median(value_P, weight_P)
@@ -313,11 +317,11 @@ def _from_simulations(table: _Table, references: Sequence[_Table]) -> Prediction
     )
 
 
-def _log_step_per_token(table: _Table, points: _Points) -> FloatArray:
+def _log_step_per_token(table: _Table, points: _Points, switch_s: float) -> FloatArray:
     """Return how much longer the simulated step is than sequences over measured tokens/s, in logs."""
     run = table.subject.run
     assert run.tok_s_total is not None
-    return _log_seconds(table, points, STEP) - math.log(table.subject.sequences / run.tok_s_total)
+    return _log_seconds(table, points, STEP, switch_s) - math.log(table.subject.sequences / run.tok_s_total)
 
 
 def _observed(run: PublishedRun) -> list[tuple[int, float]]:
@@ -391,29 +395,59 @@ def _idle_share(run: PublishedRun) -> Prediction | None:
     )
 
 
-def _sum_of_parts(run: PublishedRun) -> Prediction | None:
+class _Seconds(NamedTuple):
+    """A duration with its band."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> _Seconds:
+    """Return what a colocated RL step lasts beyond generation and training, where others published all three.
+
+    Offloading, resharding and publishing the weights, rewards, the data's way: nobody publishes it by itself. Rows of
+    the same family tell most; without any, those of all systems; without these, the hardware model.
+    """
+    rests = {
+        family: [
+            max(0.0, other.measured_step_s - other.generate_s - other.train_s)
+            for other in others
+            if other.schedule is Mode.SYNC
+            and other.family in family
+            and other.measured_step_s is not None
+            and other.generate_s is not None
+            and other.train_s is not None
+        ]
+        for family in ((run.family,), tuple(other.family for other in others))
+    }
+    for seconds in rests.values():
+        if seconds:
+            return _Seconds(min(seconds), float(np.median(seconds)), max(seconds))
+    return _Seconds(*(overhead_s(run, level, colocated=True, assumed=[]) for level in Level))
+
+
+def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Prediction | None:
     """Predict a step from its published parts: one after the other, or side by side, and what no part shows."""
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
     if generate_s is None or train_s is None or measured is None or run.schedule in (Mode.ASYNC, Mode.PARTIAL):
         return None
-    colocated = run.schedule is Mode.SYNC
-    both = generate_s + train_s if colocated else max(generate_s, train_s)
-    assumed: list[str] = []
-    rest = [overhead_s(run, level, colocated=colocated, assumed=assumed) for level in Level]
-    low, middle, high = (both + seconds for seconds in rest)
-    inputs = ("generation", "training")
+    if run.schedule is Mode.SYNC:
+        both, rest = generate_s + train_s, _switch(run, others)
+    else:
+        both = max(generate_s, train_s)
+        rest = _Seconds(*(overhead_s(run, level, colocated=False, assumed=[]) for level in Level))
     return Prediction(
-        run.id,
-        _family_name(run),
-        str(run.schedule),
-        "s/step",
-        measured,
-        middle,
-        low,
-        high,
-        inputs,
-        (),
-        tuple(assumed[:1]),
+        id=run.id,
+        family=_family_name(run),
+        mode=str(run.schedule),
+        quantity="s/step",
+        measured=measured,
+        predicted=both + rest.middle_s,
+        low=both + rest.low_s,
+        high=both + rest.high_s,
+        inputs=("generation", "training"),
+        fitted_to=(),
     )
 
 
