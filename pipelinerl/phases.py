@@ -1,0 +1,103 @@
+"""The schedulers that generate in rounds: an *RL step* is G optimizer steps on rollouts generated together."""
+
+from __future__ import annotations
+
+from pipelinerl.events import Command
+from pipelinerl.pool import Group
+from pipelinerl.schedulerbase import Scheduler, SchedulerSettings
+
+
+class ConventionalScheduler(Scheduler):
+    """Algorithm 1: generate what G optimizer steps need, make the G steps, publish, and again.
+
+    Rollouts are split into batches in order of admission, not of arrival: otherwise the first batches
+    would hold the short answers and the last ones the long. The last RL step may have fewer steps.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+        self._ready: list[Group] = []
+        self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
+
+    def _may_admit(self) -> bool:
+        training = self._num_to_train or self._num_taken
+        up_to_date = self._published == self.version and not self._num_loading
+        return not training and up_to_date and self.num_live < self._num_needed
+
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        self._ready.append(group)
+        self.num_ready += self._pool.group_size
+        if self.num_ready == self._num_needed:
+            self._num_to_train = self.num_ready
+            self._ready.sort(key=lambda one: one.group_id, reverse=True)  # taken from the end
+
+    def _take_micro_batch(self) -> list[int]:
+        if not self._num_to_train:
+            return []
+        self._num_to_train -= self.settings.micro_batch
+        num_groups = self.settings.micro_batch // self._pool.group_size
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._ready.pop())]
+
+    def _may_publish(self) -> bool:
+        return not self._num_to_train and not self._num_taken
+
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Nothing: all rollouts of an RL step are trained in it, at a lag below G."""
+
+    @property
+    def _num_needed(self) -> int:
+        """Rollouts of the RL step that begins at this version (count)."""
+        steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
+        return steps * self.settings.train_batch_size
+
+
+class OneStepOffScheduler(Scheduler):
+    """Generate the rollouts of the next RL step while the trainer makes the G steps of this one; meet; publish.
+
+    At a *meeting* the rollouts of one RL step are ready and the trainer has made all steps of the one before. The
+    weights are published, unless nothing is left to be generated with them, and both sides set out again: the
+    trainer as soon as it is free, the engines, which are empty, when all of them have loaded. So the rollouts trained
+    on from version v on were generated at version v - G, those of the first RL step at 0: batch i = 0 .. G - 1 has
+    lag G + i, in the first RL step i. Batches are split in order of admission. The last RL step may have fewer steps.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+        self._ready: list[Group] = []  # of the RL step being generated
+        self._to_train: list[Group] = []  # of the RL step being trained, not yet given to the trainer, last one first
+        self._met_at = 0  # version at the last meeting: what is generated since is generated with it
+        self._generating_for = 0  # version at which the training of it will begin
+
+    def _decide(self, commands: list[Command]) -> None:
+        trained = not self._to_train and not self._num_taken
+        if trained and self._ready and len(self._ready) * self._pool.group_size == self._num_needed:
+            self._to_train, self._ready = sorted(self._ready, key=lambda one: one.group_id, reverse=True), []
+            self._met_at = self.version
+            self._generating_for += self.settings.optimizer_steps_per_rl_step
+        super()._decide(commands)
+
+    def _may_admit(self) -> bool:
+        num_generated = self.num_live - len(self._to_train) * self._pool.group_size
+        return not self._num_loading and num_generated < self._num_needed
+
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        self._ready.append(group)
+        self.num_ready += self._pool.group_size
+
+    def _take_micro_batch(self) -> list[int]:
+        if not self._to_train:
+            return []
+        num_groups = self.settings.micro_batch // self._pool.group_size
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._to_train.pop())]
+
+    def _may_publish(self) -> bool:
+        return self.version == self._met_at and self._num_needed > 0
+
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Nothing: all rollouts of an RL step are trained in it, at a lag below 2 G."""
+
+    @property
+    def _num_needed(self) -> int:
+        """Rollouts of the RL step being generated (count); 0 when there is none left."""
+        steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self._generating_for)
+        return max(steps, 0) * self.settings.train_batch_size
