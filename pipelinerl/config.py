@@ -37,6 +37,9 @@ class SchedulerConfig(StrictModel):
     """Optimizer steps per RL step (count), conventional and one_step_off only. Paper symbol G."""
     publish_every: int = Field(default=1, ge=1)
     """Optimizer steps from one publication to the next (count), pipeline only."""
+    partial_rollouts: bool = False
+    """Conventional only: an RL step begins as soon as enough rollouts are ready; the unfinished ones stand still,
+    go on after it on a KV cache computed again, and are trained on later. ``weight_update`` is not read."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
     max_lag: int | None = Field(default=None, ge=0)
@@ -352,6 +355,16 @@ class RunConfig(StrictModel):
                 f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
             )
         self._check_max_lag()
+        if scheduler.partial_rollouts and not self.colocated:
+            raise ValueError(
+                "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, "
+                f"kind={scheduler.kind!r}"
+            )
+        if scheduler.partial_rollouts and scheduler.max_lag is not None and scheduler.on_stale is not OnStale.TRAIN:
+            raise ValueError(
+                "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got "
+                f"on_stale={scheduler.on_stale.value!r}"
+            )
         capacity = self.hardware.kv_cache_tokens
         longest = self.workload.prompt_tokens + self.workload.length.max
         if capacity is not None and longest > capacity:

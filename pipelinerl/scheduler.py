@@ -62,7 +62,7 @@ from __future__ import annotations
 import heapq
 
 from pipelinerl.events import Command, DiscardReason, OnFull, OnStale
-from pipelinerl.phases import ConventionalScheduler, OneStepOffScheduler
+from pipelinerl.phases import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
 from pipelinerl.pool import Group
 from pipelinerl.schedulerbase import Scheduler, SchedulerSettings
 
@@ -93,9 +93,7 @@ class PipelineScheduler(Scheduler):
 
     def _enqueue(self, group: Group, commands: list[Command]) -> None:
         size = self._pool.group_size
-        self._count_live(group.oldest_bound, -size)  # from now on by what the engines have reported
-        group.oldest_bound = group.oldest_reported
-        self._count_live(group.oldest_bound, size)
+        self._know_age(group)
         age = group.oldest_bound if self.settings.max_lag is not None else 0
         heapq.heappush(self._ready, (age, self._num_enqueued, group))
         self._num_enqueued += 1
@@ -187,7 +185,6 @@ def make_scheduler(
     Returns:
         A fresh scheduler; call ``start`` once, then ``handle`` with every event.
     """
-    kind = {"conventional": ConventionalScheduler, "one_step_off": OneStepOffScheduler}.get(
-        settings.kind, PipelineScheduler
-    )
+    conventional = PartialRolloutScheduler if settings.partial_rollouts else ConventionalScheduler
+    kind = {"conventional": conventional, "one_step_off": OneStepOffScheduler}.get(settings.kind, PipelineScheduler)
     return kind(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)

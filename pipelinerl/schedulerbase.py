@@ -54,6 +54,10 @@ class SchedulerSettings(Protocol):
         """Optimizer steps from one publication to the next (count), pipeline only."""
 
     @property
+    def partial_rollouts(self) -> bool:
+        """Whether what is in progress when an RL step has its rollouts goes on in the next, conventional only."""
+
+    @property
     def micro_batch(self) -> int:
         """Sequences per micro-batch (count)."""
 
@@ -102,6 +106,7 @@ class Scheduler(ABC):
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         self.settings = settings
+        self.weight_update = settings.weight_update
         self.optimizer_steps = optimizer_steps
         self.version = 0  # optimizer steps done
         self.stopped: StopReason | None = None
@@ -248,10 +253,10 @@ class Scheduler(ABC):
         self.trainer = Trainer.PUBLISHING
         self._published = self._pool.newest_version = self.version
         self._num_loading = len(self._loaded)
-        if self.settings.weight_update is WeightUpdate.WAIT:
+        if self.weight_update is WeightUpdate.WAIT:
             for engine in range(len(self._loaded)):
                 self._pool.hold(engine)
-        commands.append(PublishWeights(self.version, self.settings.weight_update))
+        commands.append(PublishWeights(self.version, self.weight_update))
 
     def _stop(self, reason: StopReason, commands: list[Command]) -> None:
         self.stopped = reason
@@ -278,6 +283,12 @@ class Scheduler(ABC):
         self._count_live(group.oldest_bound, -self._pool.group_size)
         self.num_ready -= self._pool.group_size
         return self._pool.take(group)
+
+    def _know_age(self, group: Group) -> None:
+        """From now on, count a live group by the versions that engines have reported."""
+        self._count_live(group.oldest_bound, -self._pool.group_size)
+        group.oldest_bound = group.oldest_reported
+        self._count_live(group.oldest_bound, self._pool.group_size)
 
     def _count_live(self, bound: int, change: int) -> None:
         """Count live rollouts, in all and by the version bound of their group."""

@@ -120,22 +120,24 @@ def cases(draw):
     batch = micro * draw(st.sampled_from([1, 2, 3]))
     steps = draw(st.integers(1, 6))
     rl_steps = draw(st.integers(1, 4))
-    kind = draw(st.sampled_from(["pipeline", "pipeline", "pipeline", "conventional", "one_step_off"]))
+    kind = draw(st.sampled_from(["pipeline", "pipeline", "pipeline", "conventional", "conventional", "one_step_off"]))
     max_lag = draw(st.sampled_from([None, 0, 1, 3]))
     publish_every = draw(st.sampled_from([1, 1, 2, 3]))
     if max_lag is not None:  # less is refused by RunConfig
         least = {"pipeline": publish_every, "conventional": rl_steps, "one_step_off": 2 * rl_steps}[kind]
         max_lag = max(max_lag, min(least, steps) - 1)
+    partial = kind == "conventional" and draw(st.booleans())
     scheduler = SchedulerConfig(
         kind=kind,
         train_batch_size=batch,
         generation_batch_size=draw(st.integers(1, 5)),
         optimizer_steps_per_rl_step=rl_steps,
         publish_every=publish_every,
+        partial_rollouts=partial,
         micro_batch_size=micro,
         max_lag=max_lag,
         weight_update=draw(st.sampled_from(WeightUpdate)),
-        on_stale=draw(st.sampled_from(OnStale)),
+        on_stale=OnStale.TRAIN if partial else draw(st.sampled_from(OnStale)),
         ready_queue_size=batch + draw(st.integers(0, 6)),
         on_full=draw(st.sampled_from(OnFull)),
         filter_no_signal=group_size > 1 and draw(st.booleans()),
@@ -151,8 +153,10 @@ class World:
         self.case = case
         self.config = case.scheduler
         self.pipeline = self.config.kind == "pipeline"
-        self.conventional = self.config.kind == "conventional"
-        bounded = self.pipeline and self.config.max_lag is not None
+        self.partial = self.config.partial_rollouts
+        self.conventional = self.config.kind == "conventional" and not self.partial
+        self.weight_update = WeightUpdate.RECOMPUTE if self.partial else self.config.weight_update
+        bounded = (self.pipeline or self.partial) and self.config.max_lag is not None
         self.gated = bounded and self.config.on_stale is OnStale.TRAIN
         self.drops = bounded and self.config.on_stale is not OnStale.TRAIN
         self.scheduler = case.fresh()
@@ -173,6 +177,7 @@ class World:
         self.num_given_up = 0  # rollouts of the groups given up in this optimizer step
         self.rl_step_start = 0  # not pipeline: version at which the RL step in training begins
         self.last_trained = -1  # not pipeline: last rollout trained on in this RL step
+        self.chosen = []  # partial: groups of the RL step in training, not yet given to the trainer
         self.met_at = None  # one_step_off: version at the last meeting
         self.closed = False  # conventional: training has begun and the engines have not all loaded since
         self.stopped = None
@@ -200,7 +205,7 @@ class World:
 
     def engines_to_load(self):
         """Engines that may take the published weights now."""
-        waits = self.config.weight_update is WeightUpdate.WAIT
+        waits = self.weight_update is WeightUpdate.WAIT
         busy = {rollout.engine for _, _, rollout in self.running()} if waits else set()
         return [e for e, version in enumerate(self.true_version) if version < self.published and e not in busy]
 
@@ -263,7 +268,7 @@ class World:
     def take_weights(self, engine, *, all_have_arrived):
         """An engine samples with the published weights from now on, and says so later."""
         self.true_version[engine] = self.published
-        if self.config.weight_update is WeightUpdate.ABORT:
+        if self.weight_update is WeightUpdate.ABORT:
             for _, _, rollout in self.running():
                 arrived = all_have_arrived or len(rollout.token_versions) > rollout.kept_tokens
                 if rollout.engine == engine and arrived:
@@ -274,7 +279,7 @@ class World:
         entry[2].ended = "interrupted"
 
     def losable(self):
-        waits = self.config.weight_update is WeightUpdate.WAIT
+        waits = self.weight_update is WeightUpdate.WAIT
         return [entry for entry in self.running() if waits and self.true_version[entry[2].engine] < self.published]
 
     def report_loaded(self, engine):
@@ -450,6 +455,8 @@ class World:
         assert command.completes_step == (self.num_taken == self.config.train_batch_size)
         if self.conventional:
             self.check_conventional_batch(command)
+        elif self.partial:
+            self.check_partial_batch(command, group_ids)
         elif not self.pipeline:
             self.check_one_step_off_batch(command)
         else:
@@ -489,6 +496,19 @@ class World:
         self.closed = True
         self.check_lag_and_order(command, lag=self.version - self.rl_step_start)
 
+    def check_partial_batch(self, command, group_ids):
+        """As many as the RL step needs, the first that are ready, or the oldest of them, on up-to-date engines."""
+        if not self.chosen:
+            assert self.version == self.rl_step_start == min(self.reported_version)
+            num_groups = self.rl_step_rollouts(self.version) // self.case.group_size
+            assert len(self.ready) >= num_groups
+            chosen = self.in_turn()[:num_groups]
+            bounded = self.config.max_lag is not None
+            self.chosen = sorted(chosen, key=lambda one: (self.groups[one].oldest() if bounded else 0, one))
+            self.held = [True] * self.case.num_engines
+        assert group_ids == self.chosen[: len(group_ids)]
+        del self.chosen[: len(group_ids)]
+
     def check_one_step_off_batch(self, command):
         """Batch i of an RL step has lag G + i, of the first i, token for token; batches in order of admission."""
         self.meet()
@@ -527,7 +547,7 @@ class World:
         assert self.training is None
         assert not self.publishing
         assert min(self.reported_version) == self.published, "two publications at the same time"
-        assert command == PublishWeights(self.version, self.config.weight_update)
+        assert command == PublishWeights(self.version, self.weight_update)
         assert self.published < self.version < self.case.optimizer_steps
         if self.pipeline:
             assert self.is_due(), "published before it is time"
@@ -537,7 +557,7 @@ class World:
             self.meet()
             assert self.rl_step_rollouts(self.generating_for()), "published for nobody"
         self.published, self.publishing = self.version, True
-        if self.config.weight_update is WeightUpdate.WAIT:
+        if self.weight_update is WeightUpdate.WAIT:
             self.held = [True] * self.case.num_engines
 
     def obey_stop(self, command):
@@ -618,13 +638,14 @@ class World:
             assert started or group.given_up, "a group waits beside a free slot"
         if self.conventional:
             assert self.closed or self.num_live == self.rl_step_rollouts(self.rl_step_start)
-        elif not self.pipeline:
+        elif self.config.kind == "one_step_off":
             rl_step = self.generating_for()
             loading = min(self.reported_version) < (self.met_at or 0)
             assert loading or self.num_generated(rl_step) == self.rl_step_rollouts(rl_step)
         else:
             size = self.case.group_size
             full = self.config.on_full is OnFull.WAIT and self.num_placed() + size > self.num_places()
+            full = full and self.pipeline
             gated = self.gated and self.num_live + size > self.allowance()
             assert full or gated, "a free slot without a reason"
 
@@ -638,6 +659,13 @@ class World:
         pending = [group for group in self.groups.values() if not group.given_up and group.places() != {Place.SCORED}]
         if self.conventional:
             assert not self.closed or loading, "the trainer stopped in the middle of an RL step"
+        elif self.partial:
+            assert self.version == self.rl_step_start, "the trainer stopped in the middle of an RL step"
+            assert not self.chosen
+            assert self.published == self.version or loading
+            if not loading and self.num_ready >= self.rl_step_rollouts(self.version):
+                assert self.gated, "an RL step waits beside an idle trainer"
+                assert pending, "the trainer waits for a straggler that does not exist"
         elif not self.pipeline:
             assert self.met_at != self.rl_step_start, "the trainer stopped in the middle of an RL step"
             assert self.num_ready < self.rl_step_rollouts(self.rl_step_start), "both are done and do not meet"
