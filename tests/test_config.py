@@ -421,11 +421,11 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
     scheduler = table(
         {"train_batch_size": st.just(batch), "generation_batch_size": st.integers(1, 512)},
         {
-            "kind": st.sampled_from(["pipeline", "conventional"]),
+            "kind": st.sampled_from(["pipeline", "conventional", "one_step_off"]),
             "optimizer_steps_per_rl_step": st.just(rl_step),
             "micro_batch_size": st.just(group_size * groups),
             "publish_every": st.integers(1, rl_step),
-            "max_lag": st.integers(rl_step - 1, 100),
+            "max_lag": st.integers(2 * rl_step - 1, 100),
             "weight_update": st.sampled_from([one.value for one in WeightUpdate]),
             "on_stale": st.sampled_from([one.value for one in OnStale]),
             "ready_queue_size": st.integers(batch, 10**4),
@@ -637,7 +637,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "compare.arms.0.sets is an unknown key; did you mean set? allowed: name, set",
     ),
     # Words.
-    (("scheduler.kind=async",), "scheduler.kind must be 'pipeline' or 'conventional', got \"async\""),
+    (("scheduler.kind=async",), "scheduler.kind must be 'pipeline', 'conventional' or 'one_step_off', got \"async\""),
     (
         ("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\"",
@@ -690,6 +690,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("cluster={accelerators=4}",),
         "cluster.generation_accelerators is missing; scheduler.kind='pipeline' needs it",
+    ),
+    (
+        ("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=2", "scheduler.max_lag=2"),
+        "scheduler.max_lag cannot be met: a one_step_off RL step trains its last batch at lag "
+        "2 * optimizer_steps_per_rl_step - 1 = 3, got max_lag=2",
     ),
     (
         ("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),

@@ -275,6 +275,101 @@ def test_conventional_rl_at_g_one_is_on_policy():
     assert run.profile_summary()["lag_histogram"]["total"] == [run.summary()["tokens_trained"]]
 
 
+# --------------------------------------------------------------------------------- one-step-off RL
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("micro_batch_size", [4, 8])
+def test_one_step_off_batch_i_is_trained_at_lag_g_plus_i(group_size, micro_batch_size):
+    """Batch i = 0 .. G - 1 of an RL step was generated while the G steps before it were made; of the first at once.
+
+    11 steps are three RL steps of G = 3 and one of 2. Each rollout is generated, and trained on, once, in order.
+    """
+    run = play(
+        11,
+        batch=8,
+        slots=5,
+        engines=2,
+        length=uniform(60),
+        scheduler={
+            "kind": "one_step_off",
+            "optimizer_steps_per_rl_step": 3,
+            "micro_batch_size": micro_batch_size,
+        },
+        workload={"group_size": group_size},
+        hardware={"weights": {"pause_s": 0.5}, "latency": {"dispatch_jitter_s": 2.0}, **trains_in(30.0)},
+    )
+    expected = [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4]
+    assert [row.lag_mean for row in run.steps] == expected
+    assert [row.lag_max for row in run.steps] == expected
+    trained = [rollout_id for _, entry in run.of(StartTraining) for rollout_id in entry.rollout_ids]
+    assert trained == list(range(11 * 8))
+    assert run.summary()["rollouts"]["started"] == 11 * 8
+
+
+@pytest.mark.parametrize("rl_step", [1, 2, 4])
+def test_one_step_off_lag_is_g_to_2_g_minus_1(rl_step):
+    """G + (G - 1)/2 = (3 G - 1)/2 on average but for the first RL step, whose is G less; 32 steps of equal tokens."""
+    run = play(
+        32,
+        batch=4,
+        slots=3,
+        length=fixed(10),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": rl_step, "max_lag": 2 * rl_step - 1},
+    )
+    lag = run.summary()["lag"]
+    assert lag["mean"] == (3 * rl_step - 1) / 2 - rl_step * rl_step / 32
+    assert lag["max"] == 2 * rl_step - 1
+
+
+@pytest.mark.parametrize("token_s", [1e-6, 3e-4])
+@pytest.mark.parametrize(("publish_s", "pause_s"), [(0.3, 0.4), (5.0, 0.0)])
+def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token_s, publish_s, pause_s):
+    """4 RL steps of G = 2: B G = 96 rollouts in 2 waves of 16 slots on 3 engines, 40 tokens each, prompts of 50.
+
+    The first RL step is generated alone, the last trained alone. In between both sides are at work: the trainer
+    publishes and makes 2 steps, the engines get the weights and generate; the slower one sets the period. Nothing is
+    published before the first of these rounds, nor after the last.
+    """
+    hardware = Hardware(publish_s=publish_s)
+    tables = hardware.tables()
+    tables["training"] = {"token_s": token_s, "step_s": 0.01}
+    tables["weights"]["pause_s"] = pause_s
+    run = play(
+        8,
+        batch=48,
+        slots=16,
+        engines=3,
+        length=fixed(40),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "weight_update": "wait"},
+        workload={"prompt_tokens": 50},
+        hardware=tables,
+    )
+    generate = 2 * (to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)) + to_ticks(0.02 + 0.05)
+    train = 2 * to_ticks(0.01 + token_s * 48 * 90)
+    first = max(generate, train)
+    later = max(to_ticks(0.2 + pause_s) + generate, to_ticks(publish_s) + train)
+    assert to_ticks(run.summary()["duration_s"]) == generate + first + 2 * later + train
+    assert len(run.of(PublishWeights)) == 2
+
+
+def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
+    """Only groups that differ are trained on, and those that replace the others are no younger."""
+    run = play(
+        9,
+        batch=8,
+        slots=16,
+        length=uniform(40),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "filter_no_signal": True},
+        workload={"group_size": 4, "success_rate": 0.2},
+        hardware=trains_in(10.0),
+    )
+    summary = run.summary()
+    assert [row.lag_mean for row in run.steps] == [0, 1, 2, 3, 2, 3, 2, 3, 2]
+    assert summary["discarded_by_reason"]["no_signal"] > 0
+    assert summary["rollouts"]["started"] == 9 * 8 + summary["discarded_by_reason"]["no_signal"]
+
+
 # ------------------------------------------------------------------------- lag when generation limits
 
 
