@@ -163,15 +163,9 @@ def as_run_config(
         case Mode.SYNC:
             scheduler["kind"] = "conventional"
         case Mode.PARTIAL:
-            scheduler |= {"kind": "conventional"}  # TEMP
+            scheduler |= {"kind": "conventional", "partial_rollouts": True}
         case Mode.ONE_STEP_OFF:
-            scheduler |= {
-                "kind": "pipeline",
-                "publish_every": steps,
-                "max_lag": 2 * steps - 1,
-                "weight_update": "wait",
-                "ready_queue_size": 2 * sequences,
-            }  # TEMP
+            scheduler["kind"] = "one_step_off"
         case Mode.ASYNC:
             scheduler |= {"kind": "pipeline", "publish_every": steps, "weight_update": "recompute"}
             if staleness is not None:
