@@ -179,6 +179,44 @@ def replay(
     raise typer.Exit(1)
 
 
+@app.command()
+def validate(
+    rows: Annotated[
+        Path | None,
+        typer.Argument(metavar="[ROWS.csv]", help="Published runs of your own; default: the shipped ones."),
+    ] = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    from pipelinerl.published import read_published_runs
+    from pipelinerl.runfolder import VALIDATION_FILE, check_vacant, make_folder, write_json
+
+    given = None if rows is None else read_published_runs(rows)
+    validator = _load("sim.validate", extra="sim")
+    if out is not None:
+        _load("analysis.validation", extra="plot")
+        check_vacant(out)
+    shipped = validator.shipped_runs()
+    runs = shipped if given is None else given
+    with _progress("runs", validator.num_simulated(runs, shipped)) as advance:
+        predictions = validator.validate(runs, others=shipped, on_done=advance)
+    report = validator.report(predictions)
+    if as_json:
+        _print_json(report)
+    else:
+        from pipelinerl.tables import print_validation
+
+        print_validation(report)
+    if out is not None:
+        from pipelinerl.tables import validation_markdown
+
+        make_folder(out)
+        write_json(out / VALIDATION_FILE, report)
+        (out / "validation.md").write_text(validation_markdown(report), encoding="utf-8")
+        _load("analysis.validation", extra="plot").save_validation_figure(report, out / FIGURES_FOLDER)
+
+
 def main() -> None:
     """Run the command line; wrong input is told in one line per fault and ends with status 2."""
     try:

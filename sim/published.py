@@ -48,7 +48,8 @@ class Subject:
     """Published, or the centre of what is likely."""
     mean_is_known: bool
     scale_is_known: bool
-    """Whether seconds mean anything: False where the cluster's size is not published."""
+    """Whether seconds mean anything: not without the cluster's size, nor from the hours of a whole run alone, which
+    hold evaluation, checkpoints and restarts. Then only the ratios of such rows are compared."""
     assumed: tuple[str, ...]
     """In words, for the report."""
 
@@ -72,8 +73,9 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         ConfigError: If something that cannot be assumed is missing; the message says what.
     """
     assumed: list[str] = []
-    if run.schedule is None:
-        raise ConfigError(f"mode {run.mode!r} names no schedule that we simulate")
+    schedule = run.schedule
+    if schedule is None:
+        raise ConfigError(f"mode {run.mode!r} names no schedule that is simulated")
     run = _filled_from_family(run, family)
     if run.longest_tokens is None:
         raise ConfigError("max_len is not published: lengths are unknown")
@@ -83,9 +85,10 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
     if run.n_per_prompt is None and run.prompts_per_step is not None and run.prompts_per_step != sequences:
         assumed.append(f"{sequences // run.prompts_per_step} answers per prompt")
     gpu, model = _hardware_of(run, assumed)
-    scale_is_known = run.gpus_total is not None
+    has_rate = any(one is not None for one in (run.step_s, run.tok_s_total, run.tok_s_per_gpu))
+    scale_is_known = run.gpus_total is not None and has_rate
     accelerators = run.gpus_total or (run.gpus_gen or 64) + (run.gpus_train or 64)
-    if not scale_is_known:
+    if run.gpus_total is None:
         assumed.append(f"{accelerators} GPUs")
     mean_is_known = run.avg_len is not None
     mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
@@ -96,13 +99,13 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         gpu,
         model,
         generating=generating,
-        in_flight=sequences,
+        in_flight=_in_flight(run, sequences),
         longest=PROMPT_TOKENS + run.longest_tokens,
         mean=mean,
     )
     return Subject(
         run=run,
-        mode=run.schedule,
+        mode=schedule,
         gpu=gpu,
         model=model,
         accelerators=accelerators,
@@ -119,7 +122,7 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
 
 
 def as_run_config(
-    subject: Subject, *, generation: float, training: float, mean_tokens: float, rl_steps: int
+    subject: Subject, *, generation: float, training: float, mean_tokens: float, rl_steps: int, training_given: bool
 ) -> RunConfig:
     """Return the simulation of a subject with factors on its times.
 
@@ -129,6 +132,7 @@ def as_run_config(
         training: Factor on all times of training (no unit); of the published seconds, where they are.
         mean_tokens: Mean answer (tokens).
         rl_steps: RL steps to simulate (count).
+        training_given: Whether training lasts the published seconds; else what the hardware model says.
 
     Returns:
         The run file's content; a large cluster and its batch are made smaller by the same divisor.
@@ -144,8 +148,7 @@ def as_run_config(
     group = math.gcd(run.n_per_prompt or 8, sequences // steps)
     staleness = run.staleness_rl_steps
     engines = max(1, generating // subject.tensor_parallel)
-    in_flight = sequences * (1 if colocated or staleness is None else 1 + staleness)
-    slots = max(1, min(MAX_SLOTS, math.ceil(in_flight / engines)))
+    slots = max(1, min(MAX_SLOTS, math.ceil(_in_flight(run, sequences) / engines)))
     hardware = _hardware(
         subject,
         generation=generation,
@@ -153,6 +156,7 @@ def as_run_config(
         mean_tokens=mean_tokens,
         divisor=divisor,
         trained_by=trained_by,
+        training_given=training_given,
     )
     scheduler: dict[str, Any] = {
         "train_batch_size": sequences // steps,
@@ -172,13 +176,12 @@ def as_run_config(
                 scheduler["max_lag"] = max(0, round(steps * (1 + staleness)) - 1)
             scheduler["ready_queue_size"] = math.ceil(sequences * (1 + min(staleness or 1.0, 4.0)))
     mean = min(mean_tokens, 0.95 * subject.longest_tokens)
+    cluster = {"accelerators": accelerators, "tensor_parallel": subject.tensor_parallel}
+    if not colocated:
+        cluster["generation_accelerators"] = generating
     data = {
         "optimizer_steps": rl_steps * steps,
-        "cluster": {
-            "accelerators": accelerators,
-            "generation_accelerators": None if colocated else generating,
-            "tensor_parallel": subject.tensor_parallel,
-        },
+        "cluster": cluster,
         "scheduler": scheduler,
         "workload": {
             "group_size": group,
@@ -187,9 +190,14 @@ def as_run_config(
         },
         "hardware": hardware,
     }
-    if colocated:
-        del data["cluster"]["generation_accelerators"]
     return parse_run(data, name=run.id)
+
+
+def _extra_forward_passes(run: PublishedRun) -> float:
+    """Return the forward passes besides the training pass: those published by themselves; else one, as is usual."""
+    if run.update_s is None:
+        return 1.0
+    return float((run.old_logp_s is not None) + (run.ref_s is not None))
 
 
 def _filled_from_family(run: PublishedRun, family: Sequence[PublishedRun]) -> PublishedRun:
@@ -234,7 +242,14 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
 
 
 def _hardware(
-    subject: Subject, *, generation: float, training: float, mean_tokens: float, divisor: int, trained_by: int
+    subject: Subject,
+    *,
+    generation: float,
+    training: float,
+    mean_tokens: float,
+    divisor: int,
+    trained_by: int,
+    training_given: bool,
 ) -> dict[str, Any]:
     """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
     run = subject.run
@@ -244,7 +259,7 @@ def _hardware(
         tensor_parallel=subject.tensor_parallel,
         training_accelerators=trained_by * divisor,
         colocated=subject.colocated,
-        coefficients=coefficients(Level.CENTRAL, {"extra_forward_passes": 1.0}),
+        coefficients=coefficients(Level.CENTRAL, {"extra_forward_passes": _extra_forward_passes(run)}),
     )
     tables = derived.model_dump(mode="json", exclude_none=True)
     if subject.colocated:  # what a step lasts besides is learned from published parts, not derived
@@ -255,19 +270,19 @@ def _hardware(
         if name.endswith("_s"):
             tables["decode"][name] *= generation
     tables["prefill"] = {name: value * generation for name, value in tables["prefill"].items()}
-    published_s = run.train_s
-    if published_s is None:
+    if not training_given:
         tables["training"] = {
             name: value * training if name.endswith("_s") else value for name, value in tables["training"].items()
         }
     else:
         tokens = subject.sequences / divisor * (PROMPT_TOKENS + mean_tokens)
-        tables["training"] = {"token_s": published_s * training * trained_by / tokens}
+        assert run.train_s is not None
+        tables["training"] = {"token_s": run.train_s * training * trained_by / tokens}
     return tables
 
 
 def _tensor_parallel(
-    gpu: Gpu, model: LanguageModel, *, generating: int, in_flight: int, longest: int, mean: float
+    gpu: Gpu, model: LanguageModel, *, generating: int, in_flight: float, longest: int, mean: float
 ) -> int:
     """Return the GPUs of one engine: the least whose KV cache holds all that is in flight, a node's at most.
 
@@ -303,6 +318,11 @@ def _generating(run: PublishedRun, accelerators: int, assumed: list[str]) -> int
     return generating
 
 
+def _in_flight(run: PublishedRun, sequences: int) -> float:
+    """Return the most sequences that are generated at a time: an RL step's, and as many more as staleness allows."""
+    return sequences * (1 + (run.staleness_rl_steps or 0.0) if run.schedule is Mode.ASYNC else 1)
+
+
 def _divisor(subject: Subject) -> int:
     """Return the largest of 16, 8, 4, 2, 1 that divides cluster and batch and leaves enough sequences."""
     steps, size = subject.optimizer_steps, subject.run.n_per_prompt or 8
@@ -329,3 +349,16 @@ def overhead_s(run: PublishedRun, level: Level, *, colocated: bool, assumed: lis
     switch = derived.switch
     weights_s = max(derived.weights.publish_s, derived.weights.transfer_s + derived.weights.pause_s)
     return weights_s + switch.to_training_s + switch.to_generation_s
+
+
+def measured_seconds(run: PublishedRun) -> float | None:
+    """Return seconds per RL step; where only tokens/s are published, those of its answers."""
+    if run.measured_step_s is not None:
+        return run.measured_step_s
+    rate = run.tok_s_total
+    if rate is None and run.tok_s_per_gpu is not None and run.gpus_total is not None:
+        rate = run.tok_s_per_gpu * run.gpus_total
+    if rate is None or run.sequences_per_step is None:
+        return None
+    mean = run.avg_len or MEAN_OVER_LONGEST * (run.longest_tokens or 0)
+    return run.sequences_per_step * mean / rate if mean else None
