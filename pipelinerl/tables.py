@@ -107,7 +107,17 @@ def print_validation(report: dict[str, Any]) -> None:
 
 def validation_markdown(report: dict[str, Any]) -> str:
     """Return the table of a validation in Markdown, as docs/validation.md has it."""
-    head = ["run", "unit", "measured", "predicted", "10-90 %", "error", "inputs of the row itself", "other rows used"]
+    head = [
+        "run",
+        "unit",
+        "measured",
+        "predicted",
+        "10-90 %",
+        "error",
+        "alone",
+        "inputs of the row itself",
+        "rows used",
+    ]
     rows = [head, ["---"] * len(head), *(_validation_cells(row) for row in report["rows"])]
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     unusable = [f"- `{row['id']}`: {row['reason']}" for row in report["unusable"]]
@@ -121,6 +131,10 @@ def validation_verdict(report: dict[str, Any]) -> str:
     if summary["median_error"] is not None:
         parts.append(f"median error {summary['median_error']:.0%}, 9 of 10 within {summary['p90_error']:.0%}")
         parts.append(f"{summary['within_30_percent']:.0%} within 30 %")
+    if summary["median_error_simulated"] is not None:
+        parts.append(f"of the simulated ones alone the median is {summary['median_error_simulated']:.0%}")
+    if summary["median_error_alone"] is not None:
+        parts.append(f"the hardware model without any other row is {summary['median_error_alone']:.0%} off")
     if summary["pairs_in_order"] is not None:
         parts.append(f"{summary['pairs_in_order']:.0%} of {summary['pairs']} pairs in the right order")
     if summary["largest_staleness_error"] is not None:

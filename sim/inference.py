@@ -179,17 +179,22 @@ class Band(NamedTuple):
     high_s: float
 
 
-def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float) -> Band:
+def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float, inputs: Table | None = None) -> Band:
     """Return the seconds of a row's RL step, given what other rows of its family measured.
 
     Args:
         table: The row's simulations.
         references: Those of the other rows; at least one if the row's scale is not known.
         switch_s: What a colocated step lasts beyond generation and training (seconds).
+        inputs: The row's simulations with free training, if its training seconds are published: these say something
+            about its mean answer.
     """
     points = points_for([table, *references])
     log_P = points.log_prior_P.copy()
     log_step_P = _log_seconds(table, points, STEP, switch_s)
+    if inputs is not None and inputs.subject.run.train_s is not None:
+        residual_P = _log_seconds(inputs, points, TRAIN, switch_s) - math.log(inputs.subject.run.train_s)
+        log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
     if table.subject.scale_is_known:
         for reference in references:
             for quantity, seconds in _observed(reference.subject.run):

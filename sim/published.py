@@ -335,9 +335,9 @@ def _divisor(subject: Subject) -> int:
     return 1
 
 
-def overhead_s(run: PublishedRun, level: Level, *, colocated: bool, assumed: list[str]) -> float:
+def overhead_s(run: PublishedRun, level: Level, *, colocated: bool) -> float:
     """Return the seconds of an RL step that are neither generation nor training: weights, pause, phase switch."""
-    gpu, model = _hardware_of(run, assumed)
+    gpu, model = _hardware_of(run, [])
     derived = derive_hardware(
         gpu,
         model,

@@ -55,6 +55,13 @@ class Prediction:
     fitted_to: tuple[str, ...]
     """Other rows whose measurements were used."""
     assumed: tuple[str, ...] = ()
+    alone: float | None = None
+    """What the hardware model predicts without any other row; None where that is no seconds or no model is asked."""
+
+    @property
+    def simulated(self) -> bool:
+        """Whether a simulation predicts it, and not a sum of its own parts or a closed form."""
+        return self.quantity in ("s/step", "tokens/s") and "generation" not in self.inputs
 
     @property
     def error(self) -> float:
@@ -135,10 +142,13 @@ def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
     Returns:
         ``rows`` with ``error`` (relative; absolute for staleness), ``unusable`` with reasons, ``pairs`` of one family
         that were measured more than 5 % apart with whether they are predicted in the same order, and ``summary``:
-        median and 90th percentile of the size of the relative errors, share within 30 %, share of pairs in order.
+        median (of all, of those simulated, of the hardware model
+        alone) and 90th percentile of the size of the relative errors, share within 30 %, share of pairs in order.
     """
     rows = [one for one in predictions if isinstance(one, Prediction)]
     relative = sorted(abs(one.error) for one in rows if one.quantity != "staleness")
+    simulated = [abs(one.error) for one in rows if one.simulated]
+    alone = [abs(one.alone / one.measured - 1) for one in rows if one.alone is not None]
     absolute = [abs(one.error) for one in rows if one.quantity == "staleness"]
     pairs = [
         (one.id, other.id, (one.predicted < other.predicted) is (one.measured < other.measured))
@@ -154,6 +164,8 @@ def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
         "summary": {
             "rows": len(rows),
             "median_error": float(np.median(relative)) if relative else None,
+            "median_error_simulated": float(np.median(simulated)) if simulated else None,
+            "median_error_alone": float(np.median(alone)) if alone else None,
             "p90_error": float(np.quantile(relative, 0.9)) if relative else None,
             "within_30_percent": sum(one <= 0.3 for one in relative) / len(relative) if relative else None,
             "largest_staleness_error": max(absolute) if absolute else None,
@@ -190,24 +202,27 @@ def _predicted(
         for other in others
         if other.family == run.family and (other.id, False) in tables and measured_seconds(other) is not None
     ]
-    scale = table.subject.scale_is_known
-    return _from_simulations(
-        table, [one for one in references if one.subject.scale_is_known is scale], _switch(run, others).middle_s
-    )
+    references = [one for one in references if one.subject.scale_is_known is table.subject.scale_is_known]
+    inputs = tables[run.id, False] if table.training_given else None
+    return _from_simulations(table, references, switch_s=_switch(run, others).middle_s, inputs=inputs)
 
 
-def _from_simulations(table: Table, references: Sequence[Table], switch_s: float) -> Prediction | Unusable:
+def _from_simulations(
+    table: Table, references: Sequence[Table], *, switch_s: float, inputs: Table | None
+) -> Prediction | Unusable:
     subject, run = table.subject, table.subject.run
     if not subject.scale_is_known and not references:
         return Unusable(run.id, "the cluster's size is not published, and no other row of its system to compare with")
-    band = seconds_band(table, references, switch_s=switch_s)
+    band = seconds_band(table, references, switch_s=switch_s, inputs=inputs)
     measured_s = measured_seconds(run)
     assert measured_s is not None
     quantity, measured, low, middle, high = "s/step", measured_s, *band
+    alone = seconds_band(table, [], switch_s=switch_s, inputs=inputs).middle_s if subject.scale_is_known else None
     if run.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
         measured = run.tok_s_total or (run.tok_s_per_gpu or 0.0) * (run.gpus_total or 0)
         quantity = "tokens/s"
         high, middle, low = (measured * measured_s / seconds for seconds in band)
+        alone = None if alone is None else measured * measured_s / alone
     return Prediction(
         id=run.id,
         family=_family_name(run),
@@ -220,6 +235,7 @@ def _from_simulations(table: Table, references: Sequence[Table], switch_s: float
         inputs=("training",) if table.training_given else (),
         fitted_to=tuple(reference.subject.run.id for reference in references),
         assumed=subject.assumed,
+        alone=alone,
     )
 
 
@@ -269,11 +285,12 @@ def _idle_share(run: PublishedRun) -> Prediction | None:
 
 
 class _Seconds(NamedTuple):
-    """A duration with its band."""
+    """A duration with its band, and the rows it was learned from."""
 
     low_s: float
     middle_s: float
     high_s: float
+    learned_from: tuple[str, ...] = ()
 
 
 def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> _Seconds:
@@ -282,22 +299,25 @@ def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> _Seconds:
     Offloading, resharding and publishing the weights, rewards, the data's way: nobody publishes it by itself. Rows of
     the same family tell most; without any, those of all systems; without these, the hardware model.
     """
-    rests = {
-        family: [
-            max(0.0, other.measured_step_s - other.generate_s - other.train_s)
-            for other in others
-            if other.schedule is Mode.SYNC
-            and other.family in family
-            and other.measured_step_s is not None
-            and other.generate_s is not None
-            and other.train_s is not None
-        ]
-        for family in ((run.family,), tuple(other.family for other in others))
-    }
-    for seconds in rests.values():
-        if seconds:
-            return _Seconds(min(seconds), float(np.median(seconds)), max(seconds))
-    return _Seconds(*(overhead_s(run, level, colocated=True, assumed=[]) for level in Level))
+    rests = [
+        (other, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
+        for other in others
+        if other.schedule is Mode.SYNC
+        and other.measured_step_s is not None
+        and other.generate_s is not None
+        and other.train_s is not None
+    ]
+    own = [(other, rest_s) for other, rest_s in rests if other.family == run.family]
+    if rests:
+        seconds = [rest_s for _, rest_s in own or rests]
+        names = tuple(other.id for other, _ in own or rests)
+        return _Seconds(min(seconds), float(np.median(seconds)), max(seconds), names)
+    return _derived_rest(run, colocated=True)
+
+
+def _derived_rest(run: PublishedRun, *, colocated: bool) -> _Seconds:
+    low_s, middle_s, high_s = (overhead_s(run, level, colocated=colocated) for level in Level)
+    return _Seconds(low_s, middle_s, high_s)
 
 
 def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Prediction | None:
@@ -309,7 +329,7 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicti
         both, rest = generate_s + train_s, _switch(run, others)
     else:
         both = max(generate_s, train_s)
-        rest = _Seconds(*(overhead_s(run, level, colocated=False, assumed=[]) for level in Level))
+        rest = _derived_rest(run, colocated=False)
     return Prediction(
         id=run.id,
         family=_family_name(run),
@@ -320,7 +340,7 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicti
         low=both + rest.low_s,
         high=both + rest.high_s,
         inputs=("generation", "training"),
-        fitted_to=(),
+        fitted_to=rest.learned_from,
     )
 
 
