@@ -117,7 +117,7 @@ def derive_decode(
 ) -> RooflineDecode:
     """Return the decode step of an engine."""
     reductions = 2 * model.layers if tensor_parallel > 1 else 0
-    link = gpu.nvlink or gpu.network
+    link = gpu.nvlink if gpu.nvlink and tensor_parallel <= gpu.gpus_per_node else gpu.network
     reduced = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES / link
     dense = model.parameters - model.embedding_parameters - model.expert_parameters
     return RooflineDecode(

@@ -158,6 +158,8 @@ def test_overheads_of_a_decode_step_by_hand():
     assert one.sequence_overhead_s == pytest.approx(5e-6)
     assert two.step_overhead_s == pytest.approx(1.28e-3 + 56 * 3e-6)
     assert two.sequence_overhead_s == pytest.approx(5e-6 + 56 * 3584 * 2 / 450e9)
+    over_nodes = derived(values=values, tensor_parallel=16).decode  # 2 * 15/16 of the data, at 50 GB/s
+    assert over_nodes.sequence_overhead_s == pytest.approx(5e-6 + 56 * 2 * 15 / 16 * 3584 * 2 / 50e9)
 
 
 @pytest.mark.parametrize(("batch", "share"), [(1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10**4, 1.0)])
@@ -589,6 +591,11 @@ def test_by_name_gives_every_table():
     for name in ("decode", "prefill", "kv_cache_tokens", "training", "weights", "switch"):
         assert getattr(tables, name) == getattr(expected, name), name
     assert (tables.gpu, tables.model, tables.level) == ("H100", "Qwen2.5-7B", Level.PESSIMISTIC)
+
+
+def test_a_copy_of_a_run_file_by_name_is_the_same():
+    config = by_name(level="optimistic", coefficients={"pause_s": 0.5}, training={"token_s": 1e-4})
+    assert parse_run(tomllib.loads(dump_run(config))) == config
 
 
 def test_what_is_given_stays():
