@@ -150,6 +150,42 @@ def test_mixtral_names_its_experts_differently():
     assert model.active_parameters == pytest.approx(12.9e9, rel=2e-3)
 
 
+def test_a_shared_expert_with_a_gate():
+    """Qwen1.5-MoE-A2.7B: 14.3e9 parameters, 2.7e9 of them active, as published."""
+    config = qwen25(2048, 24, 16, 16, 5632, vocabulary=151936) | {"model_type": "qwen2_moe", "num_experts": 60}
+    config |= {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    model = model_from_huggingface(config, "it")
+    assert model.parameters == pytest.approx(14.3e9, rel=2e-3)
+    assert model.active_parameters == pytest.approx(2.69e9, rel=2e-3)
+
+
+def test_experts_in_every_second_layer_only():
+    """24 of 48 layers of the 30B: half of the experts, and 24 feed-forward layers of 6144."""
+    config, _, _ = ARCHITECTURES["Qwen3-30B-A3B"]
+    half, whole = (model_from_huggingface(config | {"decoder_sparse_step": step}, "it") for step in (2, 1))
+    assert half.expert_parameters == whole.expert_parameters / 2
+    assert half.feed_forward_width == (24 * 8 * 768 + 24 * 6144) / 48
+
+
+def test_the_text_part_of_a_model_that_also_sees():
+    config, _, _ = ARCHITECTURES["Qwen2.5-7B"]
+    assert model_from_huggingface({"text_config": config, "vision_config": {}}, "it").parameters == 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    "more", [{"layer_types": ["linear_attention", "full_attention"]}, {"full_attention_interval": 4}]
+)
+def test_layers_without_a_kv_cache_are_refused(more):
+    line = message(model_from_huggingface, ARCHITECTURES["Qwen3-8B"][0] | more, "it")
+    assert line.startswith("model it: layers of type linear_attention cannot be counted from config.json; give its ")
+
+
+def test_sliding_windows_are_counted_as_full_attention():
+    config = ARCHITECTURES["Qwen3-8B"][0]
+    layers = {"layer_types": ["full_attention", "sliding_attention"]}
+    assert model_from_huggingface(config | layers, "it") == model_from_huggingface(config, "it")
+
+
 # ----------------------------------------------------------------------------------- the shipped files
 
 

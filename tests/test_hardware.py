@@ -158,6 +158,8 @@ def test_overheads_of_a_decode_step_by_hand():
     assert one.sequence_overhead_s == pytest.approx(5e-6)
     assert two.step_overhead_s == pytest.approx(1.28e-3 + 56 * 3e-6)
     assert two.sequence_overhead_s == pytest.approx(5e-6 + 56 * 3584 * 2 / 450e9)
+    over_nodes = derived(values=values, tensor_parallel=16).decode  # 2 * 15/16 of the data, at 50 GB/s
+    assert over_nodes.sequence_overhead_s == pytest.approx(5e-6 + 56 * 2 * 15 / 16 * 3584 * 2 / 50e9)
 
 
 @pytest.mark.parametrize(("batch", "share"), [(1, 8 / 128), (2, 1 - (120 / 128) ** 2), (10**4, 1.0)])
@@ -169,7 +171,7 @@ def test_a_batch_reads_the_experts_that_its_sequences_meet(batch, share):
     assert step_ms(hardware, batch, 0) == pytest.approx(read / 3.35e9)
 
 
-def test_a_roofline_with_half_of_its_experts_is_one_line():
+def test_a_roofline_with_half_of_its_experts_or_in_other_units_is_one_line():
     decode = {"kind": "roofline", "peak_flops": 1e15, "bandwidth": 1e12, "parameters_read": 1e9} | {
         "parameters_active": 1e9,
         "kv_bytes_per_token": 0.0,
@@ -178,6 +180,8 @@ def test_a_roofline_with_half_of_its_experts_is_one_line():
     for more, line in (
         ({}, "hardware.decode.experts_per_token is missing; "),
         ({"experts_per_token": 9, "expert_parameters": 1e9}, "hardware.decode.experts_per_token must be at most"),
+        ({"bandwidth": 3350.0}, "hardware.decode.bandwidth must be in bytes/s and at least 1e9, got 3350; did you"),
+        ({"peak_flops": 989.0}, "hardware.decode.peak_flops must be in FLOP/s and at least 1e9, got 989; did you"),
     ):
         data = run_tables() | {"hardware": {"decode": decode | more, "training": {"token_s": 0.0}}}
         with pytest.raises(ConfigError, match=line):
@@ -252,6 +256,14 @@ def test_prefill_is_that_of_the_kernels():
     prefill = derived(level=Level.OPTIMISTIC).prefill
     for tokens, measured_s in ((1024, 0.0212), (4096, 0.0856), (8192, 0.1866)):
         assert prefill.token_s * tokens + prefill.token_squared_s * tokens**2 == pytest.approx(measured_s, rel=0.05)
+
+
+def test_prefill_by_hand():
+    """Two accelerators: half the products each, and 56 all-reduces of 7168 bytes per token at 450 GB/s."""
+    prefill = derived(values=plain(), tensor_parallel=2).prefill
+    products_s = 2 * (7_615_616_512 - 152064 * 3584) / (2 * 989e12)
+    assert prefill.token_s == pytest.approx(products_s + 56 * 7168 / 450e9)
+    assert prefill.token_squared_s == pytest.approx(2 * 28 * 3584 / (2 * 989e12))
 
 
 # ------------------------------------------------------------------------------------------- KV cache
@@ -589,6 +601,11 @@ def test_by_name_gives_every_table():
     for name in ("decode", "prefill", "kv_cache_tokens", "training", "weights", "switch"):
         assert getattr(tables, name) == getattr(expected, name), name
     assert (tables.gpu, tables.model, tables.level) == ("H100", "Qwen2.5-7B", Level.PESSIMISTIC)
+
+
+def test_a_copy_of_a_run_file_by_name_is_the_same():
+    config = by_name(level="optimistic", coefficients={"pause_s": 0.5}, training={"token_s": 1e-4})
+    assert parse_run(tomllib.loads(dump_run(config))) == config
 
 
 def test_what_is_given_stays():
