@@ -61,7 +61,7 @@ class Fit:
     """Mean of |predicted / measured - 1| where each row is predicted from all others (no unit). None: too few rows."""
 
 
-def fit(columns: Sequence[Column], seconds: FloatArray) -> Fit:
+def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None = None) -> Fit:
     """Fit coefficients to measured times by least squares on the relative error.
 
     A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (all
@@ -72,6 +72,7 @@ def fit(columns: Sequence[Column], seconds: FloatArray) -> Fit:
     Args:
         columns: At most a handful, the surest first.
         seconds: Measured times, above 0, shape [rows] (seconds).
+        base: The part of them that is known, same shape (seconds). None: 0.
 
     Returns:
         The fit.
@@ -82,10 +83,11 @@ def fit(columns: Sequence[Column], seconds: FloatArray) -> Fit:
     if not len(seconds):
         raise ValueError("seconds must have a row, got none")
     factors_RC = np.stack([column.factors for column in columns], axis=1)
+    base_R = np.zeros(len(seconds)) if base is None else base
     scale_R = seconds
     for _ in range(ROUNDS):
-        values_C, undetermined = _weighted(factors_RC / scale_R[:, None], seconds / scale_R, columns)
-        fitted_R = factors_RC @ values_C
+        values_C, undetermined = _weighted(factors_RC / scale_R[:, None], (seconds - base_R) / scale_R, columns)
+        fitted_R = base_R + factors_RC @ values_C
         last_R, scale_R = scale_R, np.maximum(fitted_R, LEAST_WEIGHED * seconds)
         if np.allclose(last_R, scale_R, rtol=1e-9):
             break
@@ -97,8 +99,34 @@ def fit(columns: Sequence[Column], seconds: FloatArray) -> Fit:
         rows=len(seconds),
         mean_error=float(error_R.mean()),
         max_error=float(error_R.max()),
-        held_out_error=_held_out(factors_RC / scale_R[:, None], values_C, seconds / scale_R, columns, kept),
+        held_out_error=_held_out(
+            factors_RC / seconds[:, None], (fitted_R - seconds) / seconds, values_C, columns, kept
+        ),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """Bring ``share @ values`` near ``goal``; many rows are put together into as few as there are columns and one.
+
+    The triangle of a QR factorisation of [share, goal] has the same squared error for all values as the rows have.
+    """
+
+    share_RC: FloatArray
+    goal_R: FloatArray
+    mean_C: FloatArray
+    """Mean of each column over all rows: share of the time of a mean row, per unit."""
+    num_rows: int
+
+    @classmethod
+    def of(cls, share_RC: FloatArray, goal_R: FloatArray) -> _Problem:
+        mean_C = np.abs(share_RC).mean(axis=0)
+        triangle: FloatArray = np.linalg.qr(np.concatenate([share_RC, goal_R[:, None]], axis=1)).R
+        return cls(triangle[:, :-1], triangle[:, -1], mean_C, len(goal_R))
+
+    def loss(self, values_C: FloatArray) -> float:
+        """Return the root mean square error over all rows."""
+        return float(np.linalg.norm(self.share_RC @ values_C - self.goal_R) / np.sqrt(self.num_rows))
 
 
 def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column]) -> tuple[FloatArray, dict[str, str]]:
@@ -109,13 +137,14 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
         if not share_RC[:, index].any():
             kept[index] = column.kept
             undetermined[column.name] = "no measurement depends on it"
-    values_C, loss = _bounded(share_RC, goal_R, columns, kept)
-    while together := _undecided(share_RC, goal_R, values_C, sorted(set(range(len(columns))) - set(kept))):
-        tried = {index: _bounded(share_RC, goal_R, columns, kept | {index: columns[index].kept}) for index in together}
+    problem = _Problem.of(share_RC, goal_R)
+    values_C, loss = _bounded(problem, columns, kept)
+    while together := _undecided(problem, loss, [index for index in range(len(columns)) if index not in kept]):
+        tried = {index: _bounded(problem, columns, kept | {index: columns[index].kept}) for index in together}
         allowed = max(NOT_WORSE * loss, 1e-9)
-        index = next((one for one in reversed(together) if tried[one][1] <= allowed), None)
-        if index is None:  # every value to keep contradicts the measurements: the one that does so least
-            index = min(together, key=lambda one: tried[one][1])
+        fitting = [one for one in together if tried[one][1] <= allowed]
+        # If every value to keep contradicts the measurements: the one that does so least.
+        index = fitting[-1] if fitting else min(together, key=lambda one: tried[one][1])
         kept[index] = columns[index].kept
         others = [columns[one].name for one in together if one != index]
         undetermined[columns[index].name] = (
@@ -125,9 +154,7 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
     return values_C, undetermined
 
 
-def _bounded(
-    share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column], kept: dict[int, float]
-) -> tuple[FloatArray, float]:
+def _bounded(problem: _Problem, columns: Sequence[Column], kept: dict[int, float]) -> tuple[FloatArray, float]:
     """Return the best coefficients that are not below their bounds, and their root mean square error.
 
     At the solution some coefficients stand at their bound and the others solve the plain least-squares problem, so
@@ -136,66 +163,59 @@ def _bounded(
     base_C = np.array([kept.get(index, column.least) for index, column in enumerate(columns)])
     least_C = np.array([column.least for column in columns])
     free = [index for index in range(len(columns)) if index not in kept]
-    best_C, best = base_C, _rms(share_RC @ base_C - goal_R)
+    best_C, best = base_C, problem.loss(base_C)
     for size in range(1, len(free) + 1):
         for chosen in combinations(free, size):
             some = list(chosen)
             values_C = base_C.copy()
             values_C[some] = 0.0
-            rest_R = goal_R - share_RC @ values_C
-            scale = np.abs(share_RC[:, some]).max(axis=0)
-            values_C[some] = np.linalg.lstsq(share_RC[:, some] / scale, rest_R, rcond=None)[0] / scale
-            loss = _rms(share_RC @ values_C - goal_R)
+            rest_R = problem.goal_R - problem.share_RC @ values_C
+            some_RF = problem.share_RC[:, some]
+            scale_F = np.abs(some_RF).max(axis=0)
+            values_C[some] = np.linalg.lstsq(some_RF / scale_F, rest_R, rcond=None)[0] / scale_F
+            loss = problem.loss(values_C)
             if (values_C[some] >= least_C[some]).all() and loss < best - 1e-15:
                 best_C, best = values_C, loss
     return best_C, best
 
 
-def _undecided(share_RC: FloatArray, goal_R: FloatArray, values_C: FloatArray, free: list[int]) -> list[int]:
+def _undecided(problem: _Problem, loss: float, free: list[int]) -> list[int]:
     """Return coefficients that the data cannot tell apart, or one that is lost in the noise; empty if all is well."""
     if not free:
         return []
-    some_RF = share_RC[:, free]
-    unit_RF = some_RF / np.linalg.norm(some_RF, axis=0)
-    _, singular, right_FF = np.linalg.svd(unit_RF, full_matrices=True)
+    some_RF = problem.share_RC[:, free]
+    norm_F = np.linalg.norm(some_RF, axis=0)
+    _, singular, right_FF = np.linalg.svd(some_RF / norm_F, full_matrices=True)
     singular_F = np.zeros(len(free))
     singular_F[: len(singular)] = singular
     weak = singular_F < COLLINEAR * singular_F[0]
     if weak.any():
         direction_F = right_FF[np.flatnonzero(weak)[0]]
         return [index for index, part in zip(free, np.abs(direction_F), strict=True) if part > 1e-3]
-    num_rows, num_free = some_RF.shape
-    if num_rows <= num_free:
+    if problem.num_rows <= len(free):
         return []  # as many unknowns as equations: an exact solution, and no noise to judge by
-    variance = float(np.square(share_RC @ values_C - goal_R).sum()) / (num_rows - num_free)
-    unit_variance_F = variance * np.square(right_FF.T / singular_F).sum(axis=1)
-    # A unit column's coefficient c makes up c / norm * mean(column) of the time of a mean row.
-    share_error_F = np.sqrt(unit_variance_F) * np.abs(unit_RF).mean(axis=0)
-    if share_error_F.max() <= UNSURE_SHARE:
+    variance = loss**2 * problem.num_rows / (problem.num_rows - len(free))
+    error_F = np.sqrt(variance * np.square(right_FF.T / singular_F).sum(axis=1)) / norm_F
+    share_F = error_F * problem.mean_C[free]
+    if share_F.max() <= UNSURE_SHARE:
         return []
-    worst = int(share_error_F.argmax())
     direction_F = np.abs(right_FF[singular_F.argmin()])
     partners = [index for index, part in zip(free, direction_F, strict=True) if part > 0.3 * direction_F.max()]
-    return sorted({*partners, free[worst]})
+    return sorted({*partners, free[int(share_F.argmax())]})
 
 
 def _held_out(
-    share_RC: FloatArray, values_C: FloatArray, goal_R: FloatArray, columns: Sequence[Column], kept: set[int]
+    share_RC: FloatArray, error_R: FloatArray, values_C: FloatArray, columns: Sequence[Column], kept: set[int]
 ) -> float | None:
     """Return the mean error of predicting each row from all others, with the same coefficients at their bounds."""
     inside = [index for index, column in enumerate(columns) if index not in kept and values_C[index] > column.least]
     if len(share_RC) < len(inside) + 2:
         return None
-    residual_R = share_RC @ values_C - goal_R
     if inside:
         some_RF = share_RC[:, inside]
         orthogonal_RF = np.linalg.qr(some_RF / np.linalg.norm(some_RF, axis=0))[0]
         leverage_R = np.square(orthogonal_RF).sum(axis=1)
         if (leverage_R > 1 - 1e-9).any():
             return None  # a coefficient hangs on one row alone
-        residual_R = residual_R / (1 - leverage_R)
-    return float(np.abs(residual_R / goal_R).mean())
-
-
-def _rms(residual_R: FloatArray) -> float:
-    return float(np.sqrt(np.square(residual_R).mean()))
+        error_R = error_R / (1 - leverage_R)
+    return float(np.abs(error_R).mean())

@@ -3,7 +3,8 @@
 Theory of operation. An engine reports which weight version sampled which tokens of every rollout. So the tokens that it
 sampled between two weight updates are known exactly, and with them, if some rollout was in progress all the time, the
 number of decode steps (one per token of that rollout), the sequences and the context of all these steps: a *window*, an
-exact equation for the coefficients of the decode step. Where updates are too rare for that, as in conventional RL, every
+exact equation for the coefficients of the decode step. So are stretches in which rollouts that began together, and have
+the engine to themselves, end one after the other. Where there is neither, every
 *life* of a rollout gives an equation: from its command to its last token the engine made as many steps as it has
 tokens; what the others had sampled meanwhile is interpolated between the times at which their tokens are known. The
 interpolation goes by a step clock, which runs at the speed that the last fit gives.
@@ -42,6 +43,10 @@ FloatArray = NDArray[np.float64]
 StepSeconds = Callable[[FloatArray, FloatArray], FloatArray]
 """Seconds of a decode step by number of sequences and tokens of context of all of them together."""
 
+LIVES_PER_ROW = 8
+"""Lives of rollouts that a row holds, at least (count)."""
+MOST_ROWS = 500
+"""Rows of lives (count)."""
 DRAIN_STEPS = 8
 """Decode steps that a stretch between ends of rollouts has at least (count)."""
 MIN_WINDOWS = 8
@@ -66,6 +71,10 @@ class DecodeTimes:
     """Sum of the squares of the tokens filled in per sequence."""
     seconds: FloatArray
     """How long it took, pauses left out (seconds)."""
+    lives: FloatArray
+    """Rollouts that came from the scheduler: the way to the engine is in the seconds so many times (count)."""
+    waits: FloatArray
+    """Of these, rollouts that met a busy engine and waited for its running step to end (count)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,16 +114,20 @@ class TraceTimes:
     engines: list[_EngineLog] = field(default_factory=list)
 
     def lives(self, dispatch_s: float = 0.0, step_s: StepSeconds | None = None) -> DecodeTimes:
-        """Return a row per life of a rollout on an engine.
+        """Return the lives of rollouts on engines, those of about as many steps together in a row.
+
+        Single lives would mislead: one that by chance lasts longer is one in which others sample more, and the time
+        would be put down to them.
 
         Args:
             dispatch_s: Seconds from the command to the arrival at the engine.
             step_s: What a step lasts, for the interpolation; None: always the same.
         """
-        rows = [log.lives(self.config.workload.prompt_tokens, dispatch_s, step_s) for log in self.engines if log.lived]
-        if not rows:
-            return _decode_times([])
-        return _decode_times(np.concatenate(rows))
+        prompt_tokens = self.config.workload.prompt_tokens
+        rows_L8 = np.concatenate([log.lives(prompt_tokens, dispatch_s, step_s) for log in self.engines if log.lived])
+        rows_L8 = rows_L8[np.argsort(rows_L8[:, 0], kind="stable")]
+        num_rows = min(MOST_ROWS, max(1, len(rows_L8) // LIVES_PER_ROW))
+        return DecodeTimes(*np.array([some.sum(axis=0) for some in np.array_split(rows_L8, num_rows)]).T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +172,8 @@ class _EngineLog:
                     row[5] += filled**2
         rows = []
         for (begin_s, _, version), (end_s, pause_s, _) in pairwise(self.loads):
-            row = sums.get(version)
-            if row is not None and row[0] > 0 and end_s - pause_s > begin_s:
-                rows.append([*row, end_s - pause_s - begin_s])
+            if sums[version][0] > 0 and end_s - pause_s > begin_s:
+                rows.append([*sums[version], end_s - pause_s - begin_s])
         return rows
 
     def drains(self, prompt_tokens: int) -> list[list[float]]:
@@ -191,7 +203,7 @@ class _EngineLog:
         return rows
 
     def lives(self, prompt_tokens: int, dispatch_s: float, step_s: StepSeconds | None) -> FloatArray:
-        """Return the rows of all lives, shape [lives, 7]."""
+        """Return the rows of all lives, shape [lives, 9]."""
         lived = self.lived
         start_L = np.array([life.start_s for life in lived])
         end_L = np.array([life.end_s for life in lived])
@@ -210,19 +222,21 @@ class _EngineLog:
         piece_P4 = np.array(pieces)
         from_P, to_P = (np.searchsorted(time_T, piece_P4[:, column]) for column in (0, 1))
         clock_T = time_T - paused_T
+        first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
+        batch_I = _overlaps(len(time_T), first_L, last_L)
         for _ in range(1 if step_s is None else 3):
-            tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P4[:, 2], piece_P4[:, 3], prompt_tokens)
+            tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P4[:, 2:], prompt_tokens)
             if step_s is not None:
-                batch_I = _overlaps(len(time_T), np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L))
                 context_I = batch_I * _ratio(np.diff(context_T), np.diff(tokens_T))
                 second_I = np.diff(time_T - paused_T)
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
-        first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
         filled_L = np.array([prompt_tokens + life.kept for life in lived], dtype=np.float64)
         order = np.argsort(join_L, kind="stable")
         joins_L = join_L[order]
-        sums = [np.concatenate([[0.0], np.cumsum(filled_L[order] ** power * (filled_L[order] > 0))]) for power in (0, 1, 2)]
+        sums = [
+            np.concatenate([[0.0], np.cumsum(filled_L[order] ** power * (filled_L[order] > 0))]) for power in (0, 1, 2)
+        ]
         before_L = np.searchsorted(joins_L, join_L, side="left")
         until_L = np.searchsorted(joins_L, end_L, side="left")
         rows = [
@@ -231,11 +245,13 @@ class _EngineLog:
             context_T[last_L] - context_T[first_L],
             *(total[until_L] - total[before_L] for total in sums),
             end_L - start_L - (paused_T[last_L] - paused_T[first_L]),
+            np.ones(len(lived)),
+            (first_L > 0) & (batch_I[first_L - 1] > 0),
         ]
         return np.stack(rows, axis=1)
 
 
-def read_times(trace: Trace) -> TraceTimes:
+def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     """Read the times of a run from its trace.
 
     Prompts are taken to have ``workload.prompt_tokens`` tokens each: a trace does not hold their lengths.
@@ -270,8 +286,8 @@ def read_times(trace: Trace) -> TraceTimes:
                 started.pop(one, None)
             case RolloutScored(rollout_id=one) if one in finished_s:
                 result.score_s.append(now_s - finished_s.pop(one))
-            case StartTraining():
-                batch, batch_s = record.command, now_s
+            case StartTraining() as batch:
+                batch_s = now_s
             case TrainingFinished(train_s=seconds) if batch is not None:
                 sizes = [prompt_tokens + length.pop(one) for one in batch.rollout_ids]
                 training.append((sum(sizes), sum(size**2 for size in sizes), float(batch.completes_step), seconds))
@@ -316,7 +332,8 @@ def _end_life(log: _EngineLog, started: tuple[float, int] | None, end_s: float, 
 
 
 def _decode_times(rows: Iterable[Iterable[float]]) -> DecodeTimes:
-    return DecodeTimes(*np.array(list(rows), dtype=np.float64).reshape(-1, 7).T)
+    rows_R7 = np.array(list(rows), dtype=np.float64)
+    return DecodeTimes(*rows_R7.T, *np.zeros((2, len(rows_R7))))
 
 
 def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
@@ -340,8 +357,7 @@ def _sampled(
     clock_T: FloatArray,
     from_P: NDArray[np.intp],
     to_P: NDArray[np.intp],
-    begin_P: FloatArray,
-    end_P: FloatArray,
+    tokens_P2: FloatArray,
     prompt_tokens: int,
 ) -> tuple[FloatArray, FloatArray]:
     """Return tokens sampled, and context of the steps that did so, up to each time: every piece at a steady speed.
@@ -349,6 +365,7 @@ def _sampled(
     While a piece goes from ``begin`` to ``end`` at speed m, tokens grow by m and context by m (prompt + position) per
     unit of the clock: linear and quadratic between two times, so sums over all pieces are sums of differences.
     """
+    begin_P, end_P = tokens_P2.T
     ticks_P = clock_T[to_P] - clock_T[from_P]
     speed_P = _ratio(end_P - begin_P, ticks_P)
     level_P = speed_P * (prompt_tokens + begin_P - 0.5 - speed_P * clock_T[from_P])
@@ -362,9 +379,7 @@ def _sampled(
     return tokens_T, context_T
 
 
-def _overlap_sums(
-    num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp], weight_P: FloatArray
-) -> FloatArray:
+def _overlap_sums(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp], weight_P: FloatArray) -> FloatArray:
     change_T = np.zeros(num_times)
     np.add.at(change_T, from_P, weight_P)
     np.add.at(change_T, to_P, -weight_P)
