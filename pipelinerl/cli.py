@@ -42,6 +42,14 @@ OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Ke
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
+class Device(StrEnum):
+    """What is measured."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
 class TraceLevel(StrEnum):
     """What is kept of single events."""
 
@@ -238,6 +246,31 @@ def calibrate(
         _print_json(calibration.as_json(result))
     else:
         typer.echo(text, nl=False)
+
+
+@app.command()
+def measure(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the tables into this new folder.")],
+    device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = Device.AUTO,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="A model in Hugging Face format; None: a small one, made here."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
+    measuring = _load("backends.measure", extra="train-cpu")
+    done = measuring.measure(
+        out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
+    )
+    if as_json:
+        _print_json(done)
+    else:
+        rows = ", ".join(f"{count} of {kind}" for kind, count in done["rows"].items())
+        typer.echo(f"{done['device']}: {rows} in {done['seconds']:.0f} s; next: calibrate {out / 'step_times.csv'}")
+    if not done["complete"]:
+        _complain("interrupted; what was measured is kept")
+        raise typer.Exit(1)
 
 
 def main() -> None:
