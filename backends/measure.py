@@ -8,8 +8,8 @@ measured, so that Ctrl-C keeps it.
 =================  =====================================================================================================
 ``utilisation``    products (h x d)(d x d') of all matrices of a layer, for h = 1 .. 1024: FLOP/s over the peak (the
                    paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that was reached
-``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference of
-                   two generations over the difference of their lengths; without it, of a plain model in torch
+``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference
+                   of two generations over the difference of their lengths; without it, of a plain model in torch
 ``prefill``        one forward pass over prompts
 ``train``          forward and backward passes, and a step of Adam, on ``tokens`` tokens in ``batch`` sequences
 =================  =====================================================================================================
@@ -315,7 +315,7 @@ def _conditions(bench: Bench, shape: PlainShape, model: Path | None, engine: str
     gpu = bench.device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if gpu else (platform.processor() or platform.machine()),
+        "device": torch.cuda.get_device_name() if gpu else _cpu_name(),
         "peak_flops": _catalogue_peak(bench),
         "dtype": str(bench.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
@@ -332,6 +332,14 @@ def _conditions(bench: Bench, shape: PlainShape, model: Path | None, engine: str
         "seed": SEED,
         "python": platform.python_version(),
     }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _version(package: str) -> str | None:

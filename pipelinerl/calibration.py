@@ -74,8 +74,8 @@ def _fit_decode(result: HardwareFit, times: TraceTimes) -> None:
     else:
         table, way_s, speed = dict(result.table), 0.0, None
         for _ in range(4):
-            result.table, result.parts = dict(table), []
             lives = times.lives(max(0.0, way_s), speed)
+            result.table, result.parts = dict(table), []
             data = f"{lives.lives.sum():.0f} lives of rollouts"
             way_s = result.decode(lives, np.full(len(lives.seconds), size), data, with_dispatch=True)
             speed = step_s

@@ -147,9 +147,7 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
         index = fitting[-1] if fitting else min(together, key=lambda one: tried[one][1])
         kept[index] = columns[index].kept
         others = [columns[one].name for one in together if one != index]
-        undetermined[columns[index].name] = (
-            f"cannot be told from {' and '.join(others)}" if others else "its share of the time is within the noise"
-        )
+        undetermined[columns[index].name] = f"cannot be told from {' and '.join(others)}"
         values_C, loss = tried[index]
     return values_C, undetermined
 
@@ -180,7 +178,7 @@ def _bounded(problem: _Problem, columns: Sequence[Column], kept: dict[int, float
 
 
 def _undecided(problem: _Problem, loss: float, free: list[int]) -> list[int]:
-    """Return coefficients that the data cannot tell apart, or one that is lost in the noise; empty if all is well."""
+    """Return coefficients that the data cannot tell apart, two or more; empty if all is well."""
     if not free:
         return []
     some_RF = problem.share_RC[:, free]
@@ -197,11 +195,12 @@ def _undecided(problem: _Problem, loss: float, free: list[int]) -> list[int]:
     variance = loss**2 * problem.num_rows / (problem.num_rows - len(free))
     error_F = np.sqrt(variance * np.square(right_FF.T / singular_F).sum(axis=1)) / norm_F
     share_F = error_F * problem.mean_C[free]
-    if share_F.max() <= UNSURE_SHARE:
-        return []
+    if share_F.max() <= UNSURE_SHARE or len(free) == 1:
+        return []  # all is well, or there is nothing to take up the rest
     direction_F = np.abs(right_FF[singular_F.argmin()])
-    partners = [index for index, part in zip(free, direction_F, strict=True) if part > 0.3 * direction_F.max()]
-    return sorted({*partners, free[int(share_F.argmax())]})
+    direction_F[share_F.argmax()] = np.inf
+    most = np.sort(direction_F)[-2]  # the likeliest partner of the least sure
+    return [index for index, part in zip(free, direction_F, strict=True) if part >= 0.5 * most]
 
 
 def _held_out(
