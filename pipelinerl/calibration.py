@@ -26,6 +26,9 @@ FloatArray = NDArray[np.float64]
 HARDWARE_FILE = "hardware.toml"
 """What the result is called in a folder."""
 
+QUIET = 0.02
+"""Mean error up to which single lives of rollouts count as free of noise (no unit)."""
+
 # ------------------------------------------------------------------------------------------ sources
 
 
@@ -72,13 +75,17 @@ def _fit_decode(result: HardwareFit, times: TraceTimes) -> None:
             rest_s = lives.seconds - result.decode_s(lives, np.full(len(lives.seconds), size))
             way_s = float(rest_s.sum() / lives.lives.sum())
     else:
-        table, way_s, speed = dict(result.table), 0.0, None
-        for _ in range(4):
-            lives = times.lives(max(0.0, way_s), speed)
-            result.table, result.parts = dict(table), []
-            data = f"{lives.lives.sum():.0f} lives of rollouts"
-            way_s = result.decode(lives, np.full(len(lives.seconds), size), data, with_dispatch=True)
-            speed = step_s
+        table = dict(result.table)
+        for together in (False, True):
+            way_s, speed = 0.0, None
+            for _ in range(4):
+                lives = times.lives(max(0.0, way_s), speed, together=together)
+                result.table, result.parts = dict(table), []
+                data = f"{lives.lives.sum():.0f} lives of rollouts"
+                way_s = result.decode(lives, np.full(len(lives.seconds), size), data, with_dispatch=True)
+                speed = step_s
+            if result.parts[-1].fit.mean_error < QUIET:
+                break
     # A rollout that meets a busy engine waits for the running step to end: half a step in the mean.
     half_step_s = float((lives.seconds / lives.steps * lives.waits).sum() / lives.lives.sum()) / 2
     latency = result.given.latency.model_dump(exclude={"dispatch_jitter_s"}, exclude_defaults=True)

@@ -46,7 +46,9 @@ StepSeconds = Callable[[FloatArray, FloatArray], FloatArray]
 LIVES_PER_ROW = 8
 """Lives of rollouts that a row holds, at least (count)."""
 MOST_ROWS = 500
-"""Rows of lives (count)."""
+"""Rows of several lives (count)."""
+MOST_SINGLE = 4000
+"""Rows of single lives (count)."""
 DRAIN_STEPS = 8
 """Decode steps that a stretch between ends of rollouts has at least (count)."""
 MIN_WINDOWS = 8
@@ -113,20 +115,25 @@ class TraceTimes:
     """Stretches between two updates; None: too few."""
     engines: list[_EngineLog] = field(default_factory=list)
 
-    def lives(self, dispatch_s: float = 0.0, step_s: StepSeconds | None = None) -> DecodeTimes:
-        """Return the lives of rollouts on engines, those of about as many steps together in a row.
+    def lives(
+        self, dispatch_s: float = 0.0, step_s: StepSeconds | None = None, *, together: bool = True
+    ) -> DecodeTimes:
+        """Return the lives of rollouts on engines.
 
-        Single lives would mislead: one that by chance lasts longer is one in which others sample more, and the time
-        would be put down to them.
+        Where times are noisy single lives mislead: one that by chance lasts longer is one in which others sample more,
+        and the time would be put down to them. So those of about as many steps can be put together in a row.
 
         Args:
             dispatch_s: Seconds from the command to the arrival at the engine.
             step_s: What a step lasts, for the interpolation; None: always the same.
+            together: Whether rows hold several lives.
         """
         prompt_tokens = self.config.workload.prompt_tokens
         rows_L9 = np.concatenate([log.lives(prompt_tokens, dispatch_s, step_s) for log in self.engines if log.lived])
         rows_L9 = np.random.default_rng(0).permutation(rows_L9)  # or a row would be a time at which all was slow
         rows_L9 = rows_L9[np.argsort(rows_L9[:, 0], kind="stable")]
+        if not together:
+            return DecodeTimes(*rows_L9[:: max(1, len(rows_L9) // MOST_SINGLE)].T)
         num_rows = min(MOST_ROWS, max(1, len(rows_L9) // LIVES_PER_ROW))
         return DecodeTimes(*np.array([some.sum(axis=0) for some in np.array_split(rows_L9, num_rows)]).T)
 

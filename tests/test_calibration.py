@@ -38,7 +38,7 @@ RUN: dict[str, Any] = {
     "hardware": {
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 2e-4, "context_token_s": 3e-7},
         "prefill": {"token_s": 1e-4},
-        "training": {"token_s": 1e-3, "step_s": 0.7, "micro_batch_s": 0.2, "token_squared_s": 2e-7},
+        "training": {"token_s": 4e-4, "step_s": 0.7, "micro_batch_s": 0.1, "token_squared_s": 2e-7},
         "weights": {"publish_s": 0.3, "pause_s": 0.1},
         "latency": {"dispatch_s": 0.05, "reward_s": 0.3},
     },
@@ -224,7 +224,7 @@ def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Pa
     assert result.table["training"]["micro_batch_s"] == 0.0
     training = result.table["training"]
     work_s = (training["token_s"] * 3200 + training["token_squared_s"] * 8 * 400**2) / 2
-    assert work_s == pytest.approx(0.2 + (1e-3 * 3200 + 2e-7 * 8 * 400**2) / 2, rel=1e-5)
+    assert work_s == pytest.approx(0.1 + (4e-4 * 3200 + 2e-7 * 8 * 400**2) / 2, rel=1e-5)
 
 
 def test_a_trace_that_ends_before_the_first_step_is_refused(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_the_calibrated_model_gives_the_numbers_back(data: dict[str, Any]) -> No
 def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:
     run = run_of(RUN, "workload.length={ kind = 'fixed', max = 300 }")
     # 32 sequences of 400 tokens on 2 accelerators, in 4 micro-batches
-    expected = 0.7 + 4 * 0.2 + (1e-3 * 32 * 400 + 2e-7 * 32 * 400**2) / 2
+    expected = 0.7 + 4 * 0.1 + (4e-4 * 32 * 400 + 2e-7 * 32 * 400**2) / 2
     assert train_step_s(run) == pytest.approx(expected)
 
 
