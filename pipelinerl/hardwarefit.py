@@ -104,19 +104,16 @@ class HardwareFit:
             names.append("prefill_mfu")
             tables.append("prefill")
         self._check_unit("decode", times.seconds, self._named_s(self._values, tensor_parallel, times))
-        # The way to the engine is no coefficient of the hardware model: it is found in turn with them.
-        way_s = 0.0
-        for _ in range(ROUNDS if with_dispatch else 1):
+        way = [Column("dispatch_s", times.lives, self.given.latency.dispatch_s)] if with_dispatch else []
 
-            def model_s(values: Coefficients, way_s: float = way_s) -> FloatArray:
-                return way_s * times.lives + self._named_s(values, tensor_parallel, times)
+        def model_s(values: Coefficients) -> FloatArray:
+            return self._named_s(values, tensor_parallel, times)
 
-            found = fit_coefficients(names, self._values, times.seconds, model_s)
-            if with_dispatch:
-                simple = fit_coefficients(["step_overhead_s"], self._values, times.seconds, model_s)
-                found = _simpler(simple, found, ["step_overhead_s"])
-                steps_s = model_s(self._values.model_copy(update=found.values), 0.0)
-                way_s = fit([Column("steps", steps_s), Column("way", times.lives)], times.seconds).values["way"]
+        found = fit_coefficients(names, self._values, times.seconds, model_s, way)
+        if with_dispatch:
+            sure = ["step_overhead_s"]
+            found = _simpler(fit_coefficients(sure, self._values, times.seconds, model_s, way), found, sure)
+        way_s = found.values.get("dispatch_s", 0.0)
         self._take("decode", data, found, tables)
         return way_s
 
@@ -282,13 +279,21 @@ class HardwareFit:
         """Keep fitted coefficients, in place of the tables that said it before."""
         for table in tables:
             self.table.pop(table, None)
-        fitted = {name: rounded(value) for name, value in found.values.items() if name not in found.undetermined}
+        fitted = {
+            name: rounded(value)
+            for name, value in found.values.items()
+            if name not in found.undetermined and name in Coefficients.model_fields
+        }
         self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
         self.parts.append(Part(what, data, found))
 
 
 def fit_coefficients(
-    names: Sequence[str], values: Coefficients, seconds: FloatArray, model_s: Callable[[Coefficients], FloatArray]
+    names: Sequence[str],
+    values: Coefficients,
+    seconds: FloatArray,
+    model_s: Callable[[Coefficients], FloatArray],
+    others: Sequence[Column] = (),
 ) -> Fit:
     """Fit coefficients so that the hardware model gives measured seconds.
 
@@ -297,6 +302,7 @@ def fit_coefficients(
         values: Where to begin, and what is kept where the data do not determine it.
         seconds: Measured, shape [rows].
         model_s: What the hardware model gives, same shape.
+        others: What else the seconds hold, as surely as the first coefficient.
 
     Returns:
         The fit; its values are coefficients, not inverses.
@@ -315,13 +321,13 @@ def fit_coefficients(
             factor_R[np.abs(factor_R * (place or 1e-3)) < 1e-9 * seconds] = 0.0
             columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
             base_R = base_R - factor_R * place
-        found = fit(columns, seconds, base_R)
-        fitted = {name: 1 / value if is_inverse(name) else value for name, value in found.values.items()}
+        found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
+        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in names}
         close = all(abs(fitted[name] - getattr(now, name)) <= 1e-9 * max(fitted[name], 1e-6) for name in names)
         now = now.model_copy(update=fitted)
         if close:
             break
-    return replace(found, values=fitted)
+    return replace(found, values={**found.values, **fitted})
 
 
 def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
@@ -332,7 +338,8 @@ def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
     """
     if full.mean_error < MUCH_BETTER * simple.mean_error:
         return full
-    others = {name: "the times are explained as well without it" for name in full.values if name not in fitted}
+    kept = {*fitted, "dispatch_s"}
+    others = {name: "the times are explained as well without it" for name in full.values if name not in kept}
     return replace(simple, undetermined={**others, **simple.undetermined})
 
 

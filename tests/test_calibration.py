@@ -201,6 +201,34 @@ def test_lives_of_rollouts_alone_come_close(tmp_path: Path) -> None:
     assert decode_step_s(resolved_hardware(fitted).decode, 1, 12, 12 * 250) == pytest.approx(true, rel=0.03)
 
 
+def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
+    overrides = ("scheduler.kind=conventional", "hardware.coefficients.step_overhead_s=0.004", "optimizer_steps=4")
+    folder = traced(tmp_path / "run", run_of(NAMED, *overrides, "hardware.latency.dispatch_s=0.5"))
+    times = read_times(Trace(folder / "trace.jsonl.gz"))
+    times.windows = None
+    result = HardwareFit(run_of(NAMED).hardware)
+    from pipelinerl.calibration import _fit_decode
+
+    _fit_decode(result, times)
+    assert result.table["coefficients"]["step_overhead_s"] == pytest.approx(0.004, rel=0.1)
+    assert result.table["latency"]["dispatch_s"] == pytest.approx(0.5, rel=0.3)  # in 8 s and more of each rollout
+
+
+@pytest.mark.parametrize("update", ["recompute", "abort", "wait"])
+def test_every_kind_of_weight_update_leaves_the_decode_step_as_it_is(tmp_path: Path, update: str) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN, f"scheduler.weight_update={update}"))
+    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
+    result = calibrate_trace(folder, blank)
+    fitted = run_of({**RUN, "hardware": result.table})
+    true = decode_step_s(resolved_hardware(run_of(RUN)).decode, 1, 20, 20 * 250)
+    assert decode_step_s(resolved_hardware(fitted).decode, 1, 20, 20 * 250) == pytest.approx(true, rel=0.1)
+
+
+def test_a_run_of_one_step_has_no_publication_to_time(tmp_path: Path) -> None:
+    result = calibrate_trace(traced(tmp_path / "run", run_of(RUN, "optimizer_steps=1")))
+    assert "weights: no publication in the trace" in result.notes
+
+
 def test_with_gpu_and_model_the_coefficients_come_back(tmp_path: Path) -> None:
     changed = {"kv_efficiency": 0.8, "training_mfu": 0.33, "step_overhead_s": 0.002, "training_step_s": 2.5}
     overrides = [f"hardware.coefficients.{name}={value}" for name, value in changed.items()]
@@ -254,6 +282,32 @@ def test_a_table_gives_back_its_line(tmp_path: Path) -> None:
     assert training["token_squared_s"] == pytest.approx(6e-8, rel=1e-5)
     assert training["step_s"] == pytest.approx(1.0, rel=1e-5)
     assert undetermined(result) == {"micro_batch_s": "cannot be told from step_s"}
+
+
+def prefill_rows(token_s: float, token_squared_s: float) -> list[str]:
+    sizes = ((1, 512), (1, 2048), (4, 512), (1, 8192))
+    return [f"prefill,1,{b},,{b * n},{b * (token_s * n + token_squared_s * n * n)!r}," for b, n in sizes]
+
+
+def test_prefill_rows_give_the_prefill_table(tmp_path: Path) -> None:
+    result = calibrate_table(table_of(tmp_path / "t.csv", *prefill_rows(2e-5, 3e-10)))
+    assert result.table["prefill"] == pytest.approx(
+        {"sequence_s": 0.0, "token_s": 2e-5, "token_squared_s": 3e-10}, rel=1e-4, abs=1e-9
+    )
+    assert sum("was not measured" in note for note in result.notes) == 2  # decode, training
+
+
+def test_prefill_rows_give_the_share_of_the_peak(tmp_path: Path) -> None:
+    prefill = resolved_hardware(run_of(NAMED, "hardware.coefficients.prefill_mfu=0.5")).prefill
+    rows = prefill_rows(prefill.token_s, prefill.token_squared_s)
+    result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
+    assert result.table["coefficients"] == pytest.approx({"prefill_mfu": 0.5})
+
+
+def test_products_are_told_and_not_fitted(tmp_path: Path) -> None:
+    result = calibrate_table(table_of(tmp_path / "t.csv", "matmul,,1,,,,0.1", "matmul,,64,,,,0.8"))
+    assert "matmul: utilisation 0.80 at most, with 64 rows" in result.notes[0]
+    assert not result.parts
 
 
 def test_one_context_leaves_the_context_undetermined(tmp_path: Path) -> None:

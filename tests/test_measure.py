@@ -169,11 +169,12 @@ def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.filterwarnings("ignore")  # vLLM and torch warn of much
 def test_decode_steps_are_measured_in_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from backends.tiny_model import make_tiny_model
 
-    make_tiny_model(tmp_path / "model")
+    make_tiny_model(tmp_path / "model", fit_steps=1)
     sizes = Sizes(
         products=(1, 8), decode=((1, 32), (8, 32)), prefill=((1, 16),), train=((1, 16),), repeats=2, warm_up=1
     )
