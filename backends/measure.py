@@ -191,30 +191,32 @@ def measure(
 
 
 def _rows(bench: Bench, shape: PlainShape, model: Path | None, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table."""
+    """Yield the rows of the table; vLLM, which takes what memory is left, comes last."""
     yield from _utilisation_rows(bench, shape, out)
-    with torch.inference_mode():
-        plain = PlainModel(shape, device=bench.device, dtype=bench.dtype)
-        yield from _decode_rows(bench, plain) if model is None else _vllm_rows(bench, model)
-        yield from _prefill_rows(bench, plain)
-    del plain
-    yield from _train_rows(bench, shape)
+    plain = PlainModel(shape, device=bench.device, dtype=bench.dtype)
+    if model is None:
+        yield from _decode_rows(bench, plain)
+    yield from _prefill_rows(bench, plain)
+    yield from _train_rows(bench, plain)
+    if model is not None:
+        del plain
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield from _vllm_rows(bench, model)
 
 
 def _utilisation_rows(bench: Bench, shape: PlainShape, out: Path) -> Iterator[dict[str, Any]]:
     """Yield U(h) of the products of one layer, and write it as a table of its own."""
     weights = [bench.random(*size) for size in shape.products()]
     rates = []
-    with torch.inference_mode():
-        for height in bench.sizes.products:
-            inputs = [bench.random(height, weight.shape[0]) for weight in weights]
+    for height in bench.sizes.products:
+        inputs = [bench.random(height, weight.shape[0]) for weight in weights]
 
-            def products(inputs: list[torch.Tensor] = inputs) -> None:
-                for one, weight in zip(inputs, weights, strict=True):
-                    one @ weight
+        def products(inputs: list[torch.Tensor] = inputs) -> None:
+            for one, weight in zip(inputs, weights, strict=True):
+                one @ weight
 
-            flops = 2 * height * sum(weight.numel() for weight in weights)
-            rates.append(flops / bench.seconds(products))
+        rates.append(2 * height * sum(weight.numel() for weight in weights) / bench.seconds(products))
     peak = max(_catalogue_peak(bench) or 0.0, *rates)
     with (out / UTILISATION_FILE).open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
@@ -228,9 +230,14 @@ def _utilisation_rows(bench: Bench, shape: PlainShape, out: Path) -> Iterator[di
 def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
     for batch, ctx in bench.sizes.decode:
         token_B = torch.zeros(batch, dtype=torch.long, device=bench.device)
-        cache = plain.empty_cache(batch, ctx)
-        seconds = bench.seconds(lambda token_B=token_B, cache=cache: plain.decode(token_B, cache))  # type: ignore[misc]
-        yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{seconds:.6g}"}
+
+        def seconds(batch: int = batch, ctx: int = ctx, token_B: torch.Tensor = token_B) -> float:
+            cache = plain.empty_cache(batch, ctx)
+            return bench.seconds(lambda: plain.decode(token_B, cache))
+
+        found = _if_it_fits(seconds)
+        if found is not None:
+            yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{found:.6g}"}
 
 
 def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
@@ -269,15 +276,27 @@ def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
 def _prefill_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
     for batch, tokens in bench.sizes.prefill:
         token_BL = torch.zeros(batch, tokens, dtype=torch.long, device=bench.device)
-        seconds = bench.seconds(lambda token_BL=token_BL: plain.hidden(token_BL))  # type: ignore[misc]
-        yield {"kind": "prefill", "batch": batch, "tokens": batch * tokens, "seconds": f"{seconds:.6g}"}
+
+        def seconds(token_BL: torch.Tensor = token_BL) -> float:
+            return bench.seconds(lambda: plain.hidden(token_BL))
+
+        found = _if_it_fits(seconds)
+        if found is not None:
+            yield {"kind": "prefill", "batch": batch, "tokens": batch * tokens, "seconds": f"{found:.6g}"}
 
 
-def _train_rows(bench: Bench, shape: PlainShape) -> Iterator[dict[str, Any]]:
-    plain = PlainModel(shape, device=bench.device, dtype=bench.dtype)
+def _if_it_fits(seconds: Callable[[], float]) -> float | None:
+    """Measure without gradients; None if the memory is too small."""
+    with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+        return seconds()
+    return None
+
+
+def _train_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
+    """Yield whole optimizer steps; weights, gradients and Adam's states in the precision of the device."""
     optimizer = torch.optim.Adam(plain.parameters(), lr=1e-6)
     for batch, tokens in bench.sizes.train:
-        token_BL = torch.randint(shape.vocabulary, (batch, tokens), device=bench.device)
+        token_BL = torch.randint(plain.shape.vocabulary, (batch, tokens), device=bench.device)
 
         def step(token_BL: torch.Tensor = token_BL) -> None:
             optimizer.zero_grad(set_to_none=True)

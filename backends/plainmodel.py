@@ -77,7 +77,7 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     def __init__(self, shape: PlainShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self._shape = shape
+        self.shape = shape
 
         def matrix(rows: int, columns: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(rows, columns, device=device, dtype=dtype) / rows**0.5)
@@ -108,7 +108,7 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
 
     def empty_cache(self, batch: int, ctx: int) -> Cache:
         """Return keys and values of ``ctx`` tokens of context and the one to come, each of shape [B, K, C + 1, E]."""
-        shape = self._shape
+        shape = self.shape
         size = (batch, shape.kv_heads, ctx + 1, shape.head_size)
         like = self.embedding
         return [(like.new_zeros(size), like.new_zeros(size)) for _ in range(shape.layers)]
@@ -116,7 +116,7 @@ class PlainModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
     def _layer(
         self, layer: torch.nn.ParameterList, x_BLD: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        shape = self._shape
+        shape = self.shape
         into, out, up, down = layer
         heads = (_norm(x_BLD) @ into).unflatten(-1, (-1, shape.head_size)).transpose(1, 2)
         q_BHLE, k_BKLE, v_BKLE = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
