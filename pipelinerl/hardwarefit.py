@@ -31,8 +31,16 @@ DECODE_COEFFICIENTS = (
     "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
 )  # fmt: skip
 """Coefficients that decode steps can determine, the surest first."""
-TRAINING_COEFFICIENTS = ("training_mfu", "training_step_s", "training_micro_batch_s")
-"""Coefficients that training can determine."""
+TRAINING_COEFFICIENTS = ("training_mfu", "training_step_s", "training_micro_batch_s", "activation_traffic")
+"""Coefficients that training can determine, the surest first."""
+FASTEST_TRAINING = {
+    "training_mfu": 1.0,
+    "expert_mfu_factor": 1.0,
+    "attention_flops_per_byte": 1e9,
+    **dict.fromkeys(("training_step_s", "training_micro_batch_s", "activation_traffic", "extra_forward_passes"), 0.0),
+    **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed"), 0.0),
+}
+"""Coefficients of a trainer that does nothing but multiply, at the peak."""
 LEAST_STEP_S = 1e-9
 """Of a decode step: time must go on (seconds)."""
 MUCH_BETTER = 0.8
@@ -265,9 +273,7 @@ class HardwareFit:
         """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
         assert self.gpu is not None
         assert self.model is not None
-        fastest = dict.fromkeys(("training_mfu", "expert_mfu_factor"), 1.0)
-        fastest |= dict.fromkeys((*TRAINING_COEFFICIENTS[1:], "extra_forward_passes"), 0.0)
-        least_s = self._training_s(self._values.model_copy(update=fastest), times, accelerators)
+        least_s = self._training_s(self._values.model_copy(update=FASTEST_TRAINING), times, accelerators)
         share = float(np.median(least_s / times.seconds))
         if share > 1.0:
             raise ConfigError(
