@@ -142,7 +142,10 @@ class Trace:
             raise TraceError(
                 f"{path} has trace format version {header.get('format_version')}, this program reads {FORMAT_VERSION}"
             )
-        self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")
+        try:
+            self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")
+        except ConfigError as error:  # damaged, or of another version: the first fault will do
+            raise TraceError(str(error).splitlines()[0]) from None
 
     def records(self) -> Iterator[Record]:
         """Yield all events and commands in order.
