@@ -225,6 +225,7 @@ def validate(
         _load("analysis.validation", extra="plot").save_validation_figure(report, out / FIGURES_FOLDER)
 
 
+@app.command()
 def calibrate(
     source: Annotated[
         Path | None,

@@ -1,7 +1,7 @@
 """Published runs of other systems: rows of a CSV file, and what they say about schedule and staleness.
 
-A row describes one run or one line of a published table; ``sim/published_runs/README.md`` explains the columns. Nothing is
-computed here but the meaning of words: which of our schedules a row's ``mode`` and ``staleness_setting`` are.
+A row describes one run or one line of a published table; ``sim/published_runs/README.md`` explains the columns.
+Nothing is computed here but the meaning of words: which of our schedules ``mode`` and ``staleness_setting`` are.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import SchedulerError, TraceError
+from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.events import (
     Command,
     DiscardReason,
