@@ -72,9 +72,9 @@ class PublishedRun:
             return Mode.PARTIAL
         if re.search(r"\bone step off\b", words):
             return Mode.ONE_STEP_OFF
-        if "async" in words or re.search(r"\b\d+ ?off\b|\bpipeline", words):
+        if "async" in words or re.search(r"\b\d+ ?off\b|\bpipeline|\bin ?flight\b|\bstream", words):
             return Mode.ASYNC
-        return Mode.SYNC if "sync" in words else None
+        return Mode.SYNC if re.search(r"sync|\bcolocat|\bhybrid\b|\bon policy\b", words) else None
 
     @property
     def train_s(self) -> float | None:

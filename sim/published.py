@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model, model_names
+from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.coefficients import Level, coefficients
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
@@ -22,6 +22,10 @@ LENGTH_CV = 1.0
 """Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
 MEAN_OVER_LONGEST = 0.2
 """Mean answer over the longest, where no mean is published; published runs have 0.25 to 0.77, long limits less."""
+DEFAULT_GPUS = 128
+"""Where no count is published; only ratios are compared then."""
+STAND_IN_GPU = "H100"
+"""Where the GPU is not published or not catalogued."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
 FEW_SEQUENCES = 1024
@@ -86,9 +90,10 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         assumed.append(f"{sequences // run.prompts_per_step} answers per prompt")
     gpu, model = _hardware_of(run, assumed)
     has_rate = any(one is not None for one in (run.step_s, run.tok_s_total, run.tok_s_per_gpu))
-    scale_is_known = run.gpus_total is not None and has_rate
-    accelerators = run.gpus_total or (run.gpus_gen or 64) + (run.gpus_train or 64)
-    if run.gpus_total is None:
+    both = run.gpus_gen + run.gpus_train if run.gpus_gen is not None and run.gpus_train is not None else None
+    accelerators = run.gpus_total or both or DEFAULT_GPUS
+    scale_is_known = (run.gpus_total or both) is not None and has_rate
+    if (run.gpus_total or both) is None:
         assumed.append(f"{accelerators} GPUs")
     mean_is_known = run.avg_len is not None
     mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
@@ -216,9 +221,11 @@ def _filled_from_family(run: PublishedRun, family: Sequence[PublishedRun]) -> Pu
 
 
 def _hardware_of(run: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel]:
-    name = run.hw or "H100"
-    if not run.hw:
-        assumed.append("H100")
+    """Return GPU and model; a GPU is found by a catalogue name in ``hw``, as in "8x H100 SXM", and else is an H100."""
+    named = [name for name in gpu_names() if name.lower() in run.hw.lower()]
+    name = max(named, key=len) if named else STAND_IN_GPU
+    if not named:
+        assumed.append(f"{name} for {run.hw}" if run.hw else name)
     return find_gpu(name), _model_of(run.model, assumed)
 
 

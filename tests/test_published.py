@@ -28,6 +28,8 @@ def run(**values):
         ("fully_async partial_rollout", Mode.ASYNC),
         ("AReaL async", Mode.ASYNC),
         ("separate_async 2+2 nodes", Mode.ASYNC),
+        ("PipelineRL k=8", Mode.ASYNC),
+        ("hybrid engine", Mode.SYNC),
         ("baseline", None),
     ],
 )
@@ -120,6 +122,31 @@ def test_a_subject_takes_its_missing_workload_from_its_family():
     assert (subject.longest_tokens, subject.mean_tokens, subject.sequences) == (4096, 900.0, 1024)
     assert subject.optimizer_steps == 4
     assert (subject.generating, subject.assumed) == (8, ("half of the GPUs generate",))
+
+
+@pytest.mark.parametrize(
+    ("hw", "name", "assumed"),
+    [
+        ("H100", "H100", False),
+        ("8x NVIDIA H200 SXM", "H200", False),
+        ("GB200 NVL72", "GB200", False),
+        ("Abacus", "H100", True),
+        ("", "H100", True),
+    ],
+)
+def test_a_gpu_is_found_by_its_name_within_words(hw, name, assumed):
+    one = run(mode="sync", hw=hw, model="Qwen2.5-7B", gpus_total=8, max_len=4096, prompts_per_step=64)
+    subject = as_subject(one, [one])
+    assert subject.gpu.name == name
+    assert any("H100" in words for words in subject.assumed) is assumed
+
+
+def test_the_cluster_is_the_sum_of_its_parts_and_without_a_size_only_ratios_count():
+    base = {"mode": "async", "hw": "H100", "model": "Qwen2.5-7B", "max_len": 4096, "prompts_per_step": 64}
+    parts = as_subject(run(gpus_gen=24, gpus_train=8, step_s=9.0, **base), [])
+    assert (parts.accelerators, parts.generating, parts.scale_is_known) == (32, 24, True)
+    assert not as_subject(run(gpus_total=32, total_h=9.0, steps=100, **base), []).scale_is_known
+    assert not as_subject(run(step_s=9.0, **base), []).scale_is_known
 
 
 def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest():

@@ -109,7 +109,6 @@ def test_staleness_and_idle_share_follow_from_published_rates():
         ({"prompts_per_step": None}, "the batch is unknown"),
         ({"max_len": None}, "lengths are unknown"),
         ({"gpus_total": None}, "the cluster's size is not published"),
-        ({"hw": "Abacus"}, "Abacus"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
         ({"model": "DeepSeek-V3"}, "does not fit"),
         ({"step_s": None}, "neither seconds per step nor"),
