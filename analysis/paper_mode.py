@@ -14,6 +14,7 @@ from pipelinerl.analytic import (
     uniform_lengths,
 )
 from pipelinerl.config import RunConfig, UtilisationDecode
+from pipelinerl.hardware import resolved_hardware
 
 NUM_LAGS = 24
 """Points of a curve (count)."""
@@ -38,7 +39,7 @@ def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | No
         lengths=lengths,
         accelerators=config.cluster.accelerators,
         train_batch_size=config.scheduler.train_batch_size,
-        training_flashes_per_token=config.hardware.training.token_s / decode.flash_s,
+        training_flashes_per_token=resolved_hardware(config).training.token_s / decode.flash_s,
     )
     lags = np.unique(np.geomspace(1, max(2.0, largest_lag), NUM_LAGS).round().astype(int))
     points = throughput_against_lag(setting, [int(lag) for lag in lags])

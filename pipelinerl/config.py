@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.coefficients import Level, checked_coefficients
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import TrainConfig
@@ -136,13 +137,20 @@ class RooflineDecode(StrictModel):
     bandwidth: float = Field(gt=0)
     """Memory bandwidth of one accelerator (bytes/s)."""
     parameters_read: float = Field(gt=0)
-    """Parameters read in every step: all but the input embedding (count)."""
+    """Parameters read in every step: all but the input embedding and the routed experts (count)."""
     parameters_active: float = Field(gt=0)
     """Parameters that multiply for one token (count)."""
     bytes_per_parameter: float = Field(default=2.0, gt=0)
     """Bytes of one weight."""
     kv_bytes_per_token: float = Field(ge=0)
     """Bytes of KV cache per token of context: 2 * layers * KV heads * head size * bytes."""
+    experts: int | None = Field(default=None, ge=1)
+    """Routed experts of one layer (count), of which a step reads those that a sequence of its batch goes through.
+    None: there are none."""
+    experts_per_token: int | None = Field(default=None, ge=1)
+    """Routed experts that a token goes through in one layer (count)."""
+    expert_parameters: float | None = Field(default=None, gt=0)
+    """Parameters of the routed experts of all layers together (count)."""
     weight_efficiency: float = Field(default=0.72, gt=0, le=1)
     """Share of the bandwidth reached while reading weights (no unit)."""
     kv_efficiency: float = Field(default=0.75, gt=0, le=1)
@@ -153,6 +161,19 @@ class RooflineDecode(StrictModel):
     """Seconds per step of the engine itself."""
     sequence_overhead_s: float = Field(default=1.07e-5, ge=0)
     """Seconds per step and sequence of the engine itself."""
+
+    @model_validator(mode="after")
+    def _experts_are_complete(self) -> Self:
+        names = ("experts", "experts_per_token", "expert_parameters")
+        missing = [name for name in names if getattr(self, name) is None]
+        if 0 < len(missing) < len(names):
+            raise ValueError(f"{missing[0]} is missing; experts, experts_per_token and expert_parameters go together")
+        if self.experts is not None and self.experts_per_token is not None and self.experts_per_token > self.experts:
+            raise ValueError(
+                "experts_per_token must be at most experts, got "
+                f"experts_per_token={self.experts_per_token}, experts={self.experts}"
+            )
+        return self
 
 
 Decode = Annotated[UtilisationDecode | AffineDecode | RooflineDecode, Field(discriminator="kind")]
@@ -174,6 +195,8 @@ class TrainingConfig(StrictModel):
 
     token_s: float = Field(ge=0)
     """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
+    token_squared_s: float = Field(default=0.0, ge=0)
+    """Accelerator-seconds per squared token of a sequence, prompt included (attention)."""
     step_s: float = Field(default=0.0, ge=0)
     """Seconds per optimizer step, whatever it holds."""
     micro_batch_s: float = Field(default=0.0, ge=0)
@@ -214,22 +237,66 @@ class LatencyConfig(StrictModel):
 
 
 class HardwareConfig(StrictModel):
-    """How fast the cluster is. Read by the simulator only."""
+    """How fast the cluster is. Read by the simulator only.
+
+    With ``gpu`` and ``model`` every table that is not given is derived (``pipelinerl.hardware``).
+    """
+
+    gpu: str | None = None
+    """Accelerator: a name of the catalogue, or a TOML file of your own (relative to the run file)."""
+    model: str | None = None
+    """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
+    level: Level = Field(default=Level.CENTRAL, strict=False)
+    """Which value of every coefficient the derived tables use."""
+    coefficients: dict[str, float] = {}
+    """Coefficients that replace those of the level, by name."""
+    decode: Decode | None = None
+    """One decode step of an engine. None: derived from gpu and model."""
+    prefill: PrefillConfig | None = None
+    """Filling the KV cache of a prompt. None: derived, or free."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """KV-cache capacity of one engine (tokens). None: derived from gpu and model, or unlimited without them."""
+    training: TrainingConfig | None = None
+    """The trainer's step. None: derived from gpu and model."""
+    weights: WeightTransferConfig | None = None
+    """The way of the weights. None: derived, or free."""
+    switch: PhaseSwitchConfig | None = None
+    """The phase switch of colocated accelerators. None: derived, or free."""
+    latency: LatencyConfig = LatencyConfig()
+    """Everything else that takes time."""
+
+    @property
+    def by_name(self) -> bool:
+        """Whether tables that are not given are derived from gpu and model."""
+        return self.gpu is not None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if (self.gpu is None) != (self.model is None):
+            missing, given = ("gpu", "model") if self.gpu is None else ("model", "gpu")
+            raise ValueError(f"{missing} is missing; hardware.{given} needs it")
+        for name in ("decode", "training"):
+            if not self.by_name and getattr(self, name) is None:
+                raise ValueError(f"{name} is missing")
+        if self.coefficients and not self.by_name:
+            raise ValueError("coefficients are read only with hardware.gpu and hardware.model, which are missing")
+        checked_coefficients(self.level, self.coefficients)
+        return self
+
+
+class ResolvedHardware(HardwareConfig):
+    """Hardware of which every table is given as numbers: what the simulator reads."""
 
     decode: Decode
     """One decode step of an engine."""
-    prefill: PrefillConfig = PrefillConfig()
+    prefill: PrefillConfig
     """Filling the KV cache of a prompt."""
-    kv_cache_tokens: int | None = Field(default=None, ge=1)
-    """KV-cache capacity of one engine (tokens). None: unlimited."""
     training: TrainingConfig
     """The trainer's step."""
-    weights: WeightTransferConfig = WeightTransferConfig()
+    weights: WeightTransferConfig
     """The way of the weights."""
-    switch: PhaseSwitchConfig = PhaseSwitchConfig()
+    switch: PhaseSwitchConfig
     """The phase switch of colocated accelerators."""
-    latency: LatencyConfig = LatencyConfig()
-    """Everything else that takes time."""
 
 
 class Variant(StrictModel):

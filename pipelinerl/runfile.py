@@ -113,8 +113,8 @@ def dump_run(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-NAMES_OR_PATHS = (("workload", "length", "source"),)
-"""Keys that hold the path of a CSV file, or a name."""
+NAMES_OR_PATHS = (("workload", "length", "source"), ("hardware", "gpu"), ("hardware", "model"))
+"""Keys that hold a name, or the path of a file."""
 PATHS = (
     *NAMES_OR_PATHS,
     ("hardware", "decode", "table"),
@@ -141,12 +141,19 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, 
         for key in keys[:-1]:
             table = table.get(key) if isinstance(table, dict) else None
         value = table.get(keys[-1]) if isinstance(table, dict) else None
-        if isinstance(value, str) and (value.endswith(".csv") or keys not in NAMES_OR_PATHS):
+        if isinstance(value, str) and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
             if "\0" in value:
                 raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {_shown(value)}")
             table[keys[-1]] = os.path.realpath(folder / value)
             changes.append((value, table[keys[-1]]))
     return changes
+
+
+def _is_path(value: str, folder: Path) -> bool:
+    """Return whether a name or path is a path: by its ending, or because that folder is there."""
+    if "\0" in value:
+        return True  # and one that is refused
+    return value.endswith((".csv", ".toml", ".json")) or ("/" in value and (folder / value).is_dir())
 
 
 def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:

@@ -44,6 +44,7 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.hardware import resolved_hardware
 from pipelinerl.recording import Recorder
 from pipelinerl.scheduler import Scheduler, make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
@@ -69,12 +70,12 @@ class World:
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
         """
-        hardware = config.hardware
+        hardware = resolved_hardware(config)
         self._config = config
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         self._workload = Workload(config.workload, seed=config.seed)
-        _check_capacity(config, self._workload)
+        _check_capacity(config, hardware.kv_cache_tokens, self._workload)
         self._clock = Clock()
         self._scheduler: Scheduler = make_scheduler(
             config.scheduler,
@@ -83,7 +84,11 @@ class World:
             group_size=config.workload.group_size,
         )
         settings = EngineSettings(
-            decode=decode_cost(config),
+            decode=decode_cost(
+                hardware.decode,
+                tensor_parallel=config.cluster.tensor_parallel,
+                num_slots=config.scheduler.generation_batch_size,
+            ),
             prefill=prefill_cost(hardware.prefill),
             kv_cache_tokens=hardware.kv_cache_tokens,
             pause_ticks=to_ticks(hardware.weights.pause_s),
@@ -243,11 +248,13 @@ class World:
     def _start_training(self, command: StartTraining) -> None:
         switch_ticks = self._to_training_ticks if self._generating else 0
         self._generating = False
-        tokens = 0
+        tokens = squared = 0
         for rollout_id in command.rollout_ids:
             sequence = self._sequences.pop(rollout_id)
-            tokens += sequence.prompt_tokens + sequence.length
-        train_ticks = self._training.ticks(tokens, completes_step=command.completes_step)
+            length = sequence.prompt_tokens + sequence.length
+            tokens += length
+            squared += length * length
+        train_ticks = self._training.ticks(tokens, squared_tokens=squared, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 
@@ -263,9 +270,8 @@ class World:
         Wake(self._clock, ticks, WORLD_PRIORITY, 0, call)
 
 
-def _check_capacity(config: RunConfig, workload: Workload) -> None:
+def _check_capacity(config: RunConfig, capacity: int | None, workload: Workload) -> None:
     """Raise ConfigError if a rollout can be longer than the KV cache can ever hold."""
-    capacity = config.hardware.kv_cache_tokens
     longest = workload.longest_prompt_tokens + config.workload.length.max
     if capacity is not None and longest > capacity:
         raise ConfigError(

@@ -47,6 +47,9 @@ ROOFLINE = {
     "parameters_active": 7.1e9,
     "bytes_per_parameter": 1.0,
     "kv_bytes_per_token": 57344.0,
+    "experts": 128,
+    "experts_per_token": 8,
+    "expert_parameters": 6e9,
     "weight_efficiency": 0.8,
     "kv_efficiency": 0.8,
     "flops_efficiency": 0.6,
@@ -86,10 +89,14 @@ EVERY_KEY: dict[str, Any] = {
         },
     },
     "hardware": {
+        "gpu": "H100",
+        "model": "Qwen2.5-7B",
+        "level": "optimistic",
+        "coefficients": {"training_mfu": 0.31},
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
         "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10},
         "kv_cache_tokens": 1000,
-        "training": {"token_s": 1e-4, "step_s": 0.5, "micro_batch_s": 0.1},
+        "training": {"token_s": 1e-4, "token_squared_s": 1e-9, "step_s": 0.5, "micro_batch_s": 0.1},
         "weights": {"publish_s": 0.1, "transfer_s": 0.2, "pause_s": 0.3},
         "switch": {"to_training_s": 1.0, "to_generation_s": 2.0},
         "latency": {"dispatch_s": 0.01, "dispatch_jitter_s": 0.02, "reward_s": 0.03, "preprocess_s": 0.04},
@@ -215,9 +222,16 @@ def models_of(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Yield a model and all models inside it."""
     yield model
     for field in model.model_fields.values():
-        for one in (field.annotation, *get_args(field.annotation)):
+        for one in parts_of(field.annotation):
             if isinstance(one, type) and issubclass(one, BaseModel):
                 yield from models_of(one)
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """Yield a type and all types inside it."""
+    yield annotation
+    for one in get_args(annotation):
+        yield from parts_of(one)
 
 
 def test_whole_numbers_are_taken_for_seconds() -> None:
@@ -423,7 +437,12 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
         {"success_rate": st.floats(0, 1)},
     )
     hardware = table(
-        {"decode": decodes, "training": table({"token_s": seconds}, {"step_s": seconds, "micro_batch_s": seconds})},
+        {
+            "decode": decodes,
+            "training": table(
+                {"token_s": seconds}, dict.fromkeys(("step_s", "micro_batch_s", "token_squared_s"), seconds)
+            ),
+        },
         {
             "prefill": table({}, dict.fromkeys(("sequence_s", "token_s", "token_squared_s"), seconds)),
             "kv_cache_tokens": st.integers(longest + 10, 10**7),
@@ -512,6 +531,8 @@ COUNTS = (
     "workload.group_size",
     "workload.length.max",
     "hardware.kv_cache_tokens",
+    "hardware.decode.experts",
+    "hardware.decode.experts_per_token",
     "train.task.max_prompt_tokens",
     "train.trainer.pack_tokens",
     "train.engine.cpu_kv_cache_gib",
@@ -533,7 +554,8 @@ MAY_BE_ZERO = {
 @pytest.mark.parametrize("key", COUNTS)
 @pytest.mark.parametrize("value", [0, -1, -(10**30)])
 def test_a_count_is_at_least_one(key: str, value: int) -> None:
-    assert faults(with_overrides(EVERY_KEY, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
+    (data,) = [data for one, _, data in NUMBERS if one == key]
+    assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
 
 
 def test_all_other_whole_numbers_may_be_zero() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config import PrefillConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import resolved_hardware
 from pipelinerl.runfile import parse_run
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, TrainingCost, decode_cost, prefill_cost, training_cost
@@ -17,17 +18,17 @@ MICROSECOND = 10**6
 
 
 def cost_of(decode, *, slots=256, tensor_parallel=1):
-    return decode_cost(
-        parse_run(
-            {
-                "optimizer_steps": 1,
-                "cluster": {"accelerators": 4, "generation_accelerators": 2, "tensor_parallel": tensor_parallel},
-                "scheduler": {"train_batch_size": 1, "generation_batch_size": slots},
-                "workload": {"length": {"kind": "fixed", "max": 10}},
-                "hardware": {"decode": decode, "training": {"token_s": 0.0}},
-            }
-        )
+    config = parse_run(
+        {
+            "optimizer_steps": 1,
+            "cluster": {"accelerators": 4, "generation_accelerators": 2, "tensor_parallel": tensor_parallel},
+            "scheduler": {"train_batch_size": 1, "generation_batch_size": slots},
+            "workload": {"length": {"kind": "fixed", "max": 10}},
+            "hardware": {"decode": decode, "training": {"token_s": 0.0}},
+        }
     )
+    decode = resolved_hardware(config).decode
+    return decode_cost(decode, tensor_parallel=tensor_parallel, num_slots=slots)
 
 
 # --------------------------------------------------------------------------------------- decode steps

@@ -224,10 +224,10 @@ def key_rows(model=RunConfig, prefix="", kind=""):
     for name, field in model.model_fields.items():
         meaning = " ".join(field.description.replace("``", "`").split()) if field.description else ""
         inner, is_list = submodel(field.annotation)
-        if field.annotation == get_args(Decode)[0]:
-            kinds = get_args(field.annotation)
+        if field.annotation == Decode | None:
+            kinds = get_args(get_args(Decode)[0])
             names = [get_args(one.model_fields["kind"].annotation)[0] for one in kinds]
-            rows.append(f"| `{prefix}{name}.kind` | {', '.join(names)} | required | {meaning} |")
+            rows.append(f"| `{prefix}{name}.kind` | {', '.join(names)} | none | {meaning} |")
             for one, its_name in zip(kinds, names, strict=True):
                 rows += key_rows(one, f"{prefix}{name}.", its_name)[1:]
         elif inner is not None and not is_list:

@@ -1,0 +1,257 @@
+"""The catalogue: accelerators and language models by name, from a user's TOML file, or from Hugging Face."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.huggingface import model_tables
+from pipelinerl.strictmodel import StrictModel
+
+
+def _bytes_per_second(value: float, key: str, example: str) -> None:
+    if 0 < value < 1e9:
+        raise ValueError(f"{key} must be in bytes/s and at least 1e9, got {value:g}; did you mean {example}?")
+
+
+class Named(StrictModel):
+    """An entry of the catalogue."""
+
+    name: str = Field(min_length=1)
+    """What tables call it."""
+    aliases: list[str] = []
+    """Other names it is found by; of a model those of others with the same architecture."""
+    source: str = ""
+    """Where the figures come from."""
+
+
+class Gpu(Named):
+    """One accelerator. Figures are per accelerator, dense (no sparsity), decimal bytes."""
+
+    bf16_flops: float = Field(gt=0)
+    """Dense bf16 matrix products (FLOP/s)."""
+    fp8_flops: float | None = Field(default=None, gt=0)
+    """Dense fp8 matrix products (FLOP/s). None: it has none."""
+    memory_bytes: float = Field(gt=0)
+    """Device memory (bytes)."""
+    bandwidth: float = Field(gt=0)
+    """Memory bandwidth (bytes/s)."""
+    nvlink: float = Field(default=0.0, ge=0)
+    """To the others of its node, per direction (bytes/s). 0: there is no such link."""
+    network: float = Field(gt=0)
+    """Between nodes (bytes/s)."""
+    gpus_per_node: int = Field(default=8, ge=1)
+    """Accelerators that share a node's fast link (count)."""
+    price_per_hour: float | None = Field(default=None, gt=0)
+    """Rent of one (USD per hour). None: not known."""
+
+    @model_validator(mode="after")
+    def _units_are_plausible(self) -> Self:
+        for key, example in (("bf16_flops", "989e12"), ("fp8_flops", "1979e12")):
+            value = getattr(self, key)
+            if value is not None and value < 1e11:
+                raise ValueError(f"{key} must be in FLOP/s and at least 1e11, got {value:g}; did you mean {example}?")
+        if self.memory_bytes < 1e9:
+            raise ValueError(
+                f"memory_bytes must be in bytes and at least 1e9, got {self.memory_bytes:g}; did you mean 85.9e9?"
+            )
+        for key, example in (("bandwidth", "3.35e12"), ("nvlink", "450e9"), ("network", "50e9")):
+            _bytes_per_second(getattr(self, key), key, example)
+        return self
+
+
+class LanguageModel(Named):
+    """One language model, in parameters (counts) and bytes of bf16."""
+
+    parameters: float = Field(gt=0)
+    """All parameters (count)."""
+    active_parameters: float = Field(gt=0)
+    """Parameters that one token uses, embeddings included (count); for a dense model all."""
+    embedding_parameters: float = Field(default=0.0, ge=0)
+    """Input embedding, of which a decode step reads a few rows only (count); 0 if it is also the output head."""
+    layers: int = Field(ge=1)
+    """Transformer layers (count)."""
+    width: int = Field(ge=1)
+    """Hidden size."""
+    attention_width: float = Field(gt=0)
+    """Query heads * head size (mean of those of scores and of values, where they differ)."""
+    feed_forward_width: float = Field(default=0.0, ge=0)
+    """Intermediate size that one token passes, of all its experts together, averaged over the layers."""
+    vocabulary: int = Field(default=0, ge=0)
+    """Entries of the output head (count)."""
+    kv_bytes_per_token: float = Field(gt=0)
+    """KV cache of one token in bf16 (bytes)."""
+    experts: int = Field(default=0, ge=0)
+    """Routed experts per layer (count); 0: dense."""
+    experts_per_token: int = Field(default=0, ge=0)
+    """Routed experts that one token passes (count); 0: dense."""
+    expert_parameters: float = Field(default=0.0, ge=0)
+    """Routed experts of all layers together (count); 0: dense."""
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Self:
+        if self.parameters < 1e4:
+            raise ValueError(f"parameters must be a count, not billions, got {self.parameters:g}; did you mean 7.6e9?")
+        for key in ("active_parameters", "embedding_parameters", "expert_parameters"):
+            if getattr(self, key) > self.parameters:
+                raise ValueError(f"{key} must be at most parameters = {self.parameters:g}, got {getattr(self, key):g}")
+        given = [bool(self.experts), bool(self.experts_per_token), bool(self.expert_parameters)]
+        if any(given) and not all(given):
+            raise ValueError("experts, experts_per_token and expert_parameters belong together, got some of them")
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token must be at most experts = {self.experts}, got {self.experts_per_token}"
+            )
+        return self
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return an accelerator.
+
+    Args:
+        name: Its name in the catalogue, or the path of a TOML file with the keys of ``Gpu``.
+
+    Raises:
+        ConfigError: If there is none of that name, or the file is wrong.
+    """
+    if is_path(name):
+        return _from_file(Gpu, Path(name), "hardware.gpu")
+    return _by_name(_gpus(), name, "hardware.gpu")
+
+
+def find_model(name: str) -> LanguageModel:
+    """Return a language model.
+
+    Args:
+        name: Its name in the catalogue, with or without ``owner/``; or the path of a TOML file with the keys of
+            ``LanguageModel``, of a Hugging Face ``config.json``, or of a folder that has one.
+
+    Raises:
+        ConfigError: If there is none of that name, or the file is wrong.
+    """
+    if not is_path(name):
+        return _by_name(_models(), _base_name(name), "hardware.model")
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".toml":
+        return _from_file(LanguageModel, path, "hardware.model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read hardware.model {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"hardware.model {path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"hardware.model {path} must hold a JSON object, as a Hugging Face config.json does")
+    return model_from_huggingface(config, path.parent.name or str(path))
+
+
+def model_from_huggingface(config: Mapping[str, Any], name: str) -> LanguageModel:
+    """Return the model that a Hugging Face ``config.json`` describes, parameters counted from its architecture.
+
+    Args:
+        config: The content of the file.
+        name: What to call the model.
+
+    Raises:
+        ConfigError: If a key that is needed is missing or wrong.
+    """
+    return _checked(LanguageModel, {"name": name, **model_tables(config, name)}, f"model {name}")
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the accelerators in the catalogue."""
+    return [gpu.name for gpu in _gpus()]
+
+
+def model_names() -> list[str]:
+    """Return the names of the models in the catalogue."""
+    return [model.name for model in _models()]
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name of a run file means a file or folder: by its ending, or because it is there."""
+    return name.endswith((".toml", ".json")) or ("/" in name and Path(name).exists()) or name.startswith(("/", "."))
+
+
+def _base_name(name: str) -> str:
+    """Return a model's name without its owner and without what training for chat has added."""
+    name = name.rpartition("/")[2]
+    for ending in ("-instruct", "-base", "-instruct-2507", "-thinking-2507"):
+        if name.casefold().endswith(ending):
+            name = name[: -len(ending)]
+    return name
+
+
+@functools.cache
+def _gpus() -> tuple[Gpu, ...]:
+    return _shipped(Gpu, "gpus.toml")
+
+
+@functools.cache
+def _models() -> tuple[LanguageModel, ...]:
+    return _shipped(LanguageModel, "models.toml")
+
+
+def _shipped(kind: type[Entry], file: str) -> tuple[Entry, ...]:
+    text = (resources.files("pipelinerl") / "catalogue_data" / file).read_text(encoding="utf-8")
+    return tuple(_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items())
+
+
+def _by_name(entries: Iterable[Entry], name: str, key: str) -> Entry:
+    by_name: dict[str, Entry] = {}
+    for one in entries:
+        for known in (*one.aliases, one.name):
+            by_name[known.casefold()] = one
+    found = by_name.get(name.casefold())
+    if found is not None:
+        return found
+    shown = {known: its.name for known, its in by_name.items()}
+    near = difflib.get_close_matches(name.casefold(), shown, n=3, cutoff=0.4)
+    names = list(dict.fromkeys(shown[known] for known in near))
+    hint = f"did you mean {' or '.join(names)}? " if names else ""
+    known_names = ", ".join(dict.fromkeys(shown.values()))
+    raise ConfigError(f"{key} must be a name of the catalogue or a file, got {name!r}; {hint}known: {known_names}")
+
+
+def _from_file(kind: type[Entry], path: Path, key: str) -> Entry:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {key} {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key} {path} is not valid TOML: {error}") from None
+    return _checked(kind, {"name": path.stem, **table}, f"{key} {path}")
+
+
+def _checked(kind: type[Entry], table: Mapping[str, Any], what: str) -> Entry:
+    try:
+        return kind.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        lines = []
+        for fault in error.errors():
+            where = ".".join(map(str, fault["loc"]))
+            reason = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"].lower()
+            if fault["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(where, kind.model_fields, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                reason = f"is an unknown key; {hint}allowed: {', '.join(sorted(kind.model_fields))}"
+            elif fault["type"] == "missing":
+                reason = "is missing"
+            elif where:
+                reason = f"{reason}, got {json.dumps(fault['input'], default=str)[:80]}"
+            lines.append(f"{what}: {where} {reason}" if where else f"{what}: {reason}")
+        raise ConfigError("\n".join(lines)) from None

@@ -1,0 +1,116 @@
+"""The empirical numbers of the hardware model: three values each, with their sources, in ``coefficients.toml``."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import tomllib
+from collections.abc import Mapping
+from enum import StrEnum
+from importlib import resources
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.strictmodel import StrictModel
+
+
+class Level(StrEnum):
+    """Which of the three values of every coefficient."""
+
+    OPTIMISTIC = "optimistic"
+    """As fast as kernels and links allow, or as the best published measurement."""
+    CENTRAL = "central"
+    """What we expect of a well-run system."""
+    PESSIMISTIC = "pessimistic"
+    """The slowest published measurement that is no mistake."""
+
+
+class Coefficients(StrictModel):
+    """Every empirical number of the hardware model, one value each."""
+
+    weight_efficiency: float = Field(gt=0, le=1)
+    """Share of the memory bandwidth reached while a decode step reads weights."""
+    kv_efficiency: float = Field(gt=0, le=1)
+    """Share of the memory bandwidth reached while a decode step reads the KV cache."""
+    flops_efficiency: float = Field(gt=0, le=1)
+    """Share of the peak FLOP/s reached by the matrix products of a decode step."""
+    step_overhead_s: float = Field(ge=0)
+    """Of a decode step, whatever it holds (seconds)."""
+    layer_overhead_s: float = Field(ge=0)
+    """Of a decode step and layer: kernels that read neither weights nor KV cache (seconds)."""
+    sequence_overhead_s: float = Field(ge=0)
+    """Of a decode step and sequence (seconds)."""
+    allreduce_s: float = Field(ge=0)
+    """One all-reduce in a decode step under tensor parallelism, two per layer, without its bytes (seconds)."""
+    prefill_mfu: float = Field(gt=0, le=1)
+    """Share of the peak FLOP/s reached by prefill."""
+    memory_share: float = Field(gt=0, le=1)
+    """Share of the memory that an engine may use."""
+    memory_reserve_bytes: float = Field(ge=0)
+    """Of that: activations, graphs, libraries (bytes per accelerator)."""
+    training_mfu: float = Field(gt=0, le=1)
+    """Share of the peak FLOP/s reached by forward and backward passes."""
+    expert_mfu_factor: float = Field(gt=0, le=1)
+    """Factor on ``training_mfu`` for a model with routed experts: small products, exchange of tokens."""
+    training_step_s: float = Field(ge=0)
+    """Of an optimizer step, whatever it holds (seconds)."""
+    training_micro_batch_s: float = Field(ge=0)
+    """Of a micro-batch, whatever it holds (seconds)."""
+    extra_forward_passes: float = Field(ge=0)
+    """Forward passes per trained token besides the training pass: old or reference log-probabilities (count)."""
+    transfer_share: float = Field(gt=0, le=1)
+    """Share of the network's bytes/s that a weight transfer reaches."""
+    transfer_fixed_s: float = Field(ge=0)
+    """Of a weight transfer, whatever its bytes (seconds)."""
+    pause_s: float = Field(ge=0)
+    """That an engine stands still for an update besides the transfer (seconds)."""
+    switch_to_training_s: float = Field(ge=0)
+    """Of the phase switch, besides moving states (seconds)."""
+    switch_to_generation_s: float = Field(ge=0)
+    """Of the phase switch back, besides moving states (seconds)."""
+    host_bandwidth: float = Field(gt=0)
+    """Between an accelerator and its host's memory, where colocated training keeps its states (bytes/s)."""
+
+
+def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Coefficients:
+    """Return the coefficients of a level.
+
+    Args:
+        level: Which of the three values.
+        changed: Values that replace those of the level, by name.
+
+    Raises:
+        ConfigError: If there is no coefficient of that name, or a value is out of range.
+    """
+    try:
+        return checked_coefficients(level, changed or {})
+    except ValueError as error:
+        raise ConfigError(f"hardware.{error}") from None
+
+
+def checked_coefficients(level: Level, changed: Mapping[str, float]) -> Coefficients:
+    """Return the coefficients of a level with some changed; a ValueError names the key under ``hardware``."""
+    names = Coefficients.model_fields
+    for name in changed:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"coefficients.{name} is an unknown key; {hint}allowed: {', '.join(sorted(names))}")
+    values = {name: entry[level.value] for name, entry in coefficient_table().items()}
+    try:
+        return Coefficients.model_validate({**values, **changed})
+    except ValidationError as error:
+        fault = error.errors()[0]
+        words = {"gt": "above", "ge": "at least", "le": "at most"}
+        rules = [f"{words[key]} {limit:g}" for key, limit in fault.get("ctx", {}).items() if key in words]
+        rule = rules[0] if rules else "a number"
+        raise ValueError(f"coefficients.{fault['loc'][0]} must be {rule}, got {fault['input']:g}") from None
+
+
+@functools.cache
+def coefficient_table() -> Mapping[str, Mapping[str, Any]]:
+    """Return coefficients.toml: per name ``optimistic``, ``central``, ``pessimistic`` and ``source``."""
+    file = resources.files("pipelinerl") / "catalogue_data" / "coefficients.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,273 @@
+"""The hardware model: seconds and tokens from the figures of an accelerator and of a language model.
+
+Every formula is on docs/hardware.md; every empirical number is in ``Coefficients``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, assert_never
+
+from pipelinerl.analytic import fitted_utilisation, read_utilisation
+from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.coefficients import Coefficients, Level, coefficients
+from pipelinerl.config import (
+    AffineDecode,
+    Decode,
+    PhaseSwitchConfig,
+    PrefillConfig,
+    ResolvedHardware,
+    RooflineDecode,
+    RunConfig,
+    TrainingConfig,
+    UtilisationDecode,
+    WeightTransferConfig,
+)
+from pipelinerl.errors import ConfigError
+from pipelinerl.trainingmemory import TrainingMemory, training_memory
+
+__all__ = [
+    "Coefficients",
+    "Level",
+    "TrainingMemory",
+    "coefficients",
+    "decode_step_s",
+    "derive_hardware",
+    "kv_cache_tokens",
+    "resolved_hardware",
+    "step_seconds",
+    "training_memory",
+]
+
+BF16_BYTES = 2
+"""Of one number."""
+
+
+def resolved_hardware(config: RunConfig) -> ResolvedHardware:
+    """Return the hardware of a run with every table as explicit numbers.
+
+    Tables of the run file stay; the others are derived from ``hardware.gpu`` and ``hardware.model``. Without these
+    two, tables that are missing cost nothing.
+
+    Raises:
+        ConfigError: If GPU or model are unknown, or the model or the longest rollout do not fit.
+    """
+    given = config.hardware
+    tables: dict[str, Any] = {name: getattr(given, name) for name in type(given).model_fields}
+    missing: Mapping[str, Any] = {
+        "prefill": PrefillConfig(),
+        "weights": WeightTransferConfig(),
+        "switch": PhaseSwitchConfig(),
+    }
+    if given.gpu is not None and given.model is not None:
+        gpu, model = find_gpu(given.gpu), find_model(given.model)
+        values = coefficients(given.level, given.coefficients)
+        tensor_parallel = config.cluster.tensor_parallel
+        if given.kv_cache_tokens is None:
+            longest = config.workload.prompt_tokens + config.workload.length.max
+            check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
+        derived = derive_hardware(
+            gpu,
+            model,
+            tensor_parallel=tensor_parallel,
+            training_accelerators=config.training_accelerators,
+            colocated=config.colocated,
+            coefficients=values,
+        )
+        missing = {name: getattr(derived, name) for name in type(derived).model_fields}
+    tables |= {name: missing[name] for name, value in tables.items() if value is None and name in missing}
+    return ResolvedHardware.model_construct(**tables)
+
+
+def derive_hardware(
+    gpu: Gpu,
+    model: LanguageModel,
+    *,
+    tensor_parallel: int,
+    training_accelerators: int,
+    colocated: bool,
+    coefficients: Coefficients,
+) -> ResolvedHardware:
+    """Return all tables as explicit numbers.
+
+    Args:
+        gpu: The accelerator, of engines and trainer.
+        model: The language model, in bf16.
+        tensor_parallel: Accelerators of one engine (count).
+        training_accelerators: Accelerators that train (count).
+        colocated: Whether the same accelerators generate and train in turn.
+        coefficients: The empirical numbers.
+    """
+    fits = kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients)
+    return ResolvedHardware(
+        decode=derive_decode(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        prefill=derive_prefill(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        kv_cache_tokens=max(1, fits),
+        training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
+        weights=derive_weights(gpu, model, coefficients=coefficients),
+        switch=derive_switch(model, training_accelerators=training_accelerators, coefficients=coefficients)
+        if colocated
+        else PhaseSwitchConfig(),
+    )
+
+
+def derive_decode(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
+) -> RooflineDecode:
+    """Return the decode step of an engine."""
+    reductions = 2 * model.layers if tensor_parallel > 1 else 0
+    link = gpu.nvlink or gpu.network
+    reduced = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES / link
+    dense = model.parameters - model.embedding_parameters - model.expert_parameters
+    return RooflineDecode(
+        kind="roofline",
+        peak_flops=gpu.bf16_flops,
+        bandwidth=gpu.bandwidth,
+        parameters_read=dense,
+        parameters_active=model.active_parameters - model.embedding_parameters,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        experts=model.experts or None,
+        experts_per_token=model.experts_per_token or None,
+        expert_parameters=model.expert_parameters or None,
+        weight_efficiency=coefficients.weight_efficiency,
+        kv_efficiency=coefficients.kv_efficiency,
+        flops_efficiency=coefficients.flops_efficiency,
+        step_overhead_s=coefficients.step_overhead_s
+        + coefficients.layer_overhead_s * model.layers
+        + coefficients.allreduce_s * reductions,
+        sequence_overhead_s=coefficients.sequence_overhead_s + reduced * reductions,
+    )
+
+
+def derive_prefill(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
+) -> PrefillConfig:
+    """Return the prefill of one sequence: 2 FLOP per parameter and token, causal attention."""
+    rate = tensor_parallel * gpu.bf16_flops * coefficients.prefill_mfu
+    return PrefillConfig(
+        token_s=2 * (model.active_parameters - model.embedding_parameters) / rate,
+        token_squared_s=2 * model.layers * model.attention_width / rate,
+    )
+
+
+def kv_cache_tokens(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> int:
+    """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit."""
+    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
+    free = usable * tensor_parallel - model.parameters * BF16_BYTES
+    return math.floor(free / model.kv_bytes_per_token)
+
+
+def check_fits(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients, longest: int
+) -> None:
+    """Raise ConfigError if weights and the KV cache of one rollout of ``longest`` tokens do not fit into an engine."""
+    if kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients) >= longest:
+        return
+    weights = model.parameters * BF16_BYTES
+    needed = weights + longest * model.kv_bytes_per_token
+    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
+    least = f"it fits from tensor_parallel={math.ceil(needed / usable)} on" if usable > 0 else "it never fits"
+    raise ConfigError(
+        f"cluster.tensor_parallel={tensor_parallel} is too small: {model.name} needs {needed / 1e9:.1f} GB (weights "
+        f"{weights / 1e9:.1f} GB, KV cache of a rollout of {longest} tokens), {tensor_parallel} x {gpu.name} have "
+        f"{usable * tensor_parallel / 1e9:.1f} GB for both; {least}"
+    )
+
+
+def derive_training(
+    gpu: Gpu, model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients
+) -> TrainingConfig:
+    """Return the trainer's step."""
+    mfu = coefficients.training_mfu * (coefficients.expert_mfu_factor if model.experts else 1.0)
+    passes = 3 + coefficients.extra_forward_passes
+    link = collective_bandwidth(gpu, training_accelerators)
+    return TrainingConfig(
+        token_s=2 * passes * model.active_parameters / (gpu.bf16_flops * mfu),
+        token_squared_s=2 * passes * model.layers * model.attention_width / (gpu.bf16_flops * mfu),
+        step_s=coefficients.training_step_s + 2 * BF16_BYTES * model.parameters / link,
+        micro_batch_s=coefficients.training_micro_batch_s,
+    )
+
+
+def collective_bandwidth(gpu: Gpu, accelerators: int) -> float:
+    """Return the bytes/s at which a tensor is gathered or reduced: over NVLink in a node, else over all its NICs."""
+    if accelerators <= gpu.gpus_per_node:
+        return gpu.nvlink or gpu.network
+    return min(gpu.nvlink or gpu.network, gpu.gpus_per_node * gpu.network)
+
+
+def derive_weights(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> WeightTransferConfig:
+    """Return the way of the weights: trainer and engines stand still while they are broadcast."""
+    transfer_s = transfer_seconds(gpu, model, coefficients=coefficients)
+    return WeightTransferConfig(publish_s=transfer_s, pause_s=transfer_s + coefficients.pause_s)
+
+
+def transfer_seconds(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> float:
+    """Return the seconds of one weight transfer: every byte goes into every accelerator over its network link."""
+    rate = gpu.network * coefficients.transfer_share
+    return model.parameters * BF16_BYTES / rate + coefficients.transfer_fixed_s
+
+
+def derive_switch(model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients) -> PhaseSwitchConfig:
+    """Return the phase switch: the trainer's states come from the host's memory and go back there."""
+    moved_s = 16 * model.parameters / training_accelerators / coefficients.host_bandwidth
+    return PhaseSwitchConfig(
+        to_training_s=coefficients.switch_to_training_s + moved_s,
+        to_generation_s=coefficients.switch_to_generation_s + moved_s,
+    )
+
+
+def decode_step_s(decode: Decode, tensor_parallel: int, batch: int, context_tokens: float) -> float:
+    """Return the seconds of one decode step.
+
+    Args:
+        decode: How long steps take.
+        tensor_parallel: Accelerators of the engine (count).
+        batch: Sequences in the step (count).
+        context_tokens: Tokens of context of all of them together.
+    """
+    batch_s, context_s = step_seconds(decode, tensor_parallel)
+    return batch_s(batch) + context_s * context_tokens
+
+
+def step_seconds(decode: Decode, tensor_parallel: int) -> tuple[Callable[[int], float], float]:
+    """Return seconds of a decode step by number of sequences, and seconds per token of context.
+
+    ``utilisation``: h/U(h) flashes (paper, appendix A), context free. ``affine``: as given, for the engine as a
+    whole. ``roofline``: max(read weights, multiply) + overhead, and the KV cache read per token of context, both
+    spread over the accelerators of the engine; of E routed experts a batch of b reads 1 - (1 - k/E)^b.
+
+    Raises:
+        ConfigError: If a table of utilisations cannot be read.
+    """
+    match decode:
+        case UtilisationDecode():
+            curve = fitted_utilisation() if decode.table is None else read_utilisation(decode.table)
+            flash_s = decode.flash_s
+            return lambda batch: float(curve.step_flashes(batch)) * flash_s, 0.0
+        case AffineDecode():
+            step_s, sequence_s = decode.step_s, decode.sequence_s
+            return lambda batch: step_s + sequence_s * batch, decode.context_token_s
+        case RooflineDecode():
+            return _roofline(decode, tensor_parallel)
+        case _:
+            assert_never(decode)
+
+
+def _roofline(decode: RooflineDecode, tensor_parallel: int) -> tuple[Callable[[int], float], float]:
+    rate = tensor_parallel * decode.bandwidth * decode.weight_efficiency
+    weights_s = decode.parameters_read * decode.bytes_per_parameter / rate
+    flops_s = 2 * decode.parameters_active / (tensor_parallel * decode.peak_flops * decode.flops_efficiency)
+    step_s, sequence_s = decode.step_overhead_s, decode.sequence_overhead_s
+    context_s = decode.kv_bytes_per_token / (tensor_parallel * decode.bandwidth * decode.kv_efficiency)
+    if decode.experts is None or decode.experts_per_token is None or decode.expert_parameters is None:
+        return lambda batch: max(weights_s, flops_s * batch) + step_s + sequence_s * batch, context_s
+    experts_s = decode.expert_parameters * decode.bytes_per_parameter / rate
+    missed = 1 - decode.experts_per_token / decode.experts
+
+    def batch_s(batch: int) -> float:
+        read_s = weights_s + experts_s * (1 - missed**batch)
+        return max(read_s, flops_s * batch) + step_s + sequence_s * batch
+
+    return batch_s, context_s
