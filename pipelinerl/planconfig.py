@@ -19,7 +19,7 @@ class PlanConfig(StrictModel):
     schedulers: list[Family] = Field(default=["pipeline", "conventional"], min_length=1)
     """Kinds of scheduler to try."""
     generation_accelerators: Values | None = None
-    """Accelerators that generate, where others train. None: about 16 even splits."""
+    """Accelerators that generate, where others train. None: about 32 even splits."""
     tensor_parallel: Values | None = None
     """Accelerators of one engine. None: 1, 2, 4, 8; the run file's alone where it gives ``decode`` or
     ``kv_cache_tokens`` as numbers, which hold for one size of engine."""

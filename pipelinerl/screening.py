@@ -40,8 +40,10 @@ FloatArray = npt.NDArray[np.float64]
 
 GRID_POINTS = 1024
 """Positions at which the survivor function of long answers is looked at."""
-BALANCED_SHARE = 0.05
-"""Idle share below which neither side counts as the bottleneck, as in the simulator's books."""
+TOLERANCE = 1e-3
+"""Relative, of the times that are found by trial."""
+LAG_ROUNDS = 20
+"""Trials of a step time that keeps to ``max_lag``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,14 +316,14 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
 
     full = filled(step_s) if trainer_s > generation_s else engines.slots
     if max_lag is not None:
-        # A rollout lives for max_lag + 1 steps at most, but for the training of its own batch.
+        # A rollout lives for max_lag + 1 steps at most, the training of its own batch included.
         longest = answers.longest(batch)
-        for _ in range(30):
+        for _ in range(LAG_ROUNDS):
             life_s = longest * engines.step_s(engines.busy(full)) + pause_s + wait_s + trainer_s
-            before, step_s = step_s, max(trainer_s, generation_s, (step_s + life_s / (max_lag + 1)) / 2)
-            full = filled(step_s)
-            if abs(step_s - before) < 1e-6 * step_s:
+            if life_s <= (max_lag + 1) * step_s * (1 + TOLERANCE):
                 break
+            step_s = max(trainer_s, generation_s, (step_s + life_s / (max_lag + 1)) / 2)
+            full = filled(step_s)
     in_flight = engines.number * full
     queued = 0.0
     if full < engines.slots:
@@ -351,7 +353,7 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
     if function(high) > 0:
         return high
     low = 0.0
-    for _ in range(30):
+    for _ in range(16):  # to 1.5e-5 of ``high``
         middle = (low + high) / 2
         if function(middle) > 0:
             low = middle

@@ -24,7 +24,7 @@ BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 
 """H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
-NUM_SPLITS = 16
+NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
 SAMPLE_SIZE = 8192
 """Answers drawn to know their distribution (count)."""
@@ -287,7 +287,7 @@ def _choices(
             splits,
             batch_sizes,
             plan.ready_queue_size or [own.ready_queue_size],
-            plan.max_lag or [limits.lag],
+            sorted({lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}) or [limits.lag],
         ):
             yield {"split": split, "size": size, "queue": queue, "max_lag": lag, "rl_step": None}
         return
@@ -353,6 +353,24 @@ def _candidate(
     return Candidate(family, config.model_copy(update=tables), " ".join(parts))
 
 
+def own_candidate(config: RunConfig) -> Candidate:
+    """Return the run file as it is, as a candidate."""
+    scheduler, cluster = config.scheduler, config.cluster
+    split = config.generation_accelerators
+    candidate = _candidate(
+        scheduler.kind,
+        cluster.tensor_parallel,
+        scheduler.train_batch_size,
+        config,
+        split=split,
+        size=scheduler.generation_batch_size,
+        queue=scheduler.ready_queue_size,
+        max_lag=scheduler.max_lag,
+        rl_step=None if scheduler.kind == "pipeline" else scheduler.optimizer_steps_per_rl_step,
+    )
+    return Candidate(candidate.family, candidate.config, f"{candidate.label} (run file)")
+
+
 def screen_all(
     candidates: Sequence[Candidate], limits: Limits, memory: Memory, screener: Screener
 ) -> tuple[list[Screened], list[Rejected]]:
@@ -387,7 +405,7 @@ def least_lag(config: RunConfig) -> int:
         case "one_step_off":
             return 2 * steps - 1
         case _:
-            return 0
+            return 0  # the scheduler waits until it keeps to max_lag
 
 
 def why_nothing_is_left(

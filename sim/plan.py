@@ -1,0 +1,463 @@
+"""Search for the best way to run: screen every candidate, simulate the best, and say why one of them is recommended.
+
+Theory of operation. ``sim.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
+front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
+``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
+of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 1 % of it the one
+with the least mean lag. The front-runners are simulated again with the optimistic and the pessimistic coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.accounting import StepRow
+from pipelinerl.coefficients import Level
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
+from pipelinerl.planconfig import PlanConfig
+from pipelinerl.runfile import dump_run, parse_run
+from pipelinerl.runfolder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from sim.candidates import (
+    Candidate,
+    Limits,
+    Memory,
+    Rejected,
+    Screened,
+    Screener,
+    answers_of,
+    enumerate_candidates,
+    limits_of,
+    own_candidate,
+    screen_all,
+    why_nothing_is_left,
+)
+from sim.parallel import run_all, run_all_on_ray
+from sim.run import simulate
+from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
+
+TIE = 0.01
+"""Relative difference in throughput within which the mean lag decides."""
+OnProgress = Callable[[str, int, int], None]
+"""Told what is going on, and how many of how many are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One simulation."""
+
+    candidate: Candidate
+    level: Level
+    steps: int
+    """Optimizer steps to simulate (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation says of the whole run."""
+
+    candidate: Candidate
+    level: Level
+    tokens_per_s: float
+    """Trained tokens per second over the whole run."""
+    step_s: float
+    """One optimizer step of the steady state."""
+    seconds: float
+    """The whole run."""
+    lag_mean: float
+    """Mean lag of a token of the steady state (optimizer steps)."""
+    lag_max: int
+    """Largest lag of any token (optimizer steps)."""
+    training: float
+    """Share of the steady state in which the trainer works."""
+    publishing: float
+    """Share in which it publishes."""
+    waiting: float
+    """Share in which it does neither."""
+    failure: str | None = None
+    """What went wrong; then the numbers are 0."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return self.candidate.gpu_hours(self.seconds)
+
+
+def plan(
+    config: RunConfig,
+    *,
+    out: Path | None = None,
+    workers: int | None = None,
+    ray_address: str | None = None,
+    on_progress: OnProgress = lambda *_: None,
+) -> dict[str, Any]:
+    """Search for the best way to run.
+
+    On Ctrl-C the simulations that have ended are kept, and the best of them is recommended.
+
+    Args:
+        config: The run file; its ``plan`` table says what to search and what to keep to.
+        out: Folder for plan.json and recommended.toml.
+        workers: Processes (count). None: one per core.
+        ray_address: Simulate on this Ray cluster instead.
+        on_progress: Told how it goes.
+
+    Returns:
+        The content of plan.json (docs/planning.md explains its keys).
+
+    Raises:
+        ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
+        RunFailedError: If no simulation ended.
+    """
+    if out is not None:
+        check_vacant(out)
+    search = _Search(config)
+    jobs = [Job(candidate, config.hardware.level, search.steps) for candidate in search.survivors()]
+    runner = _Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
+    outcomes = runner.run("simulations", jobs)
+    result, recommended = search.result(outcomes, runner)
+    if out is not None:
+        make_folder(out)
+        write_json(out / PLAN_FILE, result)
+        header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {result['recommended']['verdict']}\n\n"
+        (out / RECOMMENDED_FILE).write_text(header + dump_run(checked(recommended)), encoding="utf-8")
+    return result
+
+
+def checked(candidate: Candidate, *, level: Level | None = None, steps: int | None = None) -> RunConfig:
+    """Return the run of a candidate, checked as a whole.
+
+    Args:
+        candidate: What to run.
+        level: Replaces the level of the hardware coefficients.
+        steps: Replaces the optimizer steps.
+
+    Raises:
+        ConfigError: If the choices do not fit together.
+    """
+    data = candidate.config.model_dump(mode="json", exclude_none=True)
+    if level is not None and candidate.config.hardware.by_name:
+        data["hardware"]["level"] = level.value
+    if steps is not None:
+        data["optimizer_steps"] = steps
+    return parse_run(data, name=candidate.label)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return which points no other beats: none has a first value as high and a second as low, and one of them better.
+
+    Args:
+        points: Throughput and lag of each.
+
+    Returns:
+        Their indices, by rising lag; of equal points the first.
+    """
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda one: (points[one][1], -points[one][0], one)):
+        if not front or points[index][0] > points[front[-1]][0]:
+            front.append(index)
+    return front
+
+
+def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
+    """Return the candidates to simulate: two of each family, then fast ones and ones of the Pareto front in turn.
+
+    Args:
+        kept: Candidates with their steady states.
+        number: How many to return, at most (count).
+    """
+    most = max(one.tokens_per_s for one in kept)
+    ranked = sorted(
+        kept, key=lambda one: (math.floor(math.log(most / one.tokens_per_s) / TIE), one.estimate.lag_mean)
+    )
+    front = [kept[index] for index in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in kept])]
+    spread = [front[(2 * index + 1) * len(front) // number] for index in range(number // 2)]
+    families = dict.fromkeys(one.candidate.family for one in ranked)
+    first = [one for family in families for one in [s for s in ranked if s.candidate.family == family][:2]]
+    in_turn = [one for pair in zip(ranked, [*spread, *ranked], strict=False) for one in pair]
+    chosen = {one.candidate.label: one for one in (*first, *in_turn, *ranked)}
+    return list(chosen.values())[:number]
+
+
+class _Runner:
+    """Simulates jobs in parallel; remembers whether it was stopped."""
+
+    def __init__(self, *, workers: int | None, ray_address: str | None, on_progress: OnProgress) -> None:
+        self._workers, self._ray_address, self._on_progress = workers, ray_address, on_progress
+        self.failures: list[str] = []
+        self.interrupted = False
+
+    def run(self, what: str, jobs: Sequence[Job]) -> list[Outcome]:
+        """Return what ended, in the order of the jobs."""
+        if self.interrupted or not jobs:
+            return []
+        # Those with the most in progress take longest: they go first.
+        jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
+        outcomes: dict[tuple[str, Level], Outcome] = {}
+        self._on_progress(what, 0, len(jobs))
+        try:
+            with closing(self._results(jobs)) as results:
+                for outcome in results:
+                    if outcome.failure is None:
+                        outcomes[outcome.candidate.label, outcome.level] = outcome
+                    else:
+                        self.failures.append(f"{outcome.candidate.label}: {outcome.failure}")
+                    self._on_progress(what, len(outcomes) + len(self.failures), len(jobs))
+        except RunFailedError as error:
+            self.failures.append(str(error))
+        except KeyboardInterrupt:
+            self.interrupted = True
+        keys = sorted(outcomes, key=lambda key: (key[1].value, key[0]))
+        return [outcomes[key] for key in keys]
+
+    def _results(self, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
+        if self._ray_address is not None:
+            return run_all_on_ray(simulate_job, jobs, address=self._ray_address)
+        return run_all(simulate_job, jobs, workers=self._workers)
+
+
+def _slots(job: Job) -> int:
+    return job.candidate.config.scheduler.generation_batch_size
+
+
+def simulate_job(job: Job) -> Outcome:
+    """Simulate one candidate and extend its steady state to the whole run."""
+    rows: list[StepRow] = []
+    try:
+        simulate(checked(job.candidate, level=job.level, steps=job.steps), on_step=rows.append)
+    except PipelineRLError as error:
+        return Outcome(job.candidate, job.level, *(0.0,) * 4, 0, *(0.0,) * 3, failure=str(error))
+    return extended(job, rows)
+
+
+def extended(job: Job, rows: Sequence[StepRow]) -> Outcome:
+    """Return the outcome of a whole run from the rows of its first optimizer steps."""
+    config = job.candidate.config
+    unit = 1 if job.candidate.family == "pipeline" else min(config.scheduler.optimizer_steps_per_rl_step, len(rows))
+    end = len(rows) // unit * unit
+    start = end // 2 // unit * unit
+    window = rows[start:end]
+    start_s = rows[start - 1].time_s if start else 0.0
+    window_s = rows[end - 1].time_s - start_s
+    step_s, tokens = window_s / len(window), sum(row.tokens for row in window)
+    rest = config.optimizer_steps - end
+    seconds = rows[end - 1].time_s + rest * step_s
+    return Outcome(
+        job.candidate,
+        job.level,
+        tokens_per_s=(sum(row.tokens for row in rows[:end]) + rest * tokens / len(window)) / seconds,
+        step_s=step_s,
+        seconds=seconds,
+        lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,
+        lag_max=max(row.lag_max for row in rows),
+        training=sum(row.train_s for row in window) / window_s,
+        publishing=sum(row.publish_s for row in window) / window_s,
+        waiting=sum(row.wait_s for row in window) / window_s,
+    )
+
+
+class _Search:
+    """One search: what was screened, and what follows from the simulations."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.plan = config.plan or PlanConfig()
+        self.answers, longest = answers_of(config)
+        self.memory = Memory(config, longest)
+        self.limits: Limits = limits_of(config, self.plan, self.memory.gpu)
+        self.candidates = list(enumerate_candidates(config, self.plan, self.limits, self.memory, self.answers))
+        self.screener = Screener(config, self.answers)
+        self.kept, self.rejected = screen_all(self.candidates, self.limits, self.memory, self.screener)
+        if not self.kept:
+            raise ConfigError(self._nothing(self.rejected))
+        self.own = own_candidate(config)
+        self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
+
+    def _nothing(self, rejected: Sequence[Rejected]) -> str:
+        return why_nothing_is_left(
+            rejected, self.limits, self.memory, accelerators=self.config.cluster.accelerators
+        )
+
+    def survivors(self) -> list[Candidate]:
+        """Return what to simulate: the best of the screening, and the run file as it is where it can run."""
+        own = [self.own] if self._can_run(self.own) else []
+        number = max(1, self.plan.simulate - len(own))
+        return [*own, *(one.candidate for one in choose_survivors(self.kept, number))]
+
+    def _can_run(self, candidate: Candidate) -> bool:
+        try:
+            config = checked(candidate)
+        except ConfigError:
+            return False
+        memory = self.memory
+        return memory.engine_fits(config.cluster.tensor_parallel) and memory.trainer_fits(config.training_accelerators)
+
+    def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes that keep to the limits, best first."""
+        left = [one for one in outcomes if self._keeps(one)]
+        order: list[Outcome] = []
+        while left:
+            most = max(one.tokens_per_s for one in left)
+            best = min((one for one in left if one.tokens_per_s >= most * (1 - TIE)), key=lambda one: one.lag_mean)
+            order.append(best)
+            left.remove(best)
+        return order
+
+    def _keeps(self, outcome: Outcome) -> bool:
+        lag = self.limits.lag
+        in_lag = lag is None or outcome.lag_max <= lag
+        return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours) is None
+
+    def result(self, outcomes: Sequence[Outcome], runner: _Runner) -> tuple[dict[str, Any], Candidate]:
+        """Return the content of plan.json, and what is recommended.
+
+        Raises:
+            ConfigError: If no simulated candidate keeps to the limits.
+            RunFailedError: If no simulation ended.
+        """
+        if not outcomes:
+            raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
+        ranked = self.ranked(outcomes)
+        if not ranked:
+            raise ConfigError(self._nothing(self.rejected + self._simulated_out(outcomes)))
+        best = ranked[0]
+        others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
+        families = {family: next((one for one in ranked if one.candidate.family == family), None)
+                    for family in dict.fromkeys(self.plan.schedulers)}
+        own = next((one for one in outcomes if one.candidate is self.own or one.candidate.label == self.own.label), None)
+        front_runners = [best, *others[:1], *(one for one in families.values() if one), *([own] if own else [])]
+        bands = self._bands([one.candidate for one in front_runners], runner)
+        factors = {
+            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s
+            for one in outcomes
+        }
+        pool = [one.candidate for one in choose_survivors(self.kept, 100)]
+        return {
+            "run": {
+                "accelerators": self.config.cluster.accelerators,
+                "optimizer_steps": self.config.optimizer_steps,
+                "price_per_gpu_hour": self.limits.price,
+                "lag_limit": self.limits.lag,
+            },
+            "search": {
+                "candidates": len(self.candidates),
+                "kept": len(self.kept),
+                "simulated": len(outcomes),
+                "simulated_steps": self.steps,
+                "complete": not runner.interrupted and not runner.failures,
+                "failures": sorted(runner.failures),
+            },
+            "recommended": self._described(best, bands),
+            "runner_up": None
+            if not others
+            else {**self._described(others[0], bands), "why": why_it_lost(others[0], best, self.screener, tie=TIE)},
+            "families": {
+                family: None if one is None else self._described(one, bands) for family, one in families.items()
+            },
+            "own": None
+            if own is None
+            else {
+                **self._described(own, bands),
+                "keeps_to_limits": self._keeps(own),
+                "recommended_over_own": best.tokens_per_s / own.tokens_per_s,
+            },
+            "decisions": self._decisions(bands, best),
+            "simulated": [self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
+            "front": [
+                ranked[index].candidate.label
+                for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+            ],
+            "screened": _screened(self.kept),
+            "sensitivity": sensitivity(
+                self.config, self.answers, best.candidate, pool, factors, limits=self.limits, way=way
+            ),
+            "splits": split_curve(self.config, self.answers, best.candidate),
+        }, best.candidate
+
+    def _simulated_out(self, outcomes: Sequence[Outcome]) -> list[Rejected]:
+        """Return those that the screening took for feasible and the simulation does not."""
+        out = []
+        for one in outcomes:
+            reason = self.limits.broken(one.lag_mean, one.gpu_hours)
+            if reason is not None:
+                out.append(Rejected(one.candidate, reason, self.screener.screen(one.candidate)))
+        return out
+
+    def _bands(self, candidates: Sequence[Candidate], runner: _Runner) -> dict[Level, list[Outcome]]:
+        """Simulate the front-runners, and what the screening prefers there, with the other coefficients."""
+        if not self.config.hardware.by_name:
+            return {}
+        jobs = []
+        for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
+            screener = Screener(self.config, self.answers, {"level": level})
+            kept, _ = screen_all([one.candidate for one in self.kept], self.limits, self.memory, screener)
+            preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
+            unique = {one.label: one for one in (*candidates, *preferred)}
+            jobs += [Job(one, level, max(2, self.steps // 2)) for one in unique.values()]
+        outcomes = runner.run("optimistic and pessimistic", jobs)
+        return {level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)}
+
+    def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
+        """Return what would be recommended with the coefficients of each level, among what was simulated there."""
+        decisions: dict[str, Any] = {}
+        for level, outcomes in bands.items():
+            ranked = self.ranked(outcomes)
+            if ranked:
+                same = way(ranked[0].candidate) == way(best.candidate)
+                decisions[level.value] = {"label": ranked[0].candidate.label, "same": same}
+        return decisions
+
+    def _described(self, outcome: Outcome, bands: dict[Level, list[Outcome]]) -> dict[str, Any]:
+        """Return an outcome with its choices, band and verdict."""
+        label, config = outcome.candidate.label, outcome.candidate.config
+        levels = {outcome.level: outcome} | {
+            level: one for level, outcomes in bands.items() for one in outcomes if one.candidate.label == label
+        }
+        return self._numbers(outcome) | {
+            "cluster": config.cluster.model_dump(mode="json"),
+            "scheduler": config.scheduler.model_dump(mode="json"),
+            "band": {level.value: self._numbers(levels[level]) for level in Level if level in levels},
+            "verdict": bottleneck(outcome, self.screener),
+        }
+
+    def _numbers(self, outcome: Outcome) -> dict[str, Any]:
+        steps, price = self.config.optimizer_steps, self.limits.price
+        cost = None if price is None else outcome.gpu_hours * price / steps * 1000
+        return {
+            "label": outcome.candidate.label,
+            "family": outcome.candidate.family,
+            "tokens_per_s": outcome.tokens_per_s,
+            "step_s": outcome.step_s,
+            "hours": outcome.seconds / 3600,
+            "gpu_hours": outcome.gpu_hours,
+            "cost_per_1000_steps": cost,
+            "lag_mean": outcome.lag_mean,
+            "lag_max": outcome.lag_max,
+            "ess": self.limits.ess(outcome.lag_mean),
+            "training": outcome.training,
+            "publishing": outcome.publishing,
+            "waiting": outcome.waiting,
+        }
+
+
+def way(candidate: Candidate) -> tuple[Any, ...]:
+    """Return what makes a candidate another decision and not another size of the same: kind, split, engine, G."""
+    config = candidate.config
+    steps = None if candidate.family == "pipeline" else config.scheduler.optimizer_steps_per_rl_step
+    return candidate.family, config.generation_accelerators, config.cluster.tensor_parallel, steps
+
+
+def _screened(kept: Sequence[Screened]) -> dict[str, list[Any]]:
+    """Return every candidate that may keep to the limits, a column per number."""
+    return {
+        "label": [one.candidate.label for one in kept],
+        "family": [one.candidate.family for one in kept],
+        "tokens_per_s": [float(f"{one.tokens_per_s:.4g}") for one in kept],
+        "lag_mean": [float(f"{one.estimate.lag_mean:.4g}") for one in kept],
+        "lag_max": [one.estimate.lag_max for one in kept],
+    }
