@@ -259,9 +259,7 @@ def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, a
     return _pipeline(config, hardware, engines, training_s)
 
 
-def _conventional(
-    config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float
-) -> Estimate:
+def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
     latency, weights, switch = hardware.latency, hardware.weights, hardware.switch
     phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s
@@ -280,9 +278,7 @@ def _conventional(
     )
 
 
-def _one_step_off(
-    config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float
-) -> Estimate:
+def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
     latency, weights = hardware.latency, hardware.weights
     phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s

@@ -181,9 +181,7 @@ class Memory:
             return given
         if self.gpu is None or self._model is None:
             return math.inf
-        return kv_cache_tokens(
-            self.gpu, self._model, tensor_parallel=tensor_parallel, coefficients=self._coefficients
-        )
+        return kv_cache_tokens(self.gpu, self._model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
 
     def engine_fits(self, tensor_parallel: int) -> bool:
         """Return whether weights and the longest rollout fit into an engine."""
@@ -349,7 +347,8 @@ def _candidate(
     parts += [f"TP={tensor_parallel}"] if tensor_parallel > 1 else []
     parts += [f"B={batch}"] if batch != own.train_batch_size else []
     parts += [f"queue={queue}"] if queue != own.ready_queue_size and family == "pipeline" else []
-    parts += [f"max_lag={max_lag}"] if max_lag is not None and family == "pipeline" else []
+    bounds = config.plan.max_lag if config.plan is not None else None
+    parts += [f"max_lag={max_lag}"] if bounds is not None and family == "pipeline" else []
     return Candidate(family, config.model_copy(update=tables), " ".join(parts))
 
 
@@ -408,9 +407,7 @@ def least_lag(config: RunConfig) -> int:
             return 0  # the scheduler waits until it keeps to max_lag
 
 
-def why_nothing_is_left(
-    rejected: Sequence[Rejected], limits: Limits, memory: Memory, *, accelerators: int
-) -> str:
+def why_nothing_is_left(rejected: Sequence[Rejected], limits: Limits, memory: Memory, *, accelerators: int) -> str:
     """Return a line per family: how many candidates each limit rules out, and what would let one in."""
     lines = []
     for family in dict.fromkeys(one.candidate.family for one in rejected):
@@ -432,7 +429,11 @@ def _relaxed(
     match reason:
         case Reason.ENGINE_MEMORY:
             size = next((size for size in range(1, accelerators + 1) if memory.engine_fits(size)), None)
-            return f"fits from tensor_parallel={size} on" if size else "no tensor_parallel would do; a shorter length.max or another GPU might"
+            return (
+                f"fits from tensor_parallel={size} on"
+                if size
+                else "no tensor_parallel would do; a shorter length.max or another GPU might"
+            )
         case Reason.TRAINER_MEMORY:
             fewest = next((n for n in range(1, 4096) if memory.trainer_fits(n)), None)
             return f"fits from {fewest} training accelerators on" if fewest else "no number of accelerators would do"

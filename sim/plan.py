@@ -117,7 +117,7 @@ def plan(
     if out is not None:
         check_vacant(out)
     search = _Search(config)
-    jobs = [Job(candidate, config.hardware.level, search.steps) for candidate in search.survivors()]
+    jobs = [search.job(candidate, config.hardware.level) for candidate in search.survivors()]
     runner = _Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
     outcomes = runner.run("simulations", jobs)
     result, recommended = search.result(outcomes, runner)
@@ -170,13 +170,15 @@ def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
     Args:
         kept: Candidates with their steady states.
         number: How many to return, at most (count).
+
+    Returns:
+        The choice; of the front, the ones with the least lag that reach even shares of the best throughput.
     """
     most = max(one.tokens_per_s for one in kept)
-    ranked = sorted(
-        kept, key=lambda one: (math.floor(math.log(most / one.tokens_per_s) / TIE), one.estimate.lag_mean)
-    )
+    ranked = sorted(kept, key=lambda one: (math.floor(math.log(most / one.tokens_per_s) / TIE), one.estimate.lag_mean))
     front = [kept[index] for index in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in kept])]
-    spread = [front[(2 * index + 1) * len(front) // number] for index in range(number // 2)]
+    shares = [(index + 1) / (number // 2) for index in range(number // 2)]  # of the best throughput
+    spread = [next(one for one in front if one.tokens_per_s >= share * most) for share in shares]
     families = dict.fromkeys(one.candidate.family for one in ranked)
     first = [one for family in families for one in [s for s in ranked if s.candidate.family == family][:2]]
     in_turn = [one for pair in zip(ranked, [*spread, *ranked], strict=False) for one in pair]
@@ -238,7 +240,8 @@ def simulate_job(job: Job) -> Outcome:
 def extended(job: Job, rows: Sequence[StepRow]) -> Outcome:
     """Return the outcome of a whole run from the rows of its first optimizer steps."""
     config = job.candidate.config
-    unit = 1 if job.candidate.family == "pipeline" else min(config.scheduler.optimizer_steps_per_rl_step, len(rows))
+    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.family != "pipeline" else 1
+    unit = min(steps, len(rows))
     end = len(rows) // unit * unit
     start = end // 2 // unit * unit
     window = rows[start:end]
@@ -279,15 +282,18 @@ class _Search:
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
 
     def _nothing(self, rejected: Sequence[Rejected]) -> str:
-        return why_nothing_is_left(
-            rejected, self.limits, self.memory, accelerators=self.config.cluster.accelerators
-        )
+        return why_nothing_is_left(rejected, self.limits, self.memory, accelerators=self.config.cluster.accelerators)
 
     def survivors(self) -> list[Candidate]:
         """Return what to simulate: the best of the screening, and the run file as it is where it can run."""
         own = [self.own] if self._can_run(self.own) else []
         number = max(1, self.plan.simulate - len(own))
         return [*own, *(one.candidate for one in choose_survivors(self.kept, number))]
+
+    def job(self, candidate: Candidate, level: Level, *, share: float = 1.0) -> Job:
+        """Return a simulation of a share of ``simulate_steps``, but of an RL step at least."""
+        own = 2 if candidate.family == "pipeline" else candidate.config.scheduler.optimizer_steps_per_rl_step
+        return Job(candidate, level, min(self.config.optimizer_steps, max(own, round(self.steps * share))))
 
     def _can_run(self, candidate: Candidate) -> bool:
         try:
@@ -327,14 +333,17 @@ class _Search:
             raise ConfigError(self._nothing(self.rejected + self._simulated_out(outcomes)))
         best = ranked[0]
         others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
-        families = {family: next((one for one in ranked if one.candidate.family == family), None)
-                    for family in dict.fromkeys(self.plan.schedulers)}
-        own = next((one for one in outcomes if one.candidate is self.own or one.candidate.label == self.own.label), None)
+        families = {
+            family: next((one for one in ranked if one.candidate.family == family), None)
+            for family in dict.fromkeys(self.plan.schedulers)
+        }
+        own = next(
+            (one for one in outcomes if one.candidate is self.own or one.candidate.label == self.own.label), None
+        )
         front_runners = [best, *others[:1], *(one for one in families.values() if one), *([own] if own else [])]
         bands = self._bands([one.candidate for one in front_runners], runner)
         factors = {
-            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s
-            for one in outcomes
+            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
         }
         pool = [one.candidate for one in choose_survivors(self.kept, 100)]
         return {
@@ -398,9 +407,11 @@ class _Search:
             kept, _ = screen_all([one.candidate for one in self.kept], self.limits, self.memory, screener)
             preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
             unique = {one.label: one for one in (*candidates, *preferred)}
-            jobs += [Job(one, level, max(2, self.steps // 2)) for one in unique.values()]
+            jobs += [self.job(one, level, share=0.5) for one in unique.values()]
         outcomes = runner.run("optimistic and pessimistic", jobs)
-        return {level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)}
+        return {
+            level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)
+        }
 
     def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
         """Return what would be recommended with the coefficients of each level, among what was simulated there."""

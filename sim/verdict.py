@@ -39,7 +39,7 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
     more = unit_of(candidate.config)
     if candidate.config.colocated:
         gain = _gain(candidate, screener, accelerators=more)
-        return f"colocated: generation and switches take {waiting:.0%} of the time; {more} more GPUs give {gain:+.0%}"
+        return f"colocated: generation and switches take {waiting:.0%} of the time; {_gpus(more)} {gain:+.0%}"
     generation = _gain(candidate, screener, accelerators=more, generation_accelerators=more)
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
@@ -48,10 +48,10 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
         if freer > max(generation, BALANCED_SHARE):
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {waiting:.0%} of the time; without a bound "
-                f"{freer:+.0%}; {more} more generation GPUs give {generation:+.0%}"
+                f"{freer:+.0%}; {_gpus(more, 'generation ')} {generation:+.0%}"
             )
         return (
-            f"generation-bound: the trainer waits {waiting:.0%} of the time; {more} more generation GPUs give "
+            f"generation-bound: the trainer waits {waiting:.0%} of the time; {_gpus(more, 'generation ')} "
             f"{generation:+.0%}"
         )
     estimate = screener.screen(candidate).estimate
@@ -59,11 +59,16 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
         spare = estimate.step_s / estimate.generation_s - 1
         return (
             f"training-bound: generation could give {spare:.0%} more, the trainer waits {waiting:.0%} of the time; "
-            f"{more} more training GPUs give {training:+.0%}"
+            f"{_gpus(more, 'training ')} {training:+.0%}"
         )
+    engine = candidate.config.cluster.tensor_parallel
+    best, generating = max(
+        (_gain(candidate, screener, accelerators=more, generation_accelerators=part), part)
+        for part in range(0, more + 1, engine)
+    )
     return (
-        f"balanced: the trainer waits {waiting:.0%} of the time; {more} more training GPUs give {training:+.0%}, "
-        f"{more} more generation GPUs {generation:+.0%}"
+        f"balanced: the trainer waits {waiting:.0%} of the time; {_gpus(more)} {best:+.0%}, "
+        f"{generating} of them to generate"
     )
 
 
@@ -71,6 +76,10 @@ def unit_of(config: RunConfig) -> int:
     """Return how many GPUs 'more' means: a node of 8, or an engine of a small cluster."""
     engine = config.cluster.tensor_parallel
     return max(engine, 8) if config.cluster.accelerators >= 32 else engine
+
+
+def _gpus(more: int, kind: str = "") -> str:
+    return f"{more} more {kind}GPU{'s give' if more > 1 else ' gives'}"
 
 
 def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie: float) -> str:
@@ -126,7 +135,9 @@ def sensitivity(
             screener = Screener(config, answers, changed)
             ratio, instead = _moved(recommended, pool, factors, usual, screener, limits, way)
             row[level.value] = {"value": entry[level.value], "throughput": ratio / base, "instead": instead}
-        if any(abs(row[level]["throughput"] - 1) >= 5e-4 or row[level]["instead"] for level in row if level in set(Level)):
+        if any(
+            abs(row[level]["throughput"] - 1) >= 5e-4 or row[level]["instead"] for level in row if level in set(Level)
+        ):
             rows.append(row)
     return sorted(rows, key=lambda row: -_effect(row))
 
