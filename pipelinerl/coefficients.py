@@ -51,17 +51,29 @@ class Coefficients(StrictModel):
     memory_reserve_bytes: float = Field(ge=0)
     """Of that: activations, graphs, libraries (bytes per accelerator)."""
     training_mfu: float = Field(gt=0, le=1)
-    """Share of the peak FLOP/s reached by forward and backward passes."""
+    """Share of the peak FLOP/s reached by the matrix products of training; what is published as MFU is less."""
+    activation_traffic: float = Field(ge=0)
+    """Times that every number kept for the backward pass moves through the memory, forward and backward (count)."""
+    attention_flops_per_byte: float = Field(gt=0)
+    """FLOP of attention in training per byte of memory bandwidth, if its matrix products cost nothing."""
+    recomputation: float = Field(ge=0, le=1)
+    """Share of the forward pass that the backward pass makes again."""
     expert_mfu_factor: float = Field(gt=0, le=1)
-    """Factor on ``training_mfu`` for a model with routed experts: small products, exchange of tokens."""
+    """Factor on the speed of training a model with routed experts, for their small products."""
+    exchange_exposed: float = Field(ge=0, le=1)
+    """Share of the exchange of tokens between experts in training that computing does not hide."""
     training_step_s: float = Field(ge=0)
     """Of an optimizer step, whatever it holds (seconds)."""
     training_micro_batch_s: float = Field(ge=0)
     """Of a micro-batch, whatever it holds (seconds)."""
+    gather_exposed: float = Field(ge=0, le=1)
+    """Share of the gathers and reductions of weights in a micro-batch that computing does not hide."""
     extra_forward_passes: float = Field(ge=0)
     """Forward passes per trained token besides the training pass: old or reference log-probabilities (count)."""
     transfer_share: float = Field(gt=0, le=1)
     """Share of the network's bytes/s that a weight transfer reaches."""
+    transfer_sharded: float = Field(ge=0, le=1)
+    """Share of the bytes of which an accelerator receives only its part under tensor parallelism."""
     transfer_fixed_s: float = Field(ge=0)
     """Of a weight transfer, whatever its bytes (seconds)."""
     pause_s: float = Field(ge=0)

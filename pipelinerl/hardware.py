@@ -25,7 +25,7 @@ from pipelinerl.config import (
     WeightTransferConfig,
 )
 from pipelinerl.errors import ConfigError
-from pipelinerl.trainingmemory import TrainingMemory, training_memory
+from pipelinerl.trainingmemory import TrainingMemory, kept_numbers, training_memory
 
 __all__ = [
     "Coefficients",
@@ -105,7 +105,7 @@ def derive_hardware(
         prefill=derive_prefill(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(gpu, model, coefficients=coefficients),
+        weights=derive_weights(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         switch=derive_switch(model, training_accelerators=training_accelerators, coefficients=coefficients)
         if colocated
         else PhaseSwitchConfig(),
@@ -167,27 +167,57 @@ def check_fits(
     weights = model.parameters * BF16_BYTES
     needed = weights + longest * model.kv_bytes_per_token
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
-    least = f"it fits from tensor_parallel={math.ceil(needed / usable)} on" if usable > 0 else "it never fits"
+    fits = (size for size in (2**power for power in range(17)) if size * usable >= needed)
+    least = next((f"the smallest that fits is tensor_parallel={size}" for size in fits), "none is large enough")
     raise ConfigError(
-        f"cluster.tensor_parallel={tensor_parallel} is too small: {model.name} needs {needed / 1e9:.1f} GB (weights "
-        f"{weights / 1e9:.1f} GB, KV cache of a rollout of {longest} tokens), {tensor_parallel} x {gpu.name} have "
-        f"{usable * tensor_parallel / 1e9:.1f} GB for both; {least}"
+        f"cluster.tensor_parallel={tensor_parallel} is too small for {model.name} on {gpu.name}: weights of "
+        f"{weights / 1e9:.1f} GB and the KV cache of one rollout of {longest} tokens need {needed / 1e9:.1f} GB, "
+        f"{max(0.0, usable) * tensor_parallel / 1e9:.1f} GB are available; {least}"
     )
 
 
 def derive_training(
     gpu: Gpu, model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients
 ) -> TrainingConfig:
-    """Return the trainer's step."""
-    mfu = coefficients.training_mfu * (coefficients.expert_mfu_factor if model.experts else 1.0)
-    passes = 3 + coefficients.extra_forward_passes
+    """Return the trainer's step under ZeRO-3.
+
+    Per token matrix products, moving activations through the memory, and the exchange with experts, which recomputing
+    is taken not to repeat; per squared token attention; per micro-batch
+    the gathers of weights (forward, backward) and the reduction of gradients that computing does not hide; per
+    optimizer step the last reduction and gather. Experts stay where they are and are not gathered.
+    """
+    passes = 3 + coefficients.recomputation + coefficients.extra_forward_passes
+    small = coefficients.expert_mfu_factor if model.experts else 1.0
+    flops = gpu.bf16_flops * coefficients.training_mfu
+    products_s = 2 * model.active_parameters / flops
+    moved = BF16_BYTES * kept_numbers(model) * model.layers * coefficients.activation_traffic
+    attention_flops = 1 / (1 / flops + 1 / (coefficients.attention_flops_per_byte * gpu.bandwidth))
     link = collective_bandwidth(gpu, training_accelerators)
+    gathered = BF16_BYTES * (model.parameters - model.expert_parameters) if training_accelerators > 1 else 0.0
     return TrainingConfig(
-        token_s=2 * passes * model.active_parameters / (gpu.bf16_flops * mfu),
-        token_squared_s=2 * passes * model.layers * model.attention_width / (gpu.bf16_flops * mfu),
-        step_s=coefficients.training_step_s + 2 * BF16_BYTES * model.parameters / link,
-        micro_batch_s=coefficients.training_micro_batch_s,
+        token_s=passes * (products_s + moved / 3 / gpu.bandwidth) / small
+        + coefficients.exchange_exposed * exchange_seconds(gpu, model),
+        token_squared_s=2 * passes * model.layers * model.attention_width / attention_flops / small,
+        step_s=coefficients.training_step_s + 2 * gathered / link,
+        micro_batch_s=coefficients.training_micro_batch_s + coefficients.gather_exposed * 3 * gathered / link,
     )
+
+
+NODES_PER_TOKEN = 4
+"""To which the experts of one token are limited, as in DeepSeek-V3's report."""
+
+
+def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
+    """Return the seconds in which a token of training travels to its experts and back, forward and backward.
+
+    Over NVLink to every expert if weights and optimizer states fit into one node, else over the network to every node.
+    """
+    if not model.experts:
+        return 0.0
+    state_bytes = training_memory(model, accelerators=gpu.gpus_per_node).states
+    inside = bool(gpu.nvlink) and state_bytes < gpu.memory_bytes
+    copies = model.experts_per_token if inside else min(model.experts_per_token, NODES_PER_TOKEN)
+    return 4 * model.layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
 def collective_bandwidth(gpu: Gpu, accelerators: int) -> float:
@@ -197,21 +227,23 @@ def collective_bandwidth(gpu: Gpu, accelerators: int) -> float:
     return min(gpu.nvlink or gpu.network, gpu.gpus_per_node * gpu.network)
 
 
-def derive_weights(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> WeightTransferConfig:
-    """Return the way of the weights: trainer and engines stand still while they are broadcast."""
-    transfer_s = transfer_seconds(gpu, model, coefficients=coefficients)
+def derive_weights(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
+) -> WeightTransferConfig:
+    """Return the way of the weights: trainer and engines stand still while they travel.
+
+    Every accelerator of an engine receives its part of every tensor, or all of it, over its own network link.
+    """
+    part = 1 - coefficients.transfer_sharded * (1 - 1 / tensor_parallel)
+    rate = gpu.network * coefficients.transfer_share
+    transfer_s = model.parameters * BF16_BYTES * part / rate + coefficients.transfer_fixed_s
     return WeightTransferConfig(publish_s=transfer_s, pause_s=transfer_s + coefficients.pause_s)
 
 
-def transfer_seconds(gpu: Gpu, model: LanguageModel, *, coefficients: Coefficients) -> float:
-    """Return the seconds of one weight transfer: every byte goes into every accelerator over its network link."""
-    rate = gpu.network * coefficients.transfer_share
-    return model.parameters * BF16_BYTES / rate + coefficients.transfer_fixed_s
-
-
 def derive_switch(model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients) -> PhaseSwitchConfig:
-    """Return the phase switch: the trainer's states come from the host's memory and go back there."""
-    moved_s = 16 * model.parameters / training_accelerators / coefficients.host_bandwidth
+    """Return the phase switch: the trainer's states come from the host's memory, and go back there."""
+    states = training_memory(model, accelerators=training_accelerators).states
+    moved_s = states / coefficients.host_bandwidth
     return PhaseSwitchConfig(
         to_training_s=coefficients.switch_to_training_s + moved_s,
         to_generation_s=coefficients.switch_to_generation_s + moved_s,

@@ -21,9 +21,28 @@ class TrainingMemory:
     """bf16, kept for the backward pass of one pack; logits included."""
 
     @property
+    def states(self) -> float:
+        """All but the activations (bytes)."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
         """All of it (bytes)."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.states + self.activations
+
+
+LOGIT_BYTES = 2 + 4 + 4
+"""Of one logit: bf16, fp32 for the softmax, and its gradient."""
+
+
+def kept_numbers(model: LanguageModel) -> float:
+    """Return the numbers that one layer keeps of one token for its backward pass.
+
+    Two norms, in and out; queries and the attention's output; keys and values; of the feed-forward gate, up, their
+    product before and after the activation.
+    """
+    kv_numbers = model.kv_bytes_per_token / (2 * model.layers)
+    return 4 * model.width + 2 * model.attention_width + kv_numbers + 4 * model.feed_forward_width
 
 
 def training_memory(
@@ -47,14 +66,12 @@ def training_memory(
     """
     p = model.parameters
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    kv_width = model.kv_bytes_per_token / (4 * model.layers)
-    inside = 4 * model.width + 2 * model.attention_width + 2 * kv_width + 4 * model.feed_forward_width
-    kept_layers = 1 if recomputation else model.layers
-    numbers = pack_tokens * (kept_layers * inside + (model.layers * model.width if recomputation else 0))
-    logits = min(logits_tokens, pack_tokens) * model.vocabulary * (2 + 4 + 4)
+    inside = kept_numbers(model)
+    per_token = model.layers * model.width + inside if recomputation else model.layers * inside
+    logits = min(logits_tokens, pack_tokens) * model.vocabulary * LOGIT_BYTES
     return TrainingMemory(
         weights=2 * p / spread[0],
         gradients=2 * p / spread[1],
         optimizer=12 * p / spread[2],
-        activations=2.0 * numbers + logits,
+        activations=2.0 * pack_tokens * per_token + logits,
     )
