@@ -163,6 +163,9 @@ class Accountant:
         self._engine_of: dict[int, int] = {}
         self._busy_since_s = [0.0] * num_engines
         self._busy_s = [0.0] * num_engines
+        self._training_since_s: float | None = (
+            None  # colocated, in the training phase: what is in progress stands still
+        )
         # Trainer.
         self._seconds = {"training": 0.0, "publishing": 0.0}
         self._step_start_s = 0.0
@@ -223,6 +226,8 @@ class Accountant:
             return
         match command:
             case StartTraining():
+                if self._colocated and self._training_since_s is None:
+                    self._training_since_s = time_s
                 self._training_started(command)
             case PublishWeights():
                 self.profile.published(time_s, command.version)
@@ -238,7 +243,8 @@ class Accountant:
         in_progress = self._engine_rollouts[engine] - 1
         self._engine_rollouts[engine] = in_progress
         if not in_progress:
-            self._busy_s[engine] += self._time_s - self._busy_since_s[engine]
+            end_s = self._time_s if self._stop is None else self._busy_until_s()
+            self._busy_s[engine] += end_s - self._busy_since_s[engine]
         if self.profile.watching:
             self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
@@ -278,6 +284,7 @@ class Accountant:
 
     def _loaded(self, event: WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
+        self._training_since_s = None
         if self._engine_rollouts[engine]:
             # What it had in progress stood still, as far back as it had anything in progress.
             self._busy_s[engine] -= min(event.pause_s, time_s - self._busy_since_s[engine])
@@ -356,8 +363,12 @@ class Accountant:
         """Return the seconds that engines had rollouts in progress and did not stand still, added up over engines."""
         busy_s = sum(self._busy_s)
         for engine, rollouts in enumerate(self._engine_rollouts):
-            busy_s += (self._time_s - self._busy_since_s[engine]) if rollouts else 0.0
+            busy_s += (self._busy_until_s() - self._busy_since_s[engine]) if rollouts else 0.0
         return busy_s
+
+    def _busy_until_s(self) -> float:
+        """Return until when the engines that have rollouts in progress have been at work."""
+        return self._time_s if self._training_since_s is None else self._training_since_s
 
     def ended(self) -> dict[str, int]:
         """Return how many rollouts have ended in which way so far (counts)."""

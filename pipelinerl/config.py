@@ -19,8 +19,8 @@ class ClusterConfig(StrictModel):
     accelerators: int = Field(ge=1)
     """Accelerators in all (count). Paper symbol N."""
     generation_accelerators: int | None = Field(default=None, ge=1)
-    """Accelerators that generate under the pipeline scheduler (count); the others train. Paper symbol I.
-    The conventional scheduler generates and trains on all of them in turn and does not read this."""
+    """Accelerators that generate under the schedulers pipeline and one_step_off (count); the others train. Paper
+    symbol I. The conventional scheduler generates and trains on all of them in turn and does not read this."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Accelerators of one engine (count)."""
 
@@ -28,14 +28,20 @@ class ClusterConfig(StrictModel):
 class SchedulerConfig(StrictModel):
     """What the scheduler needs; no hardware, no paths."""
 
-    kind: Literal["pipeline", "conventional"] = "pipeline"
-    """``pipeline`` (Algorithm 2: in-flight updates) or ``conventional`` (Algorithm 1: generate, then train)."""
+    kind: Literal["pipeline", "conventional", "one_step_off"] = "pipeline"
+    """``pipeline`` (Algorithm 2: in-flight updates), ``conventional`` (Algorithm 1: generate, then train) or
+    ``one_step_off`` (generate the rollouts of the next RL step while this one trains)."""
     train_batch_size: int = Field(ge=1)
     """Sequences per optimizer step (count). Paper symbol B."""
     generation_batch_size: int = Field(ge=1)
     """Sequences in progress per engine, at most (count). Paper symbol H."""
     optimizer_steps_per_rl_step: int = Field(default=1, ge=1)
-    """Optimizer steps per RL step (count), conventional only. Paper symbol G."""
+    """Optimizer steps per RL step (count), conventional and one_step_off only. Paper symbol G."""
+    publish_every: int = Field(default=1, ge=1)
+    """Optimizer steps from one publication to the next (count), pipeline only."""
+    partial_rollouts: bool = False
+    """Conventional only: an RL step begins as soon as enough rollouts are ready; the unfinished ones stand still,
+    go on after it on a KV cache computed again, and are trained on later. ``weight_update`` is not read."""
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
     max_lag: int | None = Field(default=None, ge=0)
@@ -360,7 +366,7 @@ class RunConfig(StrictModel):
 
     @property
     def generation_accelerators(self) -> int:
-        """Accelerators that generate (count): I for pipeline, N for conventional."""
+        """Accelerators that generate (count): N for conventional, else I."""
         if self.scheduler.kind == "conventional":
             return self.cluster.accelerators
         assert self.cluster.generation_accelerators is not None  # the validator has seen to it
@@ -368,7 +374,7 @@ class RunConfig(StrictModel):
 
     @property
     def training_accelerators(self) -> int:
-        """Accelerators that train (count): N - I for pipeline, N for conventional."""
+        """Accelerators that train (count): N for conventional, else N - I."""
         if self.scheduler.kind == "conventional":
             return self.cluster.accelerators
         return self.cluster.accelerators - self.generation_accelerators
@@ -384,7 +390,9 @@ class RunConfig(StrictModel):
         batch = scheduler.train_batch_size
         if not self.colocated:
             if cluster.generation_accelerators is None:
-                raise ValueError("cluster.generation_accelerators is missing; scheduler.kind='pipeline' needs it")
+                raise ValueError(
+                    f"cluster.generation_accelerators is missing; scheduler.kind={scheduler.kind!r} needs it"
+                )
             if cluster.generation_accelerators >= cluster.accelerators:
                 raise ValueError(
                     "cluster.generation_accelerators must be below cluster.accelerators, got "
@@ -416,11 +424,16 @@ class RunConfig(StrictModel):
                 "scheduler.ready_queue_size must be at least train_batch_size, got "
                 f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
             )
-        rl_step = min(scheduler.optimizer_steps_per_rl_step, self.optimizer_steps)
-        if self.colocated and scheduler.max_lag is not None and scheduler.max_lag < rl_step - 1:
+        self._check_max_lag()
+        if scheduler.partial_rollouts and not self.colocated:
             raise ValueError(
-                "scheduler.max_lag cannot be met: a conventional RL step trains its last batch at lag "
-                f"optimizer_steps_per_rl_step - 1 = {rl_step - 1}, got max_lag={scheduler.max_lag}"
+                "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, "
+                f"kind={scheduler.kind!r}"
+            )
+        if scheduler.partial_rollouts and scheduler.max_lag is not None and scheduler.on_stale is not OnStale.TRAIN:
+            raise ValueError(
+                "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got "
+                f"on_stale={scheduler.on_stale.value!r}"
             )
         capacity = self.hardware.kv_cache_tokens
         longest = self.workload.prompt_tokens + self.workload.length.max
@@ -430,3 +443,24 @@ class RunConfig(StrictModel):
                 f"workload.length.max = {longest} tokens, got kv_cache_tokens={capacity}"
             )
         return self
+
+    def _check_max_lag(self) -> None:
+        """Raise ValueError if some batch has a larger lag whatever happens; a run shorter than that has none."""
+        scheduler = self.scheduler
+        steps, why = {
+            "conventional": (
+                scheduler.optimizer_steps_per_rl_step,
+                "a conventional RL step trains its last batch at lag optimizer_steps_per_rl_step - 1",
+            ),
+            "one_step_off": (
+                2 * scheduler.optimizer_steps_per_rl_step,
+                "a one_step_off RL step trains its last batch at lag 2 * optimizer_steps_per_rl_step - 1",
+            ),
+            "pipeline": (
+                scheduler.publish_every,
+                "the last batch before a publication is trained at a lag of at least publish_every - 1",
+            ),
+        }[scheduler.kind]
+        least = min(steps, self.optimizer_steps) - 1
+        if scheduler.max_lag is not None and scheduler.max_lag < least:
+            raise ValueError(f"scheduler.max_lag cannot be met: {why} = {least}, got max_lag={scheduler.max_lag}")

@@ -17,6 +17,9 @@ A weight update replaces 3-5 once: the engine stands still for the pause, then i
 ``wait`` first lets everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the
 prefill of everything in the batch to the next step.
 
+A request to stand still replaces 3-5 too, from the boundary at which it is taken up until an update is done; like
+an empty engine it then takes requests up at once.
+
 Between boundaries at which something happens, b is constant and C grows by b per step, so n steps last
 
     t(n) = prefill + n * (batch_ticks[b] + context_ticks * C) + context_ticks * b * n (n - 1) / 2
@@ -101,8 +104,10 @@ class Engine:
         self._version_steps = [0]
         self._versions = [0]
         self._pause_end: int | None = None
+        self._still_since: int | None = None  # tick since which it stands still with what is in the batch
         # Requests not yet taken up.
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
+        self._stand_at: int | None = None  # tick of the request to stand still
         self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
         self._arrivals: list[tuple[int, int, Sequence]] = []  # heap of (tick, number, sequence)
         self._num_arrivals = 0
@@ -135,16 +140,25 @@ class Engine:
         if not self._awake:
             self._requested()
 
+    def stand_still(self) -> None:
+        """Stop, with what is in progress, until new weights are loaded."""
+        self._stand_at = self._clock.now
+        if not self._awake:
+            self._requested()
+
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._catch_up()
-        if self._running and self._pause_end is None:
+        if self._is_decoding():
             self._step += self._first_boundary_after(self._clock.now)[0] - 1
         ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
         arriving = [sequence for _, _, sequence in self._arrivals]
         ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
         self._wake_tag += 1  # no more wake-ups
         return sorted(ended, key=lambda pair: pair[0])
+
+    def _is_decoding(self) -> bool:
+        return bool(self._running) and self._pause_end is None and self._still_since is None
 
     def _requested(self) -> None:
         """Plan anew; not called in a boundary, at the end of which it plans anyway."""
@@ -165,16 +179,16 @@ class Engine:
         if self._pause_end is not None:
             taken_until = now - 1
             self._finish_update()
-        elif self._running:
+        elif self._running and self._still_since is None:
             taken_until = now - 1
             self._step += self._wake_steps
             self._context += self._wake_steps * len(self._running)
             self._prefill_ticks = 0
             self._report_finished()
         arrivals = self._arrivals
-        if (arrivals and arrivals[0][0] <= taken_until) or self._aborts or self._update is not None:
+        if (arrivals and arrivals[0][0] <= taken_until) or self._aborts or self._is_to_stop():
             self._take_requests(taken_until)
-        if self._pause_end is None:
+        if self._pause_end is None and self._still_since is None:
             if self._context + len(self._running) > self._capacity:
                 self._preempt()
             elif self._waiting:
@@ -213,8 +227,13 @@ class Engine:
         arrivals, update = self._arrivals, self._update
         while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
             self._waiting.append(heapq.heappop(arrivals)[2])
+        if self._stand_at is not None and self._stand_at <= until:
+            self._stand_at, self._still_since = None, self._tick
         if update is not None and update.at <= until:
             self._begin_update(update)
+
+    def _is_to_stop(self) -> bool:
+        return self._update is not None or self._stand_at is not None
 
     def _begin_update(self, update: Update) -> None:
         match update.weight_update:
@@ -282,6 +301,8 @@ class Engine:
     def _finish_update(self) -> None:
         assert self._update is not None
         update, self._update, self._pause_end = self._update, None, None
+        still_ticks = self._pause_ticks if self._still_since is None else self._tick - self._still_since
+        self._still_since = None
         self.version = update.version
         if self._version_steps[-1] == self._step:
             self._versions[-1] = update.version
@@ -292,7 +313,7 @@ class Engine:
             for sequence in self._running.values():
                 tokens = sequence.tokens_to_prefill + self._step - sequence.start_step
                 self._prefill_ticks += self._prefill.ticks(tokens)
-        self._host.weights_loaded(self._index, update.version, self._pause_ticks)
+        self._host.weights_loaded(self._index, update.version, still_ticks)
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
@@ -317,7 +338,7 @@ class Engine:
         self._join = None
         if self._pause_end is not None:
             at = self._pause_end
-        elif self._running:
+        elif self._running and self._still_since is None:
             at = self._plan_steps()
         else:
             request = self._next_request()
@@ -338,7 +359,7 @@ class Engine:
         steps = finish_step - step
         if context + steps * batch > self._capacity:
             steps = (self._capacity - context) // batch
-        quiet = self._update is None and not self._aborts
+        quiet = not self._aborts and not self._is_to_stop()
         request = (arrivals[0][0] if arrivals else None) if quiet else self._next_request()
         if request is not None:
             to_request, at = self._first_boundary_after(request)
@@ -374,6 +395,8 @@ class Engine:
         draining = update is not None and update.at < self._tick and update.weight_update is WeightUpdate.WAIT
         if update is not None and not draining:
             ticks.append(update.at)
+        if self._stand_at is not None:
+            ticks.append(self._stand_at)
         return min(ticks) if ticks else None
 
     def _duration(self, steps: int, context: int, batch: int, prefill_ticks: int) -> int:

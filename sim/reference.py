@@ -36,6 +36,8 @@ class StepByStepEngine:
         self._aborts: list[tuple[int, int]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
+        self._stand_at: int | None = None
+        self._still_since: int | None = None
         self._at_boundary = False
         self._next_boundary: tuple[int, Wake] | None = None  # None: idle, and nothing is asked
 
@@ -58,6 +60,11 @@ class StepByStepEngine:
         self._update = (at, version, weight_update)
         self._wake_if_idle()
 
+    def stand_still(self) -> None:
+        """Stop, with what is in progress, until new weights are loaded."""
+        self._stand_at = self._clock.now
+        self._wake_if_idle()
+
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         if self._next_boundary is not None and self._next_boundary[0] == self._clock.now:
@@ -73,21 +80,21 @@ class StepByStepEngine:
         if self._next_boundary is None or self._next_boundary[1] is not wake:
             return  # an idle engine was asked for something earlier
         now = self._clock.now
-        idle = not self._running and not self._pausing
+        idle = self._takes_up_at_once()
         self._at_boundary = True
         self._end_step()
         if self._pausing:
             self._end_pause()
         self._report_finished()
         self._take_requests(until=now if idle else now - 1)
-        if not self._pausing and not self._preempt():
+        if not self._pausing and self._still_since is None and not self._preempt():
             self._admit()
         self._at_boundary = False
         self._plan(now)
 
     def _end_step(self) -> None:
         """Add a token to every running rollout, unless the engine stands still."""
-        if not self._pausing:
+        if not self._pausing and self._still_since is None:
             for sequence in self._running:
                 self._tokens(sequence).append(self.version)
 
@@ -108,6 +115,8 @@ class StepByStepEngine:
         update_at = self._update[0] if self._update is not None else until + 1
         while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
             self._waiting.append(self._arrivals.pop(0)[1])
+        if self._stand_at is not None and self._stand_at <= until:
+            self._stand_at, self._still_since = None, self._clock.now
         if update_at <= until:
             self._begin_update()
 
@@ -159,15 +168,23 @@ class StepByStepEngine:
         _, self.version, weight_update = self._update
         self._update = None
         self._pausing = False
+        still_ticks = self._settings.pause_ticks
+        if self._still_since is not None:
+            still_ticks = self._clock.now - self._still_since
+            self._still_since = None
         if weight_update is WeightUpdate.RECOMPUTE:
             self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
-        self._host.weights_loaded(self._index, self.version, self._settings.pause_ticks)
+        self._host.weights_loaded(self._index, self.version, still_ticks)
 
     # -------------------------------------------------------------------------------------- planning
 
+    def _takes_up_at_once(self) -> bool:
+        """Whether it makes no steps and waits for a request."""
+        return not self._pausing and (not self._running or self._still_since is not None)
+
     def _wake_if_idle(self) -> None:
         """Have a boundary for a request; an engine at work has one anyway."""
-        if not self._at_boundary and not self._running and not self._pausing:
+        if not self._at_boundary and self._takes_up_at_once():
             self._plan(self._clock.now)
 
     def _plan(self, now: int) -> None:
@@ -175,7 +192,7 @@ class StepByStepEngine:
         decode = self._settings.decode
         if self._pausing:
             at = now + self._settings.pause_ticks
-        elif self._running:
+        elif not self._takes_up_at_once():
             step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
             at = now + self._prefill_ticks + step_ticks
             self._prefill_ticks = 0
@@ -183,6 +200,8 @@ class StepByStepEngine:
             requests = [tick for tick, _ in (*self._arrivals, *self._aborts)]
             if self._update is not None:
                 requests.append(self._update[0])
+            if self._stand_at is not None:
+                requests.append(self._stand_at)
             if not requests:
                 self._next_boundary = None
                 return

@@ -73,5 +73,8 @@ class SimulatedEngine(Protocol):
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
         """Have new weights arrive at tick ``at``."""
 
+    def stand_still(self) -> None:
+        """Stop, with what is in progress, until new weights are loaded."""
+
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

@@ -247,6 +247,9 @@ class World:
 
     def _start_training(self, command: StartTraining) -> None:
         switch_ticks = self._to_training_ticks if self._generating else 0
+        if self._generating and self._config.scheduler.partial_rollouts:
+            for engine in self._engines:
+                engine.stand_still()
         self._generating = False
         tokens = squared = 0
         for rollout_id in command.rollout_ids:

@@ -156,7 +156,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 KEYS = (
     "discard_limit, filter_no_signal, generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, "
-    "optimizer_steps_per_rl_step, ready_queue_size, train_batch_size, weight_update"
+    "optimizer_steps_per_rl_step, publish_every, ready_queue_size, train_batch_size, weight_update"
 )
 SHIPPED = "shipped sets: areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought"
 EMPIRICAL = "workload.length.kind=empirical"
@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a word that is none of the choices": (
         ("scheduler.kind=async",),
-        "tiny.toml: scheduler.kind must be 'pipeline' or 'conventional', got \"async\"",
+        "tiny.toml: scheduler.kind must be 'pipeline', 'conventional' or 'one_step_off', got \"async\"",
     ),
     "a count of zero": (("optimizer_steps=0",), "tiny.toml: optimizer_steps must be at least 1, got 0"),
     "a negative count": (

@@ -66,6 +66,7 @@ EVERY_KEY: dict[str, Any] = {
         "train_batch_size": 32,
         "generation_batch_size": 64,
         "optimizer_steps_per_rl_step": 4,
+        "publish_every": 1,
         "micro_batch_size": 16,
         "max_lag": 5,
         "weight_update": "recompute",
@@ -420,10 +421,11 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
     scheduler = table(
         {"train_batch_size": st.just(batch), "generation_batch_size": st.integers(1, 512)},
         {
-            "kind": st.sampled_from(["pipeline", "conventional"]),
+            "kind": st.sampled_from(["pipeline", "conventional", "one_step_off"]),
             "optimizer_steps_per_rl_step": st.just(rl_step),
             "micro_batch_size": st.just(group_size * groups),
-            "max_lag": st.integers(rl_step - 1, 100),
+            "publish_every": st.integers(1, rl_step),
+            "max_lag": st.integers(2 * rl_step - 1, 100),
             "weight_update": st.sampled_from([one.value for one in WeightUpdate]),
             "on_stale": st.sampled_from([one.value for one in OnStale]),
             "ready_queue_size": st.integers(batch, 10**4),
@@ -525,6 +527,7 @@ COUNTS = (
     "scheduler.train_batch_size",
     "scheduler.generation_batch_size",
     "scheduler.optimizer_steps_per_rl_step",
+    "scheduler.publish_every",
     "scheduler.micro_batch_size",
     "scheduler.ready_queue_size",
     "scheduler.discard_limit",
@@ -613,7 +616,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         ("scheduler.max_lags=3",),
         "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
         "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-        "ready_queue_size, train_batch_size, weight_update",
+        "publish_every, ready_queue_size, train_batch_size, weight_update",
     ),
     (
         ("hardware.decode.affine=3",),
@@ -634,7 +637,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "compare.arms.0.sets is an unknown key; did you mean set? allowed: name, set",
     ),
     # Words.
-    (("scheduler.kind=async",), "scheduler.kind must be 'pipeline' or 'conventional', got \"async\""),
+    (("scheduler.kind=async",), "scheduler.kind must be 'pipeline', 'conventional' or 'one_step_off', got \"async\""),
     (
         ("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\"",
@@ -689,6 +692,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "cluster.generation_accelerators is missing; scheduler.kind='pipeline' needs it",
     ),
     (
+        ("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=2", "scheduler.max_lag=2"),
+        "scheduler.max_lag cannot be met: a one_step_off RL step trains its last batch at lag "
+        "2 * optimizer_steps_per_rl_step - 1 = 3, got max_lag=2",
+    ),
+    (
         ("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),
         "cluster.tensor_parallel must divide the 3 accelerators that generate, got tensor_parallel=2",
     ),
@@ -723,6 +731,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         (CONVENTIONAL, "scheduler.optimizer_steps_per_rl_step=5", "scheduler.max_lag=3"),
         "scheduler.max_lag cannot be met: a conventional RL step trains its last batch at lag "
         "optimizer_steps_per_rl_step - 1 = 4, got max_lag=3",
+    ),
+    (
+        ("scheduler.publish_every=5", "scheduler.max_lag=3"),
+        "scheduler.max_lag cannot be met: the last batch before a publication is trained at a lag of at least "
+        "publish_every - 1 = 4, got max_lag=3",
     ),
     (
         ("hardware.kv_cache_tokens=73", "workload.prompt_tokens=10"),
@@ -769,6 +782,9 @@ def test_a_value_that_is_no_text_or_nested_too_deep_is_one_line(value: str, reas
 
 
 def test_a_max_lag_that_is_just_met_is_allowed() -> None:
+    publish = ("scheduler.publish_every=5", "scheduler.max_lag=4")
+    assert tiny(*publish).scheduler.publish_every == 5
+    assert tiny("scheduler.publish_every=7", "scheduler.max_lag=5").scheduler.max_lag == 5  # 6 steps: never published
     rl_step = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=5", "scheduler.max_lag=4")
     assert tiny(*rl_step).scheduler.max_lag == 4
     # A run of 3 optimizer steps ends before a fourth of its RL step: its largest lag is 2.

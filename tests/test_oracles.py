@@ -19,6 +19,7 @@ from pipelinerl.accounting import Accountant
 from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.config import RunConfig
 from pipelinerl.events import (
+    PublishWeights,
     RolloutFinished,
     RolloutScored,
     StartRollout,
@@ -274,6 +275,101 @@ def test_conventional_rl_at_g_one_is_on_policy():
     assert run.profile_summary()["lag_histogram"]["total"] == [run.summary()["tokens_trained"]]
 
 
+# --------------------------------------------------------------------------------- one-step-off RL
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("micro_batch_size", [4, 8])
+def test_one_step_off_batch_i_is_trained_at_lag_g_plus_i(group_size, micro_batch_size):
+    """Batch i = 0 .. G - 1 of an RL step was generated while the G steps before it were made; of the first at once.
+
+    11 steps are three RL steps of G = 3 and one of 2. Each rollout is generated, and trained on, once, in order.
+    """
+    run = play(
+        11,
+        batch=8,
+        slots=5,
+        engines=2,
+        length=uniform(60),
+        scheduler={
+            "kind": "one_step_off",
+            "optimizer_steps_per_rl_step": 3,
+            "micro_batch_size": micro_batch_size,
+        },
+        workload={"group_size": group_size},
+        hardware={"weights": {"pause_s": 0.5}, "latency": {"dispatch_jitter_s": 2.0}, **trains_in(30.0)},
+    )
+    expected = [0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4]
+    assert [row.lag_mean for row in run.steps] == expected
+    assert [row.lag_max for row in run.steps] == expected
+    trained = [rollout_id for _, entry in run.of(StartTraining) for rollout_id in entry.rollout_ids]
+    assert trained == list(range(11 * 8))
+    assert run.summary()["rollouts"]["started"] == 11 * 8
+
+
+@pytest.mark.parametrize("rl_step", [1, 2, 4])
+def test_one_step_off_lag_is_g_to_2_g_minus_1(rl_step):
+    """G + (G - 1)/2 = (3 G - 1)/2 on average but for the first RL step, whose is G less; 32 steps of equal tokens."""
+    run = play(
+        32,
+        batch=4,
+        slots=3,
+        length=fixed(10),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": rl_step, "max_lag": 2 * rl_step - 1},
+    )
+    lag = run.summary()["lag"]
+    assert lag["mean"] == (3 * rl_step - 1) / 2 - rl_step * rl_step / 32
+    assert lag["max"] == 2 * rl_step - 1
+
+
+@pytest.mark.parametrize("token_s", [1e-6, 3e-4])
+@pytest.mark.parametrize(("publish_s", "pause_s"), [(0.3, 0.4), (5.0, 0.0)])
+def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token_s, publish_s, pause_s):
+    """4 RL steps of G = 2: B G = 96 rollouts in 2 waves of 16 slots on 3 engines, 40 tokens each, prompts of 50.
+
+    The first RL step is generated alone, the last trained alone. In between both sides are at work: the trainer
+    publishes and makes 2 steps, the engines get the weights and generate; the slower one sets the period. Nothing is
+    published before the first of these rounds, nor after the last.
+    """
+    hardware = Hardware(publish_s=publish_s)
+    tables = hardware.tables()
+    tables["training"] = {"token_s": token_s, "step_s": 0.01}
+    tables["weights"]["pause_s"] = pause_s
+    run = play(
+        8,
+        batch=48,
+        slots=16,
+        engines=3,
+        length=fixed(40),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "weight_update": "wait"},
+        workload={"prompt_tokens": 50},
+        hardware=tables,
+    )
+    generate = 2 * (to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)) + to_ticks(0.02 + 0.05)
+    train = 2 * to_ticks(0.01 + token_s * 48 * 90)
+    first = max(generate, train)
+    later = max(to_ticks(0.2 + pause_s) + generate, to_ticks(publish_s) + train)
+    assert to_ticks(run.summary()["duration_s"]) == generate + first + 2 * later + train
+    assert len(run.of(PublishWeights)) == 2
+
+
+def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
+    """Only groups that differ are trained on, and those that replace the others are no younger."""
+    run = play(
+        9,
+        batch=8,
+        slots=16,
+        length=uniform(40),
+        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "filter_no_signal": True},
+        workload={"group_size": 4, "success_rate": 0.2},
+        hardware=trains_in(10.0),
+    )
+    summary = run.summary()
+    assert [row.lag_mean for row in run.steps] == [0, 1, 2, 3, 2, 3, 2, 3, 2]
+    assert summary["discarded_by_reason"]["no_signal"] > 0
+    assert summary["rollouts"]["started"] == 9 * 8 + summary["discarded_by_reason"]["no_signal"]
+
+
 # ------------------------------------------------------------------------- lag when generation limits
 
 
@@ -485,7 +581,8 @@ def oldest_trained(run):
 @given(
     scheduler=st.fixed_dictionaries(
         {
-            "max_lag": st.integers(0, 6),
+            "max_lag": st.integers(2, 6),
+            "publish_every": st.sampled_from([1, 2, 3]),
             "on_stale": st.sampled_from(["train", "drop", "requeue"]),
             "weight_update": st.sampled_from([kind.value for kind in WeightUpdate]),
             "micro_batch_size": st.sampled_from([4, 8]),
@@ -515,6 +612,82 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
     assert oldest_trained(run) == run.summary()["lag"]["max"] <= scheduler["max_lag"]
     if scheduler["on_stale"] == "train":
         assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
+
+
+# ------------------------------------------------------------------------------ publications now and then
+
+
+@pytest.mark.parametrize(("every", "num_publications"), [(1, 11), (3, 3), (5, 2), (12, 0)])
+def test_only_publications_cost_the_trainer_time(every, num_publications):
+    """A trainer that never waits: 5 s for the first batch, 12 steps of 20 s, 4 s per publication but after the last."""
+    run = play(
+        12,
+        batch=10,
+        slots=40,
+        length=fixed(5),
+        scheduler={"publish_every": every},
+        hardware={**trains_in(20.0), "weights": {"publish_s": 4.0}},
+    )
+    assert [entry.version for _, entry in run.of(PublishWeights)] == [*range(every, 12, every)]
+    assert run.summary()["duration_s"] == 5 + 12 * 20 + 4 * num_publications
+
+
+@pytest.mark.parametrize(
+    ("slots", "ends_s"), [(30, [12.5, 15, 17.5, 30, 32.5, 35]), (8, [12.5, 22.5, 32.5, 45, 55, 65])]
+)
+def test_publishing_every_k_steps_at_lag_k_minus_1_generates_k_batches_from_one_publication_to_the_next(slots, ends_s):
+    """verl's fully asynchronous mode without staleness: K = 3, B = 8, answers of 10 s, steps of 2.5 s, all else free.
+
+    24 rollouts start together where there are slots for them, else in waves of 8, and none before the next
+    publication: all is as in conventional RL, but for training that begins with the first batch.
+    """
+    run = play(
+        6,
+        batch=8,
+        slots=slots,
+        length=fixed(10),
+        scheduler={"publish_every": 3, "max_lag": 2, "ready_queue_size": 24},
+        hardware=trains_in(2.5),
+    )
+    assert [row.time_s for row in run.steps] == ends_s
+    assert [row.lag_mean for row in run.steps] == [row.lag_max for row in run.steps] == [0, 1, 2, 0, 1, 2]
+    assert admitted_per_publication(run) == [24, 24]
+
+
+def admitted_per_publication(run):
+    """Rollouts started from the start of the run and from each ``WeightsLoaded`` (of one engine) to the next."""
+    counts = [0]
+    for _, entry in run.of(StartRollout, WeightsLoaded):
+        if isinstance(entry, WeightsLoaded):
+            counts.append(0)
+        else:
+            counts[-1] += 1
+    return counts
+
+
+@pytest.mark.parametrize(("every", "staleness"), [(1, 0.0), (1, 1.0), (2, 0.5), (4, 0.25), (4, 1.0)])
+def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(every, staleness):
+    """verl's budget between publications, (1 + s) K B less what is carried over, at max_lag = (1 + s) K - 1.
+
+    With slots for all of them and a trainer that is slower than any answer, the budget is used up every time.
+    """
+    budget = round((1 + staleness) * every) * 8
+    run = play(
+        24,
+        batch=8,
+        slots=64,
+        length=uniform(20),
+        scheduler={"publish_every": every, "max_lag": budget // 8 - 1, "ready_queue_size": 64},
+        hardware=trains_in(30.0),
+    )
+    num_started = num_taken = 0
+    budgets = []
+    for count, version in zip(admitted_per_publication(run), range(0, 24, every), strict=True):
+        budgets.append(count + num_started - num_taken)
+        num_started += count
+        num_taken = (version + every) * 8
+    assert budgets == [budget] * (24 // every)
+    assert oldest_trained(run) == run.summary()["lag"]["max"] == budget // 8 - 1
 
 
 def run_within(max_lag, on_stale):

@@ -83,6 +83,7 @@ class Group:
     first: int
     prompt_id: int
     bound: int  # oldest version reported by an engine when the group was admitted
+    rl_step: int  # one_step_off: version at which its RL step begins; else 0
     members: list[Rollout] = field(default_factory=list)
     given_up: bool = False
     reason: DiscardReason | None = None
@@ -119,19 +120,24 @@ def cases(draw):
     batch = micro * draw(st.sampled_from([1, 2, 3]))
     steps = draw(st.integers(1, 6))
     rl_steps = draw(st.integers(1, 4))
-    kind = draw(st.sampled_from(["pipeline", "pipeline", "pipeline", "conventional"]))
+    kind = draw(st.sampled_from(["pipeline", "pipeline", "pipeline", "conventional", "conventional", "one_step_off"]))
     max_lag = draw(st.sampled_from([None, 0, 1, 3]))
-    if kind == "conventional" and max_lag is not None:
-        max_lag = max(max_lag, min(rl_steps, steps) - 1)  # less is refused by RunConfig
+    publish_every = draw(st.sampled_from([1, 1, 2, 3]))
+    if max_lag is not None:  # less is refused by RunConfig
+        least = {"pipeline": publish_every, "conventional": rl_steps, "one_step_off": 2 * rl_steps}[kind]
+        max_lag = max(max_lag, min(least, steps) - 1)
+    partial = kind == "conventional" and draw(st.booleans())
     scheduler = SchedulerConfig(
         kind=kind,
         train_batch_size=batch,
         generation_batch_size=draw(st.integers(1, 5)),
         optimizer_steps_per_rl_step=rl_steps,
+        publish_every=publish_every,
+        partial_rollouts=partial,
         micro_batch_size=micro,
         max_lag=max_lag,
         weight_update=draw(st.sampled_from(WeightUpdate)),
-        on_stale=draw(st.sampled_from(OnStale)),
+        on_stale=OnStale.TRAIN if partial else draw(st.sampled_from(OnStale)),
         ready_queue_size=batch + draw(st.integers(0, 6)),
         on_full=draw(st.sampled_from(OnFull)),
         filter_no_signal=group_size > 1 and draw(st.booleans()),
@@ -146,8 +152,11 @@ class World:
     def __init__(self, case):
         self.case = case
         self.config = case.scheduler
-        self.conventional = self.config.kind == "conventional"
-        bounded = not self.conventional and self.config.max_lag is not None
+        self.pipeline = self.config.kind == "pipeline"
+        self.partial = self.config.partial_rollouts
+        self.conventional = self.config.kind == "conventional" and not self.partial
+        self.weight_update = WeightUpdate.RECOMPUTE if self.partial else self.config.weight_update
+        bounded = (self.pipeline or self.partial) and self.config.max_lag is not None
         self.gated = bounded and self.config.on_stale is OnStale.TRAIN
         self.drops = bounded and self.config.on_stale is not OnStale.TRAIN
         self.scheduler = case.fresh()
@@ -166,8 +175,10 @@ class World:
         self.publishing = False
         self.num_taken = 0  # rollouts given to the trainer in this optimizer step
         self.num_given_up = 0  # rollouts of the groups given up in this optimizer step
-        self.rl_step_start = 0  # conventional: version at which the RL step began
-        self.last_trained = -1  # conventional: last rollout trained on in this RL step
+        self.rl_step_start = 0  # not pipeline: version at which the RL step in training begins
+        self.last_trained = -1  # not pipeline: last rollout trained on in this RL step
+        self.chosen = []  # partial: groups of the RL step in training, not yet given to the trainer
+        self.met_at = None  # one_step_off: version at the last meeting
         self.closed = False  # conventional: training has begun and the engines have not all loaded since
         self.stopped = None
         self.events = []
@@ -194,7 +205,7 @@ class World:
 
     def engines_to_load(self):
         """Engines that may take the published weights now."""
-        waits = self.config.weight_update is WeightUpdate.WAIT
+        waits = self.weight_update is WeightUpdate.WAIT
         busy = {rollout.engine for _, _, rollout in self.running()} if waits else set()
         return [e for e, version in enumerate(self.true_version) if version < self.published and e not in busy]
 
@@ -257,7 +268,7 @@ class World:
     def take_weights(self, engine, *, all_have_arrived):
         """An engine samples with the published weights from now on, and says so later."""
         self.true_version[engine] = self.published
-        if self.config.weight_update is WeightUpdate.ABORT:
+        if self.weight_update is WeightUpdate.ABORT:
             for _, _, rollout in self.running():
                 arrived = all_have_arrived or len(rollout.token_versions) > rollout.kept_tokens
                 if rollout.engine == engine and arrived:
@@ -268,7 +279,7 @@ class World:
         entry[2].ended = "interrupted"
 
     def losable(self):
-        waits = self.config.weight_update is WeightUpdate.WAIT
+        waits = self.weight_update is WeightUpdate.WAIT
         return [entry for entry in self.running() if waits and self.true_version[entry[2].engine] < self.published]
 
     def report_loaded(self, engine):
@@ -350,7 +361,8 @@ class World:
         if group_id == self.num_groups:
             assert member == 0
             self.check_admission(command.prompt_id)
-            self.groups[group_id] = Group(command.rollout_id, command.prompt_id, min(self.reported_version))
+            bound, rl_step = min(self.reported_version), self.generating_for()
+            self.groups[group_id] = Group(command.rollout_id, command.prompt_id, bound, rl_step)
             self.num_groups += 1
         group = self.groups[group_id]
         assert not group.given_up
@@ -382,7 +394,11 @@ class World:
         else:
             assert prompt_id == self.num_prompts
             self.num_prompts += 1
-        if not self.conventional and self.config.on_full is OnFull.WAIT:
+        if self.config.kind == "one_step_off":
+            assert min(self.reported_version) == self.published == (self.met_at or 0), "not all engines are ready"
+            rl_step = self.generating_for()
+            assert self.num_generated(rl_step) + self.case.group_size <= self.rl_step_rollouts(rl_step)
+        if self.pipeline and self.config.on_full is OnFull.WAIT:
             assert self.num_placed() + self.case.group_size <= self.num_places()
         if self.gated:
             assert self.num_live + self.case.group_size <= self.allowance()
@@ -439,6 +455,10 @@ class World:
         assert command.completes_step == (self.num_taken == self.config.train_batch_size)
         if self.conventional:
             self.check_conventional_batch(command)
+        elif self.partial:
+            self.check_partial_batch(command, group_ids)
+        elif not self.pipeline:
+            self.check_one_step_off_batch(command)
         else:
             assert group_ids == self.in_turn()[: len(group_ids)]
         for group_id in group_ids:
@@ -471,9 +491,51 @@ class World:
     def check_conventional_batch(self, command):
         """Batch i of an RL step has lag i, token for token; batches in order of admission."""
         if not self.closed:
-            assert self.num_ready == self.num_live == self.rl_step_rollouts(), "not all of the RL step is ready"
+            everything = self.rl_step_rollouts(self.rl_step_start)
+            assert self.num_ready == self.num_live == everything, "not all of the RL step is ready"
         self.closed = True
-        lag = self.version - self.rl_step_start
+        self.check_lag_and_order(command, lag=self.version - self.rl_step_start)
+
+    def check_partial_batch(self, command, group_ids):
+        """As many as the RL step needs, the first that are ready, or the oldest of them, on up-to-date engines."""
+        if not self.chosen:
+            assert self.version == self.rl_step_start == min(self.reported_version)
+            num_groups = self.rl_step_rollouts(self.version) // self.case.group_size
+            assert len(self.ready) >= num_groups
+            chosen = self.in_turn()[:num_groups]
+            bounded = self.config.max_lag is not None
+            self.chosen = sorted(chosen, key=lambda one: (self.groups[one].oldest() if bounded else 0, one))
+            self.held = [True] * self.case.num_engines
+        assert group_ids == self.chosen[: len(group_ids)]
+        del self.chosen[: len(group_ids)]
+
+    def check_one_step_off_batch(self, command):
+        """Batch i of an RL step has lag G + i, of the first i, token for token; batches in order of admission."""
+        self.meet()
+        before = self.config.optimizer_steps_per_rl_step if self.rl_step_start else 0
+        self.check_lag_and_order(command, lag=before + self.version - self.rl_step_start)
+        for rollout_id in command.rollout_ids:
+            assert self.groups[rollout_id // self.case.group_size].rl_step == self.rl_step_start
+
+    def meet(self):
+        """Before an RL step is trained, or what follows it is published, all of it is ready."""
+        if self.met_at != self.rl_step_start:
+            assert self.version == self.rl_step_start
+            ready = [group_id for group_id in self.ready if self.groups[group_id].rl_step == self.version]
+            assert len(ready) * self.case.group_size == self.rl_step_rollouts(self.version)
+            assert len(ready) == len(self.ready) == self.num_live // self.case.group_size
+            self.met_at = self.version
+
+    def generating_for(self):
+        """Version at which the RL step that is being generated begins."""
+        return 0 if self.met_at is None else self.met_at + self.config.optimizer_steps_per_rl_step
+
+    def num_generated(self, rl_step):
+        """Live rollouts of an RL step, started or not."""
+        groups = [group for group in self.groups.values() if group.rl_step == rl_step and not group.given_up]
+        return len(groups) * self.case.group_size
+
+    def check_lag_and_order(self, command, *, lag):
         for _, group, rollout in self.rollouts(Place.SCORED):
             if group.first in command.rollout_ids:
                 assert {self.version - version for version in rollout.token_versions} == {lag}
@@ -485,12 +547,17 @@ class World:
         assert self.training is None
         assert not self.publishing
         assert min(self.reported_version) == self.published, "two publications at the same time"
-        assert command == PublishWeights(self.version, self.config.weight_update)
+        assert command == PublishWeights(self.version, self.weight_update)
         assert self.published < self.version < self.case.optimizer_steps
-        if self.conventional:
+        if self.pipeline:
+            assert self.is_due(), "published before it is time"
+        else:
             assert self.version == self.rl_step_start, "published in the middle of an RL step"
+        if self.config.kind == "one_step_off":
+            self.meet()
+            assert self.rl_step_rollouts(self.generating_for()), "published for nobody"
         self.published, self.publishing = self.version, True
-        if self.config.weight_update is WeightUpdate.WAIT:
+        if self.weight_update is WeightUpdate.WAIT:
             self.held = [True] * self.case.num_engines
 
     def obey_stop(self, command):
@@ -533,6 +600,10 @@ class World:
         """Version that the next micro-batch is trained at."""
         return self.version + (self.num_taken == self.config.train_batch_size)
 
+    def is_due(self):
+        """Whether there is a multiple of ``publish_every`` above the published version, up to this one."""
+        return any(version % self.config.publish_every == 0 for version in range(self.published + 1, self.version + 1))
+
     def allowance(self):
         """The gate at the top of scheduler.py, less what the running step has taken already."""
         batches = min(self.reported_version) + self.config.max_lag - self.next_version() + 1
@@ -551,9 +622,10 @@ class World:
             return self.ready
         return sorted(self.ready, key=lambda group_id: self.groups[group_id].oldest())
 
-    def rl_step_rollouts(self):
-        steps = min(self.config.optimizer_steps_per_rl_step, self.case.optimizer_steps - self.rl_step_start)
-        return steps * self.config.train_batch_size
+    def rl_step_rollouts(self, start):
+        """Rollouts of the RL step that begins at a version."""
+        steps = min(self.config.optimizer_steps_per_rl_step, self.case.optimizer_steps - start)
+        return max(steps, 0) * self.config.train_batch_size
 
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""
@@ -565,16 +637,21 @@ class World:
             started = len(group.members) == self.case.group_size
             assert started or group.given_up, "a group waits beside a free slot"
         if self.conventional:
-            assert self.closed or self.num_live == self.rl_step_rollouts()
+            assert self.closed or self.num_live == self.rl_step_rollouts(self.rl_step_start)
+        elif self.config.kind == "one_step_off":
+            rl_step = self.generating_for()
+            loading = min(self.reported_version) < (self.met_at or 0)
+            assert loading or self.num_generated(rl_step) == self.rl_step_rollouts(rl_step)
         else:
             size = self.case.group_size
             full = self.config.on_full is OnFull.WAIT and self.num_placed() + size > self.num_places()
+            full = full and self.pipeline
             gated = self.gated and self.num_live + size > self.allowance()
             assert full or gated, "a free slot without a reason"
 
     def check_trainer_goes_on(self):
         """An idle trainer has a reason; the queue keeps its limit; and nobody waits for nobody."""
-        if self.config.on_full is OnFull.DROP_OLDEST and not self.conventional:
+        if self.config.on_full is OnFull.DROP_OLDEST and self.pipeline:
             assert self.num_ready <= self.config.ready_queue_limit
         if self.training or self.publishing:
             return
@@ -582,8 +659,18 @@ class World:
         pending = [group for group in self.groups.values() if not group.given_up and group.places() != {Place.SCORED}]
         if self.conventional:
             assert not self.closed or loading, "the trainer stopped in the middle of an RL step"
+        elif self.partial:
+            assert self.version == self.rl_step_start, "the trainer stopped in the middle of an RL step"
+            assert not self.chosen
+            assert self.published == self.version or loading
+            if not loading and self.num_ready >= self.rl_step_rollouts(self.version):
+                assert self.gated, "an RL step waits beside an idle trainer"
+                assert pending, "the trainer waits for a straggler that does not exist"
+        elif not self.pipeline:
+            assert self.met_at != self.rl_step_start, "the trainer stopped in the middle of an RL step"
+            assert self.num_ready < self.rl_step_rollouts(self.rl_step_start), "both are done and do not meet"
         else:
-            assert self.published == self.version or loading, "weights wait beside an idle trainer"
+            assert not self.is_due() or loading, "weights wait beside an idle trainer"
             if self.num_ready >= self.config.micro_batch:
                 assert self.gated, "a batch waits beside an idle trainer"
                 assert pending, "the trainer waits for a straggler that does not exist"

@@ -1,0 +1,195 @@
+"""The schedulers that generate in rounds: an *RL step* is G optimizer steps on rollouts generated together."""
+
+from __future__ import annotations
+
+from pipelinerl.events import Command, WeightUpdate
+from pipelinerl.pool import Group
+from pipelinerl.schedulerbase import Scheduler, SchedulerSettings, Trainer
+
+
+class ConventionalScheduler(Scheduler):
+    """Algorithm 1: generate what G optimizer steps need, make the G steps, publish, and again.
+
+    Rollouts are split into batches in order of admission, not of arrival: otherwise the first batches
+    would hold the short answers and the last ones the long. The last RL step may have fewer steps.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+        self._ready: list[Group] = []
+        self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
+
+    def _may_admit(self) -> bool:
+        training = self._num_to_train or self._num_taken
+        up_to_date = self._published == self.version and not self._num_loading
+        return not training and up_to_date and self.num_live < self._num_needed
+
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        self._ready.append(group)
+        self.num_ready += self._pool.group_size
+        if self.num_ready == self._num_needed:
+            self._num_to_train = self.num_ready
+            self._ready.sort(key=lambda one: one.group_id, reverse=True)  # taken from the end
+
+    def _take_micro_batch(self) -> list[int]:
+        if not self._num_to_train:
+            return []
+        self._num_to_train -= self.settings.micro_batch
+        num_groups = self.settings.micro_batch // self._pool.group_size
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._ready.pop())]
+
+    def _may_publish(self) -> bool:
+        return not self._num_to_train and not self._num_taken
+
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Nothing: all rollouts of an RL step are trained in it, at a lag below G."""
+
+    @property
+    def _num_needed(self) -> int:
+        """Rollouts of the RL step that begins at this version (count)."""
+        steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
+        return steps * self.settings.train_batch_size
+
+
+class PartialRolloutScheduler(Scheduler):
+    """Algorithm 1 with engines that are not drained: what is unfinished when an RL step begins goes on in the next.
+
+    All slots are kept in use until the rollouts of G optimizer steps are ready. Then nothing starts any more, the
+    engines stand still with what they have in progress, the G steps are made, and after the publication it goes on,
+    on a KV cache computed again. The RL step takes those that were ready first, or under ``max_lag`` those with the
+    oldest tokens, and splits them into batches in order of admission, or oldest first.
+
+    ``max_lag`` is kept as the top of ``scheduler`` says, by the same gate. *Safe* is now an RL step as a whole, of
+    which batch i is trained at v + i: it begins only if afterwards, for every version x,
+
+        (live rollouts with bound <= x) <= max(0, B * (x + m - (v + G) + 1))
+
+    The gate keeps ``live with bound <= x <= B * (x + m - v + 1)`` for all x while v does not change. So of any live
+    groups in order of age, those with bound <= x are in the batches up to version x + m; and if all live groups were
+    ready, taking the G B oldest would be safe. There are as many, for when all engines have loaded v the gate admits
+    B * (m + 1), and m >= G - 1. The last RL step leaves nothing behind that has to be trained, and is always safe.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+        self.weight_update = WeightUpdate.RECOMPUTE
+        self._ready: list[Group] = []  # in order of arrival
+        self._to_train: list[Group] = []  # of this RL step, not yet given to the trainer, last one first
+
+    def _decide(self, commands: list[Command]) -> None:
+        trained = not self._to_train and not self._num_taken and self.trainer is Trainer.IDLE
+        if trained and self._published == self.version and not self._num_loading:
+            self._begin_rl_step()
+        super()._decide(commands)
+
+    def _begin_rl_step(self) -> None:
+        """Choose what is trained on next and have the engines start nothing, if there is enough and it is safe."""
+        steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
+        num_groups = steps * self.settings.train_batch_size // self._pool.group_size
+        if not num_groups or len(self._ready) < num_groups:
+            return
+        chosen, rest = self._ready, []
+        if len(self._ready) > num_groups or self.settings.max_lag is not None:
+            in_turn = sorted(self._ready, key=self._age)
+            chosen, rest = in_turn[:num_groups], in_turn[num_groups:]
+        if not self._is_safe(chosen, steps):
+            return
+        self._to_train = sorted(chosen, key=lambda one: (self._age(one), one.group_id), reverse=True)
+        self._ready = rest
+        for engine in range(len(self._loaded)):
+            self._pool.hold(engine)
+
+    def _age(self, group: Group) -> int:
+        """What ready groups are ordered by before anything else."""
+        return group.oldest_bound if self.settings.max_lag is not None else 0
+
+    def _is_safe(self, chosen: list[Group], steps: int) -> bool:
+        """Return whether all other live rollouts can still be trained in time after this RL step."""
+        next_version = self.version + steps
+        if self.settings.max_lag is None or next_version == self.optimizer_steps:
+            return True
+        num_chosen: dict[int, int] = {}
+        for group in chosen:
+            num_chosen[group.oldest_bound] = num_chosen.get(group.oldest_bound, 0) + self._pool.group_size
+        num_due = 0
+        for bound in sorted(self._live_by_bound):
+            num_due += self._live_by_bound[bound] - num_chosen.get(bound, 0)
+            num_batches = max(0, bound + self.settings.max_lag - next_version + 1)
+            if num_due > self.settings.train_batch_size * num_batches:
+                return False
+        return True
+
+    def _may_admit(self) -> bool:
+        if self.settings.max_lag is None:
+            return True
+        num_batches = min(self._loaded) + self.settings.max_lag - self.version + 1
+        return self.num_live + self._pool.group_size <= self.settings.train_batch_size * num_batches
+
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        self._know_age(group)
+        self._ready.append(group)
+        self.num_ready += self._pool.group_size
+
+    def _take_micro_batch(self) -> list[int]:
+        if not self._to_train:
+            return []
+        num_groups = self.settings.micro_batch // self._pool.group_size
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._to_train.pop())]
+
+    def _may_publish(self) -> bool:
+        return not self._to_train and not self._num_taken
+
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Nothing: admission is limited so that all can be trained in time."""
+
+
+class OneStepOffScheduler(Scheduler):
+    """Generate the rollouts of the next RL step while the trainer makes the G steps of this one; meet; publish.
+
+    At a *meeting* the rollouts of one RL step are ready and the trainer has made all steps of the one before. The
+    weights are published, unless nothing is left to be generated with them, and both sides set out again: the
+    trainer as soon as it is free, the engines, which are empty, when all of them have loaded. So the rollouts trained
+    on from version v on were generated at version v - G, those of the first RL step at 0: batch i = 0 .. G - 1 has
+    lag G + i, in the first RL step i. Batches are split in order of admission. The last RL step may have fewer steps.
+    """
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+        self._ready: list[Group] = []  # of the RL step being generated
+        self._to_train: list[Group] = []  # of the RL step being trained, not yet given to the trainer, last one first
+        self._met_at = 0  # version at the last meeting: what is generated since is generated with it
+        self._generating_for = 0  # version at which the training of it will begin
+
+    def _decide(self, commands: list[Command]) -> None:
+        trained = not self._to_train and not self._num_taken
+        if trained and self._ready and len(self._ready) * self._pool.group_size == self._num_needed:
+            self._to_train, self._ready = sorted(self._ready, key=lambda one: one.group_id, reverse=True), []
+            self._met_at = self.version
+            self._generating_for += self.settings.optimizer_steps_per_rl_step
+        super()._decide(commands)
+
+    def _may_admit(self) -> bool:
+        num_generated = self.num_live - len(self._to_train) * self._pool.group_size
+        return not self._num_loading and num_generated < self._num_needed
+
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+        self._ready.append(group)
+        self.num_ready += self._pool.group_size
+
+    def _take_micro_batch(self) -> list[int]:
+        if not self._to_train:
+            return []
+        num_groups = self.settings.micro_batch // self._pool.group_size
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._to_train.pop())]
+
+    def _may_publish(self) -> bool:
+        return self.version == self._met_at and self._num_needed > 0
+
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Nothing: all rollouts of an RL step are trained in it, at a lag below 2 G."""
+
+    @property
+    def _num_needed(self) -> int:
+        """Rollouts of the RL step being generated (count); 0 when there is none left."""
+        steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self._generating_for)
+        return max(steps, 0) * self.settings.train_batch_size

@@ -1,0 +1,324 @@
+"""What all schedulers have in common. ``scheduler`` has the theory of operation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Protocol, assert_never
+
+from pipelinerl.errors import SchedulerError
+from pipelinerl.events import (
+    Command,
+    DiscardReason,
+    Event,
+    OnFull,
+    OnStale,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    WeightsLoaded,
+    WeightsPublished,
+    WeightUpdate,
+)
+from pipelinerl.pool import Group, RolloutPool
+
+
+class SchedulerSettings(Protocol):
+    """What a scheduler reads of its configuration (``SchedulerConfig`` satisfies it)."""
+
+    @property
+    def kind(self) -> str:
+        """``pipeline``, ``conventional`` or ``one_step_off``."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Sequences per optimizer step (count). Paper symbol B."""
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Sequences in progress per engine, at most (count). Paper symbol H."""
+
+    @property
+    def optimizer_steps_per_rl_step(self) -> int:
+        """Optimizer steps per RL step (count), not pipeline. Paper symbol G."""
+
+    @property
+    def publish_every(self) -> int:
+        """Optimizer steps from one publication to the next (count), pipeline only."""
+
+    @property
+    def partial_rollouts(self) -> bool:
+        """Whether what is in progress when an RL step has its rollouts goes on in the next, conventional only."""
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences per micro-batch (count)."""
+
+    @property
+    def max_lag(self) -> int | None:
+        """Largest lag of any trained token (optimizer steps)."""
+
+    @property
+    def weight_update(self) -> WeightUpdate:
+        """What happens to rollouts in progress when weights arrive."""
+
+    @property
+    def on_stale(self) -> OnStale:
+        """How ``max_lag`` is kept."""
+
+    @property
+    def ready_queue_limit(self) -> int:
+        """Finished rollouts that may wait for the trainer (sequences)."""
+
+    @property
+    def on_full(self) -> OnFull:
+        """What happens when the ready queue is full."""
+
+    @property
+    def filter_no_signal(self) -> bool:
+        """Whether groups with equal rewards are discarded."""
+
+    @property
+    def discard_limit(self) -> int:
+        """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
+
+
+class Trainer(Enum):
+    """What the trainer does, as far as the scheduler knows."""
+
+    IDLE = auto()
+    """It waits for a command."""
+    TRAINING = auto()
+    """It works on a micro-batch."""
+    PUBLISHING = auto()
+    """It sends its weights."""
+
+
+class Scheduler(ABC):
+    """What is the same whatever ``kind`` is."""
+
+    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+        self.settings = settings
+        self.weight_update = settings.weight_update
+        self.optimizer_steps = optimizer_steps
+        self.version = 0  # optimizer steps done
+        self.stopped: StopReason | None = None
+        self.trainer = Trainer.IDLE
+        self.num_ready = 0  # rollouts in the ready queue
+        self.num_live = 0  # rollouts of groups admitted, not yet taken for training, not doomed
+        self._live_by_bound: dict[int, int] = {}  # the same by version that no token of theirs is older than
+        self._pool = RolloutPool(
+            num_engines=num_engines, slots_per_engine=settings.generation_batch_size, group_size=group_size
+        )
+        self._num_taken = 0  # rollouts of the current step already given to the trainer
+        self._loaded = [0] * num_engines  # version each engine has reported
+        self._published = 0  # last version published
+        self._num_loading = 0  # engines that have not yet reported it
+        self._num_doomed_at_step = 0  # doomed rollouts when the last optimizer step ended
+
+    @property
+    def num_in_flight(self) -> int:
+        """Rollouts in progress on the engines (count)."""
+        return self._pool.num_in_flight
+
+    @property
+    def loaded(self) -> tuple[int, ...]:
+        """Version that each engine has reported to have loaded (optimizer steps done)."""
+        return tuple(self._loaded)
+
+    def start(self) -> Sequence[Command]:
+        """Return the first commands."""
+        commands: list[Command] = []
+        self._decide(commands)
+        return commands
+
+    def handle(self, event: Event) -> Sequence[Command]:
+        """Book an event and return what to do now.
+
+        Args:
+            event: What has happened in the world.
+
+        Returns:
+            Commands, to be carried out in this order. None after ``Stop``, whatever is reported.
+
+        Raises:
+            SchedulerError: If the event cannot have happened: the world has a fault.
+        """
+        if self.stopped is not None:
+            return ()
+        commands: list[Command] = []
+        # These two come once per rollout; `match` would cost three times as much as `isinstance`.
+        if isinstance(event, RolloutFinished):
+            self._pool.finish(event.rollout_id, event.engine, event.spans)
+            self._fill(commands)  # all that a free slot can change
+            return commands
+        if isinstance(event, RolloutScored):
+            group = self._pool.score(event.rollout_id, event.reward, commands)
+            if group is None:
+                return commands
+            self._group_scored(group, commands)
+            self._decide(commands)
+            return commands
+        match event:
+            case TrainingFinished():
+                self._training_finished(event)
+            case WeightsPublished():
+                if self.trainer is not Trainer.PUBLISHING or event.version != self._published:
+                    raise self._impossible(event)
+                self.trainer = Trainer.IDLE
+            case WeightsLoaded():
+                self._weights_loaded(event)
+            case RolloutAborted():
+                self._pool.abort(event.rollout_id, event.engine, event.spans)
+            case RolloutFailed():
+                group = self._pool.fail(event.rollout_id)
+                if group is not None:
+                    self._doom(group, DiscardReason.SIBLING_FAILED, commands)
+            case _:
+                assert_never(event)
+        self._decide(commands)
+        return commands
+
+    # ----------------------------------------------------------------------- what the kinds differ in
+
+    @abstractmethod
+    def _may_admit(self) -> bool:
+        """Return whether a new group may be admitted."""
+
+    @abstractmethod
+    def _enqueue(self, group: Group, commands: list[Command]) -> None:
+        """Put a ready group into the ready queue."""
+
+    @abstractmethod
+    def _take_micro_batch(self) -> list[int]:
+        """Take the next micro-batch off the ready queue: its rollouts, or none while there is none."""
+
+    @abstractmethod
+    def _may_publish(self) -> bool:
+        """Return whether this version is one to publish."""
+
+    @abstractmethod
+    def _doom_stale(self, commands: list[Command]) -> None:
+        """Give up what the batch after the one just started will come too late for."""
+
+    # -------------------------------------------------------------------------------------- decisions
+
+    def _decide(self, commands: list[Command]) -> None:
+        """Look at the books and append what is to be done."""
+        if self.version == self.optimizer_steps:
+            self._stop(StopReason.DONE, commands)
+            return
+        if self.trainer is Trainer.IDLE:
+            if self._published < self.version and not self._num_loading and self._may_publish():
+                self._publish(commands)
+            else:
+                self._train(commands)
+        self._fill(commands)
+        if self._pool.num_doomed - self._num_doomed_at_step > self.settings.discard_limit:
+            self._stop(StopReason.STALLED, commands)
+
+    def _fill(self, commands: list[Command]) -> None:
+        """Start rollouts while there is room and something to start."""
+        pool = self._pool
+        while pool.num_free:
+            if pool.starting is None and not pool.interrupted:
+                if not self._may_admit():
+                    return
+                bound = min(self._loaded)
+                pool.admit(bound)
+                self._count_live(bound, pool.group_size)
+            commands.append(pool.start_one())
+
+    def _train(self, commands: list[Command]) -> None:
+        """Start the next micro-batch, if there is one."""
+        rollout_ids = self._take_micro_batch()
+        if not rollout_ids:
+            return
+        self._num_taken += len(rollout_ids)
+        completes_step = self._num_taken == self.settings.train_batch_size
+        self.trainer = Trainer.TRAINING
+        commands.append(StartTraining(tuple(rollout_ids), self.version, completes_step))
+        if completes_step:
+            self._doom_stale(commands)
+
+    def _publish(self, commands: list[Command]) -> None:
+        """Send the current version to all engines."""
+        self.trainer = Trainer.PUBLISHING
+        self._published = self._pool.newest_version = self.version
+        self._num_loading = len(self._loaded)
+        if self.weight_update is WeightUpdate.WAIT:
+            for engine in range(len(self._loaded)):
+                self._pool.hold(engine)
+        commands.append(PublishWeights(self.version, self.weight_update))
+
+    def _stop(self, reason: StopReason, commands: list[Command]) -> None:
+        self.stopped = reason
+        commands.append(Stop(reason))
+
+    # ------------------------------------------------------------------------------------------ books
+
+    def _group_scored(self, group: Group, commands: list[Command]) -> None:
+        """Queue a group whose rollouts are all scored, or discard it."""
+        if self.settings.filter_no_signal and not group.rewards_differ:
+            self._doom(group, DiscardReason.NO_SIGNAL, commands)
+        else:
+            self._enqueue(group, commands)
+
+    def _doom(self, group: Group, reason: DiscardReason, commands: list[Command]) -> None:
+        """Give a live group up; have its prompt tried again if that is the wish for stale ones."""
+        self._count_live(group.oldest_bound, -self._pool.group_size)
+        self._pool.doom(group, reason, commands)
+        if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
+            self._pool.again(group)
+
+    def _take(self, group: Group) -> list[int]:
+        """Take a ready group for training."""
+        self._count_live(group.oldest_bound, -self._pool.group_size)
+        self.num_ready -= self._pool.group_size
+        return self._pool.take(group)
+
+    def _know_age(self, group: Group) -> None:
+        """From now on, count a live group by the versions that engines have reported."""
+        self._count_live(group.oldest_bound, -self._pool.group_size)
+        group.oldest_bound = group.oldest_reported
+        self._count_live(group.oldest_bound, self._pool.group_size)
+
+    def _count_live(self, bound: int, change: int) -> None:
+        """Count live rollouts, in all and by the version bound of their group."""
+        self.num_live += change
+        count = self._live_by_bound.get(bound, 0) + change
+        if count:
+            self._live_by_bound[bound] = count
+        else:
+            del self._live_by_bound[bound]
+
+    def _training_finished(self, event: TrainingFinished) -> None:
+        step_done = self._num_taken == self.settings.train_batch_size
+        if self.trainer is not Trainer.TRAINING or event.version != self.version + step_done:
+            raise self._impossible(event)
+        self.trainer = Trainer.IDLE
+        if step_done:
+            self.version = event.version
+            self._num_taken = 0
+            self._num_doomed_at_step = self._pool.num_doomed
+
+    def _weights_loaded(self, event: WeightsLoaded) -> None:
+        loading = event.version == self._published and 0 <= event.engine < len(self._loaded)
+        if not loading or self._loaded[event.engine] == event.version:
+            raise self._impossible(event)
+        self._loaded[event.engine] = event.version
+        self._num_loading -= 1
+        self._pool.release(event.engine)
+
+    def _impossible(self, event: Event) -> SchedulerError:
+        return SchedulerError(
+            f"cannot handle {event}: version {self.version}, trainer {self.trainer.name}, "
+            f"published {self._published}, engines still loading {self._num_loading}"
+        )
