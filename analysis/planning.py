@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -134,7 +133,9 @@ def throughput_against_lag(plan: Plan) -> Figure:
     for family in dict.fromkeys(one.family for one in plan.simulated):
         style = series_styles([family], [0.0])[0]
         mine = [one for one in plan.simulated if one.family == family]
-        _dots(axes, mine, scale, style.marker, style.color, f"{family}, simulated")
+        lags, rates = [one.lag_mean for one in mine], [one.tokens_per_s / scale for one in mine]
+        look: dict[str, Any] = {"color": style.color, "markeredgecolor": "white", "linestyle": "none"}
+        axes.plot(lags, rates, style.marker, **look, label=f"{family}, simulated")
     axes.plot(
         [one.lag_mean for one in plan.front],
         [one.tokens_per_s / scale for one in plan.front],
@@ -151,11 +152,6 @@ def throughput_against_lag(plan: Plan) -> Figure:
     axes.grid()
     add_legend(figure, axes)
     return figure
-
-
-def _dots(axes: Axes, choices: Sequence[Choice], scale: float, marker: str, color: str, label: str) -> None:
-    lags, rates = [one.lag_mean for one in choices], [one.tokens_per_s / scale for one in choices]
-    axes.plot(lags, rates, marker, color=color, markeredgecolor="white", linestyle="none", label=label)
 
 
 @house_style

@@ -10,14 +10,14 @@ from pipelinerl.strictmodel import StrictModel
 
 Count = Annotated[int, Field(ge=1)]
 Values = Annotated[list[Count], Field(min_length=1)]
-Family = Literal["pipeline", "conventional", "one_step_off"]
+Family = Literal["pipeline", "conventional", "one_step_off", "partial_rollouts"]
 
 
 class PlanConfig(StrictModel):
     """What ``plan`` searches. Each list holds the values tried; the rest of the run file stays as it is."""
 
     schedulers: list[Family] = Field(default=["pipeline", "conventional"], min_length=1)
-    """Kinds of scheduler to try."""
+    """Kinds of scheduler to try; ``partial_rollouts`` is conventional with ``scheduler.partial_rollouts``."""
     generation_accelerators: Values | None = None
     """Accelerators that generate, where others train. None: about 32 even splits."""
     tensor_parallel: Values | None = None
@@ -56,7 +56,7 @@ class PlanConfig(StrictModel):
     def _a_limit_has_what_it_needs(self) -> Self:
         if self.min_ess is not None and self.log_ratio_std_per_step is None:
             raise ValueError(
-                "min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio "
-                f"after one optimizer step, as nothing else here knows how far weights drift, got min_ess={self.min_ess}"
+                "min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
+                f"one optimizer step, as nothing else here knows how far weights drift, got min_ess={self.min_ess:g}"
             )
         return self

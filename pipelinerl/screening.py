@@ -65,7 +65,8 @@ class Answers:
     @cached_property
     def position(self) -> FloatArray:
         """Positions in the answer, in the middle of each piece of ``width`` tokens."""
-        return np.arange(0, self.lengths.max_tokens, self.width) + (self.width + 1) / 2
+        starts = np.arange(0, self.lengths.max_tokens, self.width, dtype=np.float64)
+        return starts + (self.width + 1) / 2
 
     @cached_property
     def share(self) -> FloatArray:
@@ -132,7 +133,8 @@ class StepTime:
 
     def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
         """Return the same, elementwise."""
-        return np.interp(batch, self._batches, self._batch_array) + self._context_s * context_tokens
+        seconds: FloatArray = np.interp(batch, self._batches, self._batch_array) + self._context_s * context_tokens
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,20 +263,32 @@ def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, a
 
 def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
-    latency, weights, switch = hardware.latency, hardware.weights, hardware.switch
-    phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s
+    latency, weights, switch, answers = hardware.latency, hardware.weights, hardware.switch, engines.answers
+    number = steps * config.scheduler.train_batch_size
+    carried = 0.0
+    if config.scheduler.partial_rollouts:
+        # Slots stay full, and what is in them is computed again after the RL step.
+        phase_s = engines.batch_s(number, engines.slots) + engines.slots * _prefill_s(hardware.prefill, answers.context)
+        wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s
+        carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
+    else:
+        phase_s = engines.phase_s(number)
+    phase_s += latency.reward_s + latency.preprocess_s
     switch_s = switch.to_training_s + switch.to_generation_s
     loading_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
-    step_s = (phase_s + switch_s + loading_s) / steps + training_s
+    lag_mean, lag_max = (steps - 1) / 2 + steps * carried, steps - 1 + steps * math.ceil(2 * carried)
+    max_lag = config.scheduler.max_lag
+    if max_lag is not None:
+        lag_mean, lag_max = min(lag_mean, max_lag), min(lag_max, max_lag)
     return _estimate(
         config,
         engines,
-        step_s=step_s,
+        step_s=(phase_s + switch_s + loading_s) / steps + training_s,
         generation_s=(phase_s + switch_s + loading_s - weights.publish_s) / steps,
         training_s=training_s,
         publishing_s=weights.publish_s / steps,
-        lag_mean=(steps - 1) / 2,
-        lag_max=steps - 1,
+        lag_mean=lag_mean,
+        lag_max=lag_max,
     )
 
 
@@ -301,7 +315,9 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
     pause_s = weights.pause_s
     if scheduler.weight_update is WeightUpdate.RECOMPUTE:
         pause_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
-    trainer_s = training_s + weights.publish_s
+    pause_s /= scheduler.publish_every
+    publishing_s = weights.publish_s / scheduler.publish_every
+    trainer_s = training_s + publishing_s
     generation_s = engines.batch_s(batch, engines.slots) + pause_s
     step_s = max(trainer_s, generation_s)
     wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s
@@ -326,8 +342,9 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
         queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - in_flight
     decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s)
     after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
-    lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s
-    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + 1
+    late = (scheduler.publish_every - 1) / 2  # optimizer steps that the engines are behind, on average
+    lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s + late
+    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + scheduler.publish_every
     if max_lag is not None:
         held = max_lag + 0.5 - in_flight / batch * answers.spread / 2  # all are trained when they are about that old
         lag_mean, lag_max = min(lag_mean, max(held, 0.0), float(max_lag)), min(lag_max, max_lag)
@@ -337,7 +354,7 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
         step_s=step_s,
         generation_s=generation_s,
         training_s=training_s,
-        publishing_s=weights.publish_s,
+        publishing_s=publishing_s,
         lag_mean=lag_mean,
         lag_max=lag_max,
         start_s=in_flight / batch * answers.spread / 2 * step_s,

@@ -135,10 +135,12 @@ def print_plan(plan: dict[str, Any], name: str) -> None:
             table.add_row(*_plan_row(what, one))
     console = Console()
     console.print(table)
-    steps = plan["run"]["optimizer_steps"]
+    cost = (
+        "USD per 1000 optimizer steps" if priced else f"GPU-hours of {plan['run']['optimizer_steps']:,} optimizer steps"
+    )
     console.print(
-        f"{'USD per 1000 optimizer steps' if priced else f'GPU-hours of {steps:,} optimizer steps'}; mean and largest lag "
-        "in optimizer steps; wait: share of the trainer's time; band: pessimistic to optimistic coefficients.\n",
+        f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: pessimistic to "
+        "optimistic coefficients.\n",
         style="dim",
     )
     for line in _plan_reasons(plan):

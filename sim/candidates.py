@@ -1,24 +1,18 @@
-"""What ``plan`` could choose: every candidate of a run file, what rules some out, and the steady state of the rest."""
+"""What ``plan`` could choose: every candidate of a run file, its steady state, and what rules some out."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import product
+from typing import Any
 
-import numpy as np
-
-from pipelinerl.analytic import lengths_from
-from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.config import ResolvedHardware, RunConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import coefficients, kv_cache_tokens, resolved_hardware, training_memory
+from pipelinerl.hardware import resolved_hardware
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
-from sim.lengths import Workload, grown_length
+from sim.space import Reason, Space
 
 BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)
 """H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""
@@ -26,55 +20,10 @@ TENSOR_PARALLEL = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
 NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
-SAMPLE_SIZE = 8192
-"""Answers drawn to know their distribution (count)."""
+COLOCATED = ("conventional", "partial_rollouts")
+"""Families whose accelerators generate and train in turn."""
 SCREENING_SLACK = 1.1
 """Factor on limits of lag, hours and money while only the screening has judged (no unit)."""
-
-
-class Reason(StrEnum):
-    """Why a candidate is out."""
-
-    ENGINE_MEMORY = "weights and the longest rollout do not fit into an engine"
-    TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
-    LAG = "lag_limit"
-    MEAN_LAG = "mean_lag_limit"
-    ESS = "min_ess"
-    GPU_HOURS = "gpu_hours"
-    BUDGET = "budget"
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What every candidate has to keep to; None: no limit."""
-
-    lag: int | None
-    mean_lag: float | None
-    min_ess: float | None
-    log_ratio_std: float | None
-    gpu_hours: float | None
-    budget: float | None
-    price: float | None
-    """Of a GPU-hour (USD), where known."""
-
-    def ess(self, lag_mean: float) -> float | None:
-        """Return the modelled effective sample size: log ratios of variance sigma^2 per step of lag, log-normal."""
-        return None if self.log_ratio_std is None else math.exp(-(self.log_ratio_std**2) * lag_mean)
-
-    def broken(self, lag_mean: float, gpu_hours: float, *, slack: float = 1.0) -> Reason | None:
-        """Return the first limit that a mean lag and a number of GPU-hours break, if any."""
-        checks = (
-            (Reason.MEAN_LAG, lag_mean, self.mean_lag),
-            (Reason.ESS, lag_mean, self._mean_lag_for_ess()),
-            (Reason.GPU_HOURS, gpu_hours, self.gpu_hours),
-            (Reason.BUDGET, gpu_hours * (self.price or 0.0), self.budget),
-        )
-        return next((reason for reason, value, most in checks if most is not None and value > most * slack), None)
-
-    def _mean_lag_for_ess(self) -> float | None:
-        if self.min_ess is None or self.log_ratio_std is None:
-            return None
-        return -math.log(self.min_ess) / self.log_ratio_std**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,99 +106,14 @@ class Screener:
         return Screened(candidate, screen(config, hardware, self._step_times[key], self._answers))
 
 
-class Memory:
-    """What fits where.
-
-    Args:
-        config: The run file; without ``hardware.gpu`` and ``hardware.model`` only its ``kv_cache_tokens`` limits.
-        longest: Longest rollout, prompt included (tokens).
-    """
-
-    def __init__(self, config: RunConfig, longest: int) -> None:
-        self._config, self._longest = config, longest
-        self.gpu: Gpu | None = None
-        self._model: LanguageModel | None = None
-        hardware = config.hardware
-        if hardware.gpu is not None and hardware.model is not None:
-            self.gpu, self._model = find_gpu(hardware.gpu), find_model(hardware.model)
-            self._coefficients = coefficients(hardware.level, hardware.coefficients)
-
-    def cache_tokens(self, tensor_parallel: int) -> float:
-        """Return the KV cache of an engine (tokens)."""
-        given = self._config.hardware.kv_cache_tokens
-        if given is not None:
-            return given
-        if self.gpu is None or self._model is None:
-            return math.inf
-        return kv_cache_tokens(self.gpu, self._model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
-
-    def engine_fits(self, tensor_parallel: int) -> bool:
-        """Return whether weights and the longest rollout fit into an engine."""
-        return self.cache_tokens(tensor_parallel) >= self._longest
-
-    def trainer_fits(self, accelerators: int) -> bool:
-        """Return whether weights, gradients, optimizer states and activations fit."""
-        if self.gpu is None or self._model is None:
-            return True
-        settings = {}
-        if self._config.train is not None:
-            trainer = self._config.train.trainer
-            settings = {"zero_stage": trainer.zero_stage, "pack_tokens": trainer.pack_tokens}
-        memory = training_memory(self._model, accelerators=accelerators, **settings)
-        return memory.total <= self._coefficients.memory_share * self.gpu.memory_bytes
-
-
-def answers_of(config: RunConfig) -> tuple[Answers, int]:
-    """Return prompts and answers as the simulator will draw them first, and the longest rollout there can be (tokens).
-
-    Growing answers are taken as they are in the middle of the run.
-    """
-    workload = Workload(config.workload, seed=config.seed)
-    length, size = config.workload.length, config.workload.group_size
-    groups = [workload.group(index, index) for index in range(max(1, SAMPLE_SIZE // size))]
-    drawn = np.array([group.lengths for group in groups], dtype=np.int64)
-    if length.growth != 1.0:
-        grown = [grown_length(one, factor=(1 + length.growth) / 2, max_tokens=length.max) for one in drawn.flat]
-        drawn = np.array(grown, dtype=np.int64).reshape(drawn.shape)
-    wait = (drawn * (drawn.max(axis=1, keepdims=True) - drawn)).sum() / drawn.sum()
-    prompt = float(np.mean([group.prompt_tokens for group in groups]))
-    answers = Answers(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
-    return answers, workload.longest_prompt_tokens + length.max
-
-
-def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
-    """Return the limits of a plan.
-
-    Raises:
-        ConfigError: If there is a budget and no price.
-    """
-    price = plan.price_per_gpu_hour
-    if price is None and gpu is not None:
-        price = gpu.price_per_hour
-    if plan.budget is not None and price is None:
-        raise ConfigError(
-            f"plan.budget needs plan.price_per_gpu_hour, as the catalogue has no price, got budget={plan.budget:g}"
-        )
-    return Limits(
-        lag=plan.lag_limit if plan.lag_limit is not None else config.scheduler.max_lag,
-        mean_lag=plan.mean_lag_limit,
-        min_ess=plan.min_ess,
-        log_ratio_std=plan.log_ratio_std_per_step,
-        gpu_hours=plan.gpu_hours,
-        budget=plan.budget,
-        price=price,
-    )
-
-
-def enumerate_candidates(
-    config: RunConfig, plan: PlanConfig, limits: Limits, memory: Memory, answers: Answers
-) -> Iterator[Candidate]:
+def enumerate_candidates(space: Space) -> Iterator[Candidate]:
     """Yield every candidate, those included that cannot run; the run file's own values are always among them."""
+    config, plan = space.config, space.plan
     for family in dict.fromkeys(plan.schedulers):
         for tensor_parallel in _engine_sizes(config, plan):
             for batch in plan.train_batch_size or [config.scheduler.train_batch_size]:
-                for choice in _choices(family, tensor_parallel, batch, config, plan, limits, memory, answers):
-                    yield _candidate(family, tensor_parallel, batch, config, **choice)
+                for choice in _choices(space, family, tensor_parallel, batch):
+                    yield _candidate(config, family, tensor_parallel, batch, **choice)
 
 
 def _engine_sizes(config: RunConfig, plan: PlanConfig) -> Sequence[int]:
@@ -261,37 +125,33 @@ def _engine_sizes(config: RunConfig, plan: PlanConfig) -> Sequence[int]:
     return sorted({own, *(size for size in TENSOR_PARALLEL if config.cluster.accelerators % size == 0)})
 
 
-def _choices(
-    family: str,
-    tensor_parallel: int,
-    batch: int,
-    config: RunConfig,
-    plan: PlanConfig,
-    limits: Limits,
-    memory: Memory,
-    answers: Answers,
-) -> Iterator[dict[str, int | None]]:
+def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Iterator[dict[str, Any]]:
     """Yield the rest of the choices of a family for engines of one size and one batch."""
+    config, plan, limits = space.config, space.plan, space.limits
     total, own = config.cluster.accelerators, config.scheduler
     batch_sizes: Sequence[int] = plan.generation_batch_size or sorted(
         size
         for size in {*BATCH_SIZES, own.generation_batch_size}
-        if size * answers.context <= memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
+        if size * space.answers.context <= space.memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
     )
     rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step if steps <= config.optimizer_steps]
-    splits = _splits(config, plan, tensor_parallel) if family != "conventional" else [total]
+    splits = [total] if family in COLOCATED else _splits(config, plan, tensor_parallel)
     if family == "pipeline":
+        queues: Sequence[int | None] = plan.ready_queue_size or [own.ready_queue_size]
+        lags: Sequence[int | None] = sorted(
+            {lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}
+        ) or [limits.lag]
         for split, size, queue, lag in product(
             splits,
             batch_sizes,
-            plan.ready_queue_size or [own.ready_queue_size],
-            sorted({lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}) or [limits.lag],
+            queues,
+            lags,
         ):
             yield {"split": split, "size": size, "queue": queue, "max_lag": lag, "rl_step": None}
         return
     for split, steps in product(splits, rl_steps):
         most = math.ceil(batch * steps * tensor_parallel / split)  # more slots than that stay empty
-        enough = next((size for size in batch_sizes if size >= most), None)
+        enough = next((size for size in batch_sizes if size >= most), None) if family != "partial_rollouts" else None
         for size in batch_sizes:
             if enough is None or size <= enough:
                 yield {"split": split, "size": size, "queue": None, "max_lag": limits.lag, "rl_step": steps}
@@ -310,10 +170,10 @@ def _splits(config: RunConfig, plan: PlanConfig, tensor_parallel: int) -> Sequen
 
 
 def _candidate(
+    config: RunConfig,
     family: str,
     tensor_parallel: int,
     batch: int,
-    config: RunConfig,
     *,
     split: int,
     size: int,
@@ -324,7 +184,8 @@ def _candidate(
     own = config.scheduler
     micro = own.micro_batch_size
     changed = {
-        "kind": family,
+        "kind": "conventional" if family == "partial_rollouts" else family,
+        "partial_rollouts": family == "partial_rollouts",
         "train_batch_size": batch,
         "generation_batch_size": size,
         "ready_queue_size": queue,
@@ -333,7 +194,7 @@ def _candidate(
         "micro_batch_size": micro if micro is not None and batch % micro == 0 else None,
     }
     cluster = {"tensor_parallel": tensor_parallel}
-    if family != "conventional":
+    if family not in COLOCATED:
         cluster["generation_accelerators"] = split
     tables = {
         "scheduler": own.model_copy(update=changed),
@@ -342,7 +203,7 @@ def _candidate(
         "plan": None,
     }
     total = config.cluster.accelerators
-    parts = [family if family == "conventional" else f"{family} {split}/{total - split}", f"H={size}"]
+    parts = [family if family in COLOCATED else f"{family} {split}/{total - split}", f"H={size}"]
     parts += [f"G={rl_step}"] if rl_step else []
     parts += [f"TP={tensor_parallel}"] if tensor_parallel > 1 else []
     parts += [f"B={batch}"] if batch != own.train_batch_size else []
@@ -357,10 +218,10 @@ def own_candidate(config: RunConfig) -> Candidate:
     scheduler, cluster = config.scheduler, config.cluster
     split = config.generation_accelerators
     candidate = _candidate(
-        scheduler.kind,
+        config,
+        "partial_rollouts" if scheduler.partial_rollouts else scheduler.kind,
         cluster.tensor_parallel,
         scheduler.train_batch_size,
-        config,
         split=split,
         size=scheduler.generation_batch_size,
         queue=scheduler.ready_queue_size,
@@ -371,9 +232,10 @@ def own_candidate(config: RunConfig) -> Candidate:
 
 
 def screen_all(
-    candidates: Sequence[Candidate], limits: Limits, memory: Memory, screener: Screener
+    candidates: Iterable[Candidate], space: Space, screener: Screener
 ) -> tuple[list[Screened], list[Rejected]]:
     """Return the candidates that may keep to the limits with their steady states, and the others with reasons."""
+    limits, memory = space.limits, space.memory
     kept: list[Screened] = []
     rejected: list[Rejected] = []
     for candidate in candidates:
@@ -404,47 +266,11 @@ def least_lag(config: RunConfig) -> int:
         case "one_step_off":
             return 2 * steps - 1
         case _:
-            return 0  # the scheduler waits until it keeps to max_lag
+            return config.scheduler.publish_every - 1  # beyond that the scheduler waits until it keeps to max_lag
 
 
-def why_nothing_is_left(rejected: Sequence[Rejected], limits: Limits, memory: Memory, *, accelerators: int) -> str:
-    """Return a line per family: how many candidates each limit rules out, and what would let one in."""
-    lines = []
-    for family in dict.fromkeys(one.candidate.family for one in rejected):
-        counts = Counter(one.reason for one in rejected if one.candidate.family == family)
-        parts = [
-            f"{count:,} by {reason.value} ({_relaxed(reason, family, rejected, limits, memory, accelerators)})"
-            for reason, count in counts.most_common()
-        ]
-        lines.append(f"plan: no feasible {family} among {counts.total():,}: {'; '.join(parts)}")
-    return "\n".join(lines) or "plan: there is no candidate; the lists of [plan] leave none for this cluster"
-
-
-def _relaxed(
-    reason: Reason, family: str, rejected: Sequence[Rejected], limits: Limits, memory: Memory, accelerators: int
-) -> str:
-    """Return what would let a candidate of a family in that a reason keeps out."""
-    mine = [one for one in rejected if one.candidate.family == family and one.reason is reason]
-    screened = [one.screened for one in mine if one.screened is not None]
-    match reason:
-        case Reason.ENGINE_MEMORY:
-            size = next((size for size in range(1, accelerators + 1) if memory.engine_fits(size)), None)
-            return (
-                f"fits from tensor_parallel={size} on"
-                if size
-                else "no tensor_parallel would do; a shorter length.max or another GPU might"
-            )
-        case Reason.TRAINER_MEMORY:
-            fewest = next((n for n in range(1, 4096) if memory.trainer_fits(n)), None)
-            return f"fits from {fewest} training accelerators on" if fewest else "no number of accelerators would do"
-        case Reason.LAG:
-            return f"lag_limit={min(least_lag(one.candidate.config) for one in mine)} would do"
-        case Reason.MEAN_LAG:
-            return f"mean_lag_limit={min(one.estimate.lag_mean for one in screened):.2g} would do"
-        case Reason.ESS:
-            best = max(limits.ess(one.estimate.lag_mean) or 0.0 for one in screened)
-            return f"min_ess={best:.2g} would do"
-    hours = min(one.candidate.gpu_hours(one.seconds) for one in screened)
-    if reason is Reason.GPU_HOURS:
-        return f"gpu_hours={math.ceil(hours):,} would do"
-    return f"budget={math.ceil(hours * (limits.price or 0.0)):,} would do"
+def way(candidate: Candidate) -> tuple[Any, ...]:
+    """Return what makes a candidate another decision and not another size of the same: kind, split, engine, G."""
+    config = candidate.config
+    steps = None if candidate.family == "pipeline" else config.scheduler.optimizer_steps_per_rl_step
+    return candidate.family, config.generation_accelerators, config.cluster.tensor_parallel, steps

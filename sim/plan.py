@@ -10,82 +10,32 @@ with the least mean lag. The front-runners are simulated again with the optimist
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.coefficients import Level
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
-from pipelinerl.planconfig import PlanConfig
-from pipelinerl.runfile import dump_run, parse_run
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.runfile import dump_run
 from pipelinerl.runfolder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.candidates import (
     Candidate,
-    Limits,
-    Memory,
     Rejected,
     Screened,
     Screener,
-    answers_of,
     enumerate_candidates,
-    limits_of,
     own_candidate,
     screen_all,
-    why_nothing_is_left,
+    way,
 )
-from sim.parallel import run_all, run_all_on_ray
-from sim.run import simulate
+from sim.infeasible import why_nothing_is_left
+from sim.outcomes import Job, OnProgress, Outcome, Runner, checked
+from sim.space import space_of
 from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
 
 TIE = 0.01
 """Relative difference in throughput within which the mean lag decides."""
-OnProgress = Callable[[str, int, int], None]
-"""Told what is going on, and how many of how many are done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One simulation."""
-
-    candidate: Candidate
-    level: Level
-    steps: int
-    """Optimizer steps to simulate (count)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a simulation says of the whole run."""
-
-    candidate: Candidate
-    level: Level
-    tokens_per_s: float
-    """Trained tokens per second over the whole run."""
-    step_s: float
-    """One optimizer step of the steady state."""
-    seconds: float
-    """The whole run."""
-    lag_mean: float
-    """Mean lag of a token of the steady state (optimizer steps)."""
-    lag_max: int
-    """Largest lag of any token (optimizer steps)."""
-    training: float
-    """Share of the steady state in which the trainer works."""
-    publishing: float
-    """Share in which it publishes."""
-    waiting: float
-    """Share in which it does neither."""
-    failure: str | None = None
-    """What went wrong; then the numbers are 0."""
-
-    @property
-    def gpu_hours(self) -> float:
-        """Of the whole run."""
-        return self.candidate.gpu_hours(self.seconds)
 
 
 def plan(
@@ -118,7 +68,7 @@ def plan(
         check_vacant(out)
     search = _Search(config)
     jobs = [search.job(candidate, config.hardware.level) for candidate in search.survivors()]
-    runner = _Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
+    runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
     outcomes = runner.run("simulations", jobs)
     result, recommended = search.result(outcomes, runner)
     if out is not None:
@@ -127,25 +77,6 @@ def plan(
         header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {result['recommended']['verdict']}\n\n"
         (out / RECOMMENDED_FILE).write_text(header + dump_run(checked(recommended)), encoding="utf-8")
     return result
-
-
-def checked(candidate: Candidate, *, level: Level | None = None, steps: int | None = None) -> RunConfig:
-    """Return the run of a candidate, checked as a whole.
-
-    Args:
-        candidate: What to run.
-        level: Replaces the level of the hardware coefficients.
-        steps: Replaces the optimizer steps.
-
-    Raises:
-        ConfigError: If the choices do not fit together.
-    """
-    data = candidate.config.model_dump(mode="json", exclude_none=True)
-    if level is not None and candidate.config.hardware.by_name:
-        data["hardware"]["level"] = level.value
-    if steps is not None:
-        data["optimizer_steps"] = steps
-    return parse_run(data, name=candidate.label)
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -186,103 +117,20 @@ def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
     return list(chosen.values())[:number]
 
 
-class _Runner:
-    """Simulates jobs in parallel; remembers whether it was stopped."""
-
-    def __init__(self, *, workers: int | None, ray_address: str | None, on_progress: OnProgress) -> None:
-        self._workers, self._ray_address, self._on_progress = workers, ray_address, on_progress
-        self.failures: list[str] = []
-        self.interrupted = False
-
-    def run(self, what: str, jobs: Sequence[Job]) -> list[Outcome]:
-        """Return what ended, in the order of the jobs."""
-        if self.interrupted or not jobs:
-            return []
-        # Those with the most in progress take longest: they go first.
-        jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
-        outcomes: dict[tuple[str, Level], Outcome] = {}
-        self._on_progress(what, 0, len(jobs))
-        try:
-            with closing(self._results(jobs)) as results:
-                for outcome in results:
-                    if outcome.failure is None:
-                        outcomes[outcome.candidate.label, outcome.level] = outcome
-                    else:
-                        self.failures.append(f"{outcome.candidate.label}: {outcome.failure}")
-                    self._on_progress(what, len(outcomes) + len(self.failures), len(jobs))
-        except RunFailedError as error:
-            self.failures.append(str(error))
-        except KeyboardInterrupt:
-            self.interrupted = True
-        keys = sorted(outcomes, key=lambda key: (key[1].value, key[0]))
-        return [outcomes[key] for key in keys]
-
-    def _results(self, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
-        if self._ray_address is not None:
-            return run_all_on_ray(simulate_job, jobs, address=self._ray_address)
-        return run_all(simulate_job, jobs, workers=self._workers)
-
-
-def _slots(job: Job) -> int:
-    return job.candidate.config.scheduler.generation_batch_size
-
-
-def simulate_job(job: Job) -> Outcome:
-    """Simulate one candidate and extend its steady state to the whole run."""
-    rows: list[StepRow] = []
-    try:
-        simulate(checked(job.candidate, level=job.level, steps=job.steps), on_step=rows.append)
-    except PipelineRLError as error:
-        return Outcome(job.candidate, job.level, *(0.0,) * 4, 0, *(0.0,) * 3, failure=str(error))
-    return extended(job, rows)
-
-
-def extended(job: Job, rows: Sequence[StepRow]) -> Outcome:
-    """Return the outcome of a whole run from the rows of its first optimizer steps."""
-    config = job.candidate.config
-    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.family != "pipeline" else 1
-    unit = min(steps, len(rows))
-    end = len(rows) // unit * unit
-    start = end // 2 // unit * unit
-    window = rows[start:end]
-    start_s = rows[start - 1].time_s if start else 0.0
-    window_s = rows[end - 1].time_s - start_s
-    step_s, tokens = window_s / len(window), sum(row.tokens for row in window)
-    rest = config.optimizer_steps - end
-    seconds = rows[end - 1].time_s + rest * step_s
-    return Outcome(
-        job.candidate,
-        job.level,
-        tokens_per_s=(sum(row.tokens for row in rows[:end]) + rest * tokens / len(window)) / seconds,
-        step_s=step_s,
-        seconds=seconds,
-        lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,
-        lag_max=max(row.lag_max for row in rows),
-        training=sum(row.train_s for row in window) / window_s,
-        publishing=sum(row.publish_s for row in window) / window_s,
-        waiting=sum(row.wait_s for row in window) / window_s,
-    )
-
-
 class _Search:
     """One search: what was screened, and what follows from the simulations."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.plan = config.plan or PlanConfig()
-        self.answers, longest = answers_of(config)
-        self.memory = Memory(config, longest)
-        self.limits: Limits = limits_of(config, self.plan, self.memory.gpu)
-        self.candidates = list(enumerate_candidates(config, self.plan, self.limits, self.memory, self.answers))
+        self.space = space_of(config)
+        self.plan, self.limits, self.answers = self.space.plan, self.space.limits, self.space.answers
+        self.candidates = list(enumerate_candidates(self.space))
         self.screener = Screener(config, self.answers)
-        self.kept, self.rejected = screen_all(self.candidates, self.limits, self.memory, self.screener)
+        self.kept, self.rejected = screen_all(self.candidates, self.space, self.screener)
         if not self.kept:
-            raise ConfigError(self._nothing(self.rejected))
+            raise ConfigError(why_nothing_is_left(self.rejected, self.space))
         self.own = own_candidate(config)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
-
-    def _nothing(self, rejected: Sequence[Rejected]) -> str:
-        return why_nothing_is_left(rejected, self.limits, self.memory, accelerators=self.config.cluster.accelerators)
 
     def survivors(self) -> list[Candidate]:
         """Return what to simulate: the best of the screening, and the run file as it is where it can run."""
@@ -300,7 +148,7 @@ class _Search:
             config = checked(candidate)
         except ConfigError:
             return False
-        memory = self.memory
+        memory = self.space.memory
         return memory.engine_fits(config.cluster.tensor_parallel) and memory.trainer_fits(config.training_accelerators)
 
     def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -319,7 +167,7 @@ class _Search:
         in_lag = lag is None or outcome.lag_max <= lag
         return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours) is None
 
-    def result(self, outcomes: Sequence[Outcome], runner: _Runner) -> tuple[dict[str, Any], Candidate]:
+    def result(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[dict[str, Any], Candidate]:
         """Return the content of plan.json, and what is recommended.
 
         Raises:
@@ -330,7 +178,7 @@ class _Search:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
         ranked = self.ranked(outcomes)
         if not ranked:
-            raise ConfigError(self._nothing(self.rejected + self._simulated_out(outcomes)))
+            raise ConfigError(why_nothing_is_left(self.rejected + self._simulated_out(outcomes), self.space))
         best = ranked[0]
         others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
         families = {
@@ -382,9 +230,7 @@ class _Search:
                 for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
             ],
             "screened": _screened(self.kept),
-            "sensitivity": sensitivity(
-                self.config, self.answers, best.candidate, pool, factors, limits=self.limits, way=way
-            ),
+            "sensitivity": sensitivity(self.space, best.candidate, pool, factors),
             "splits": split_curve(self.config, self.answers, best.candidate),
         }, best.candidate
 
@@ -397,14 +243,14 @@ class _Search:
                 out.append(Rejected(one.candidate, reason, self.screener.screen(one.candidate)))
         return out
 
-    def _bands(self, candidates: Sequence[Candidate], runner: _Runner) -> dict[Level, list[Outcome]]:
+    def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> dict[Level, list[Outcome]]:
         """Simulate the front-runners, and what the screening prefers there, with the other coefficients."""
         if not self.config.hardware.by_name:
             return {}
         jobs = []
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             screener = Screener(self.config, self.answers, {"level": level})
-            kept, _ = screen_all([one.candidate for one in self.kept], self.limits, self.memory, screener)
+            kept, _ = screen_all([one.candidate for one in self.kept], self.space, screener)
             preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
             unique = {one.label: one for one in (*candidates, *preferred)}
             jobs += [self.job(one, level, share=0.5) for one in unique.values()]
@@ -454,13 +300,6 @@ class _Search:
             "publishing": outcome.publishing,
             "waiting": outcome.waiting,
         }
-
-
-def way(candidate: Candidate) -> tuple[Any, ...]:
-    """Return what makes a candidate another decision and not another size of the same: kind, split, engine, G."""
-    config = candidate.config
-    steps = None if candidate.family == "pipeline" else config.scheduler.optimizer_steps_per_rl_step
-    return candidate.family, config.generation_accelerators, config.cluster.tensor_parallel, steps
 
 
 def _screened(kept: Sequence[Screened]) -> dict[str, list[Any]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from pipelinerl.accounting import BALANCED_SHARE
@@ -10,7 +11,8 @@ from pipelinerl.coefficients import Level, coefficient_table
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.screening import Answers
-from sim.candidates import Candidate, Limits, Screened, Screener
+from sim.candidates import Candidate, Screened, Screener, way
+from sim.space import Limits, Space
 
 
 class Simulated(Protocol):
@@ -92,90 +94,69 @@ def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie:
 
 
 def sensitivity(
-    config: RunConfig,
-    answers: Answers,
-    recommended: Candidate,
-    pool: Sequence[Candidate],
-    factors: Mapping[str, float],
-    *,
-    limits: Limits,
-    way: Callable[[Candidate], Any],
+    space: Space, recommended: Candidate, pool: Sequence[Candidate], factors: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Return what each coefficient, moved alone to its optimistic or pessimistic value, changes.
 
     The screening answers, each candidate corrected by what its simulation gave (by the mean of all, if it has none).
 
     Args:
-        config: The run file.
-        answers: Its prompts and answers.
+        space: The run file and its limits.
         recommended: What is recommended with all coefficients as they are.
         pool: What else could be.
         factors: Simulated over screened throughput, by label.
-        limits: What the choice has to keep to.
-        way: Tells different decisions apart.
 
     Returns:
         A row per coefficient that has different values and changes anything, the largest effect first: throughput of
         the recommendation over what it is as things are, and what would be recommended instead, if anything else
         is faster by more than a hundredth.
     """
+    config, answers, limits = space.config, space.answers, space.limits
     if not config.hardware.by_name:
         return []
     usual = sum(factors.values()) / len(factors)
-    base = Screener(config, answers).screen(recommended).tokens_per_s
-    rows = []
-    for name, entry in coefficient_table().items():
-        if name in config.hardware.coefficients:
-            continue  # measured: it has no other value
-        row: dict[str, Any] = {"coefficient": name}
-        for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
-            if entry[level.value] == entry[config.hardware.level.value]:
-                continue
-            changed = {"coefficients": {**config.hardware.coefficients, name: entry[level.value]}}
-            screener = Screener(config, answers, changed)
-            ratio, instead = _moved(recommended, pool, factors, usual, screener, limits, way)
-            row[level.value] = {"value": entry[level.value], "throughput": ratio / base, "instead": instead}
-        if any(
-            abs(row[level]["throughput"] - 1) >= 5e-4 or row[level]["instead"] for level in row if level in set(Level)
-        ):
-            rows.append(row)
-    return sorted(rows, key=lambda row: -_effect(row))
-
-
-def _moved(
-    recommended: Candidate,
-    pool: Sequence[Candidate],
-    factors: Mapping[str, float],
-    usual: float,
-    screener: Screener,
-    limits: Limits,
-    way: Callable[[Candidate], Any],
-) -> tuple[float, str | None]:
-    """Return the screened throughput of the recommendation, and what is faster and differs from it, if anything."""
 
     def rate(screened: Screened) -> float:
         return screened.tokens_per_s * factors.get(screened.candidate.label, usual)
 
-    here = screener.screen(recommended)
-    others = []
+    def moved(changed: Mapping[str, float]) -> tuple[float, str | None]:
+        """Return the rate of the recommendation, and what is faster and differs from it, if anything."""
+        screener = Screener(config, answers, {"coefficients": {**config.hardware.coefficients, **changed}})
+        here = screener.screen(recommended)
+        left = [one for one in _screened(pool, screener) if _keeps(one, limits)]
+        best = max(left, key=rate, default=here)
+        differs = way(best.candidate) != way(recommended) and rate(best) > 1.01 * rate(here)
+        return rate(here), best.candidate.label if differs else None
+
+    base, _ = moved({})
+    rows = []
+    for name, entry in coefficient_table().items():
+        if name in config.hardware.coefficients:
+            continue  # measured: it has no other value
+        effects: dict[str, Any] = {}
+        for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
+            if entry[level.value] != entry[config.hardware.level.value]:
+                now, instead = moved({name: entry[level.value]})
+                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": instead}
+        if any(abs(one["throughput"] - 1) >= 5e-4 or one["instead"] for one in effects.values()):
+            rows.append((max(abs(one["throughput"] - 1) for one in effects.values()), {"coefficient": name, **effects}))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def _screened(pool: Sequence[Candidate], screener: Screener) -> Iterator[Screened]:
+    """Yield the steady states of those whose model fits."""
     for candidate in pool:
-        try:
-            screened = screener.screen(candidate)
-        except ConfigError:
-            continue  # its model no longer fits
-        if limits.broken(screened.estimate.lag_mean, candidate.gpu_hours(screened.seconds)) is None:
-            others.append(screened)
-    best = max(others, key=rate, default=here)
-    differs = way(best.candidate) != way(recommended) and rate(best) > 1.01 * rate(here)
-    return here.tokens_per_s, best.candidate.label if differs else None
+        with suppress(ConfigError):
+            yield screener.screen(candidate)
 
 
-def _effect(row: Mapping[str, Any]) -> float:
-    return max(abs(row[level]["throughput"] - 1) for level in row if level != "coefficient")
+def _keeps(screened: Screened, limits: Limits) -> bool:
+    hours = screened.candidate.gpu_hours(screened.seconds)
+    return limits.broken(screened.estimate.lag_mean, hours) is None
 
 
 def split_curve(config: RunConfig, answers: Answers, recommended: Candidate) -> dict[str, list[float]]:
-    """Return the screened throughput of the recommendation at every split, at each level; nothing if it is colocated."""
+    """Return the screened throughput of the recommendation at every split and level, or nothing if it is colocated."""
     if recommended.config.colocated:
         return {}
     cluster = recommended.config.cluster
@@ -203,7 +184,7 @@ def _gain(candidate: Candidate, screener: Screener, **changes: int | None) -> fl
     cluster, scheduler = config.cluster, config.scheduler
     if "max_lag" in changes:
         scheduler = scheduler.model_copy(update={"max_lag": changes["max_lag"]})
-    added = {
+    added: dict[str, Any] = {
         name: (getattr(cluster, name) or 0) + (changes[name] or 0)
         for name in ("accelerators", "generation_accelerators")
         if name in changes
