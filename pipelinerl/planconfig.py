@@ -49,7 +49,7 @@ class PlanConfig(StrictModel):
     """Price of a GPU-hour (USD). None: the catalogue's."""
     simulate: int = Field(default=20, ge=1)
     """Survivors of the screening that are simulated (count)."""
-    simulate_steps: int = Field(default=200, ge=2)
+    simulate_steps: int = Field(default=200, ge=1)
     """Optimizer steps of each simulation (count)."""
 
     @model_validator(mode="after")

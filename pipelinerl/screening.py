@@ -14,7 +14,7 @@ refill          more sequences than slots: full slots first, then the drain of a
 conventional    refill + prefill, then G optimizer steps, publication and phase switches
 one step off    the longer of the two, and the publication
 pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
-                at most max_lag + 1 steps, so (longest of B answers) * T + training <= (max_lag + 1) steps
+                at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
 ==============  ====================================================================================================
 
 Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:
@@ -121,7 +121,7 @@ class StepTime:
 
     def __init__(self, hardware: ResolvedHardware, *, tensor_parallel: int, most: int) -> None:
         batch_s, self._context_s = step_seconds(hardware.decode, tensor_parallel)
-        self._batch_s = [0.0, *(batch_s(batch) for batch in range(1, most + 2))]
+        self._batch_s = [batch_s(max(batch, 1)) for batch in range(most + 2)]  # a step holds a sequence at least
         self._batch_array = np.array(self._batch_s)
         self._batches = np.arange(most + 2)
 
@@ -328,13 +328,14 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
 
     full = filled(step_s) if trainer_s > generation_s else engines.slots
     if max_lag is not None:
-        # A rollout lives for max_lag + 1 steps at most, the training of its own batch included.
-        longest = answers.longest(batch)
+        # From the version a rollout begins with, it has max_lag + 1 steps, the training of its own batch included; it
+        # begins half a step after that version on average, but at max_lag = 0, where all begin together.
+        longest, most = answers.longest(batch), max(max_lag + 0.5, 1.0)
         for _ in range(LAG_ROUNDS):
             life_s = longest * engines.step_s(engines.busy(full)) + pause_s + wait_s + trainer_s
-            if life_s <= (max_lag + 1) * step_s * (1 + TOLERANCE):
+            if life_s <= most * step_s * (1 + TOLERANCE):
                 break
-            step_s = max(trainer_s, generation_s, (step_s + life_s / (max_lag + 1)) / 2)
+            step_s = max(trainer_s, generation_s, (step_s + life_s / most) / 2)
             full = filled(step_s)
     in_flight = engines.number * full
     queued = 0.0
