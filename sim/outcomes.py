@@ -75,8 +75,8 @@ class Runner:
         # Those with the most in progress take longest: they go first.
         jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
         outcomes: dict[tuple[str, Level], Outcome] = {}
-        self._on_progress(what, 0, len(jobs))
         try:
+            self._on_progress(what, 0, len(jobs))
             with closing(self._results(jobs)) as results:
                 for outcome in results:
                     if outcome.failure is None:

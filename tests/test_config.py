@@ -769,8 +769,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("plan.schedulers=[]",), "plan.schedulers must not be empty, got []"),
     (
         ("plan.schedulers=['pipelines']",),
-        "plan.schedulers.0 must be 'pipeline', 'conventional', 'one_step_off' or 'partial_rollouts', "
-        'got "pipelines"',
+        "plan.schedulers.0 must be 'pipeline', 'conventional', 'one_step_off' or 'partial_rollouts', got \"pipelines\"",
     ),
     (("plan.generation_accelerators=[0]",), "plan.generation_accelerators.0 must be at least 1, got 0"),
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),

@@ -88,7 +88,13 @@ def test_only_the_command_line_reaches_other_packages_and_only_inside_its_functi
         for node in ast.walk(ast.parse(COMMAND_LINE.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert {"sim.run", "sim.compare", "sim.plan", "analysis.report", "analysis.planning"} <= strings  # loaded by name, when a command runs
+    assert {
+        "sim.run",
+        "sim.compare",
+        "sim.plan",
+        "analysis.report",
+        "analysis.planning",
+    } <= strings  # loaded by name, when a command runs
     assert roots(imported(COMMAND_LINE, top_level_only=True)) <= {"pipelinerl", "typer"} | set(sys.stdlib_module_names)
 
 
