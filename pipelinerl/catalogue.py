@@ -244,7 +244,11 @@ def _checked(kind: type[Entry], table: Mapping[str, Any], what: str) -> Entry:
         lines = []
         for fault in error.errors():
             where = ".".join(map(str, fault["loc"]))
-            reason = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"].lower()
+            reason = (
+                str(fault["ctx"]["error"])
+                if fault["type"] == "value_error"
+                else fault["msg"].replace("Input should be", "must be")
+            )
             if fault["type"] == "extra_forbidden":
                 near = difflib.get_close_matches(where, kind.model_fields, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""

@@ -67,7 +67,9 @@ class Coefficients(StrictModel):
     training_micro_batch_s: float = Field(ge=0)
     """Of a micro-batch, whatever it holds (seconds)."""
     gather_exposed: float = Field(ge=0, le=1)
-    """Share of the gathers and reductions of weights in a micro-batch that computing does not hide."""
+    """Share of the gathers of weights and reductions of gradients that computing does not hide."""
+    pack_tokens: float = Field(gt=0)
+    """Tokens of one forward and backward pass on one accelerator, between two gathers of the weights (count)."""
     extra_forward_passes: float = Field(ge=0)
     """Forward passes per trained token besides the training pass: old or reference log-probabilities (count)."""
     transfer_share: float = Field(gt=0, le=1)

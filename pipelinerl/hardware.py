@@ -117,7 +117,7 @@ def derive_decode(
 ) -> RooflineDecode:
     """Return the decode step of an engine."""
     reductions = 2 * model.layers if tensor_parallel > 1 else 0
-    link = gpu.nvlink or gpu.network
+    link = gpu.nvlink if gpu.nvlink and tensor_parallel <= gpu.gpus_per_node else gpu.network
     reduced = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES / link
     dense = model.parameters - model.embedding_parameters - model.expert_parameters
     return RooflineDecode(
@@ -181,10 +181,9 @@ def derive_training(
 ) -> TrainingConfig:
     """Return the trainer's step under ZeRO-3.
 
-    Per token matrix products, moving activations through the memory, and the exchange with experts, which recomputing
-    is taken not to repeat; per squared token attention; per micro-batch
-    the gathers of weights (forward, backward) and the reduction of gradients that computing does not hide; per
-    optimizer step the last reduction and gather. Experts stay where they are and are not gathered.
+    Per token matrix products, moving activations through the memory, the exchange with experts (which recomputing is
+    taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
+    pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory.
     """
     passes = 3 + coefficients.recomputation + coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
@@ -192,15 +191,35 @@ def derive_training(
     products_s = 2 * model.active_parameters / flops
     moved = BF16_BYTES * kept_numbers(model) * model.layers * coefficients.activation_traffic
     attention_flops = 1 / (1 / flops + 1 / (coefficients.attention_flops_per_byte * gpu.bandwidth))
-    link = collective_bandwidth(gpu, training_accelerators)
-    gathered = BF16_BYTES * (model.parameters - model.expert_parameters) if training_accelerators > 1 else 0.0
+    gather_s = gather_seconds(gpu, model, accelerators=training_accelerators) * coefficients.gather_exposed
     return TrainingConfig(
         token_s=passes * (products_s + moved / 3 / gpu.bandwidth) / small
-        + coefficients.exchange_exposed * exchange_seconds(gpu, model),
+        + coefficients.exchange_exposed * exchange_seconds(gpu, model)
+        + gather_s / coefficients.pack_tokens,
         token_squared_s=2 * passes * model.layers * model.attention_width / attention_flops / small,
-        step_s=coefficients.training_step_s + 2 * gathered / link,
-        micro_batch_s=coefficients.training_micro_batch_s + coefficients.gather_exposed * 3 * gathered / link,
+        step_s=coefficients.training_step_s
+        + OPTIMIZER_BYTES * model.parameters / training_accelerators / gpu.bandwidth,
+        micro_batch_s=coefficients.training_micro_batch_s + gather_s / 2,
     )
+
+
+GATHERED_BYTES = 8
+"""Per parameter and pass: bf16 weights forward and backward, fp32 gradients."""
+OPTIMIZER_BYTES = 28
+"""Per parameter and optimizer step: three fp32 states read and written, bf16 gradient read, bf16 weight written."""
+
+
+def gather_seconds(gpu: Gpu, model: LanguageModel, *, accelerators: int) -> float:
+    """Return the seconds of one pass's gathers and reductions at link speed.
+
+    Over NVLink within a node, else over all network links of a node together. Experts stay where they are.
+    """
+    if accelerators == 1:
+        return 0.0
+    network = gpu.gpus_per_node * gpu.network
+    inside = gpu.nvlink or gpu.network
+    link = inside if accelerators <= gpu.gpus_per_node else min(inside, network)
+    return GATHERED_BYTES * (model.parameters - model.expert_parameters) / link
 
 
 NODES_PER_TOKEN = 4
@@ -218,13 +237,6 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     inside = bool(gpu.nvlink) and state_bytes < gpu.memory_bytes
     copies = model.experts_per_token if inside else min(model.experts_per_token, NODES_PER_TOKEN)
     return 4 * model.layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
-
-
-def collective_bandwidth(gpu: Gpu, accelerators: int) -> float:
-    """Return the bytes/s at which a tensor is gathered or reduced: over NVLink in a node, else over all its NICs."""
-    if accelerators <= gpu.gpus_per_node:
-        return gpu.nvlink or gpu.network
-    return min(gpu.nvlink or gpu.network, gpu.gpus_per_node * gpu.network)
 
 
 def derive_weights(

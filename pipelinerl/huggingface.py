@@ -14,6 +14,8 @@ BYTES = 2
 def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return what a config says about a model, with the keys of ``LanguageModel``.
 
+    A sliding window is not seen: its cache is counted as if it kept everything.
+
     Handles the usual decoder: grouped-query attention or multi-head latent attention (DeepSeek), a gated feed-forward
     of three matrices, RMS norms, routed and shared experts. Biases of queries, keys and values and the norms of
     queries and keys follow ``model_type`` (Qwen2 has the first, Qwen3 the second).
@@ -24,6 +26,7 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     config = config.get("text_config", config) if "hidden_size" not in config else config
     read = _Reader(config, name)
     kind = str(config.get("model_type", ""))
+    _refuse_layers_without_cache(config, name)
     width, layers, vocabulary = read.count("hidden_size"), read.count("num_hidden_layers"), read.count("vocab_size")
     heads = read.count("num_attention_heads")
     if read.optional("kv_lora_rank"):
@@ -45,6 +48,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         expert = 3 * width * read.count("moe_intermediate_size", "intermediate_size")
         shared = _shared(read, width)
         dense_layers = read.optional("first_k_dense_replace") + len(config.get("mlp_only_layers") or ())
+        if (every := read.optional("decoder_sparse_step")) > 1:
+            dense_layers += layers - layers // every
         router = width * experts + (experts if kind == "deepseek_v3" else 0)  # and a bias per expert to balance them
         sparse_layers = layers - dense_layers
         expert_parameters = sparse_layers * experts * expert
@@ -57,7 +62,7 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         passed = 3 * width * read.count("intermediate_size")
         other_mlp = active_mlp = layers * passed
 
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = bool(config.get("tie_word_embeddings", kind.startswith("gemma")))
     embedding = vocabulary * width
     other = layers * (attention + 2 * width) + width + embedding * (1 if tied else 2)
     return {
@@ -79,6 +84,19 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys for the number of routed experts: Qwen, DeepSeek, Mixtral."""
+
+
+def _refuse_layers_without_cache(config: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError for layers that keep a state instead of a KV cache: neither is counted here."""
+    kinds = config.get("layer_types")
+    others = sorted({str(kind) for kind in kinds if "attention" not in str(kind)} if isinstance(kinds, list) else ())
+    if (isinstance(kinds, list) and "linear_attention" in kinds) or config.get("full_attention_interval"):
+        others.append("linear_attention")
+    if others:
+        raise ConfigError(
+            f"model {name}: layers of type {', '.join(others)} cannot be counted from config.json; give its parameters "
+            "and KV cache in a TOML file"
+        )
 
 
 def _latent_attention(read: _Reader, width: int, heads: int) -> tuple[int, float, int]:

@@ -16,7 +16,9 @@ from sim.lengths import Workload
 from sim.run import simulate
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-QUICKSTART, APPENDIX_A, QWEN7B = (EXAMPLES / f"{name}.toml" for name in ("quickstart", "appendix_a", "qwen7b_128_h100"))
+QUICKSTART, APPENDIX_A, QWEN7B, BY_NAME = (
+    EXAMPLES / f"{name}.toml" for name in ("quickstart", "appendix_a", "qwen7b_128_h100", "h100_by_name")
+)
 CONVENTIONAL = "scheduler.kind=conventional"
 
 
@@ -144,10 +146,33 @@ def test_the_main_run_is_steady_from_end_to_end():
     assert np.mean([row.length_mean for row in rows]) == pytest.approx(3000, rel=0.01)
 
 
+# ------------------------------------------------------------------------------------ hardware by name
+
+
+def test_the_levels_of_the_example_by_name_are_ordered_and_agree_on_the_winner():
+    """Same answers in all: the run lasts longer from level to level, and the pipeline is ahead in each."""
+    levels = ("optimistic", "central", "pessimistic")
+    pipeline, conventional = (
+        [summary_of(BY_NAME, *overrides, f"hardware.level={level}")["duration_s"] for level in levels]
+        for overrides in ((), (CONVENTIONAL,))
+    )
+    assert pipeline == sorted(pipeline)
+    assert conventional == sorted(conventional)
+    assert all(ahead < behind for ahead, behind in zip(pipeline, conventional, strict=True))
+
+
+def test_a_better_gpu_is_faster():
+    """More memory bandwidth generates faster; fewer FLOP/s train more slowly."""
+    h200, h100, h20 = (summary_of(BY_NAME, f"hardware.gpu={gpu}") for gpu in ("H200", "H100", "H20"))
+    assert h200["duration_s"] < h100["duration_s"] < h20["duration_s"]
+    assert h100["bottleneck"] == "generation"
+    assert h20["utilisation"]["training"] > 0.85 > h100["utilisation"]["training"]
+
+
 # ---------------------------------------------------------------------------------- all of them
 
 
-@pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B, BY_NAME], ids=lambda path: path.stem)
 def test_every_arm_of_an_example_is_a_run_that_replays(example, tmp_path):
     """Cut to a few steps; the first scenario stands for all, which differ in hardware only."""
     cells = plan_cells(load_run(example))
