@@ -62,9 +62,14 @@ def check(config: RunConfig) -> HuggingFaceCodec:
             "train.trainer.pack_tokens must hold the longest rollout, train.task.max_prompt_tokens + "
             f"workload.length.max = {longest} tokens, got pack_tokens={train.trainer.pack_tokens}"
         )
+    if config.scheduler.partial_rollouts:
+        raise ConfigError(
+            "scheduler.partial_rollouts is for the simulator: train's engines lose what is in progress when they give "
+            "their memory to the trainer, got true"
+        )
     if train.transport == "nccl" and (train.device == "cpu" or config.colocated):
         raise ConfigError(
-            "train.transport='nccl' needs train.device='gpu' and scheduler.kind='pipeline', got "
+            "train.transport='nccl' needs train.device='gpu' and a scheduler.kind other than 'conventional', got "
             f"device={train.device!r}, kind={config.scheduler.kind!r}"
         )
     folder = Path(train.weights_folder)

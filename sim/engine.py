@@ -240,7 +240,7 @@ class Engine:
             case WeightUpdate.ABORT:
                 for rollout_id in [*self._running, *(sequence.rollout_id for sequence in self._waiting)]:
                     self._abort(rollout_id)
-            case WeightUpdate.WAIT if self._running or self._waiting:
+            case WeightUpdate.WAIT if self._still_since is None and (self._running or self._waiting):
                 return
         self._pause_end = self._tick + self._pause_ticks
 

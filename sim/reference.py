@@ -156,7 +156,8 @@ class StepByStepEngine:
     def _begin_update(self) -> None:
         assert self._update is not None
         _, _, weight_update = self._update
-        if weight_update is WeightUpdate.WAIT and (self._running or self._waiting):
+        may_finish = self._still_since is None and (self._running or self._waiting)
+        if weight_update is WeightUpdate.WAIT and may_finish:
             return
         if weight_update is WeightUpdate.ABORT:
             for sequence in [*self._running, *self._waiting]:

@@ -156,7 +156,7 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 KEYS = (
     "discard_limit, filter_no_signal, generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, "
-    "optimizer_steps_per_rl_step, publish_every, ready_queue_size, train_batch_size, weight_update"
+    "optimizer_steps_per_rl_step, partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update"
 )
 SHIPPED = "shipped sets: areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought"
 EMPIRICAL = "workload.length.kind=empirical"

@@ -67,6 +67,7 @@ EVERY_KEY: dict[str, Any] = {
         "generation_batch_size": 64,
         "optimizer_steps_per_rl_step": 4,
         "publish_every": 1,
+        "partial_rollouts": False,
         "micro_batch_size": 16,
         "max_lag": 5,
         "weight_update": "recompute",
@@ -639,7 +640,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         ("scheduler.max_lags=3",),
         "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
         "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-        "publish_every, ready_queue_size, train_batch_size, weight_update",
+        "partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update",
     ),
     (
         ("hardware.decode.affine=3",),
@@ -718,6 +719,14 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         ("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=2", "scheduler.max_lag=2"),
         "scheduler.max_lag cannot be met: a one_step_off RL step trains its last batch at lag "
         "2 * optimizer_steps_per_rl_step - 1 = 3, got max_lag=2",
+    ),
+    (
+        ("scheduler.partial_rollouts=true",),
+        "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, kind='pipeline'",
+    ),
+    (
+        (CONVENTIONAL, "scheduler.partial_rollouts=true", "scheduler.max_lag=1", "scheduler.on_stale=drop"),
+        "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got on_stale='drop'",
     ),
     (
         ("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),

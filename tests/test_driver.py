@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,33 @@ def test_a_conventional_run_trains_batch_i_at_lag_i(tmp_path, steps_per_rl_step)
     with (out / "steps.csv").open() as file:
         lags = [float(row["lag_mean"]) for row in csv.DictReader(file)]
     assert lags == [step % steps_per_rl_step for step in range(6)]
+
+
+@pytest.mark.parametrize("steps_per_rl_step", [1, 2])
+def test_a_one_step_off_run_trains_batch_i_at_lag_g_plus_i(tmp_path, steps_per_rl_step):
+    """6 steps; in the first RL step the lag is i."""
+    config = config_of(kind="one_step_off", optimizer_steps_per_rl_step=steps_per_rl_step)
+    parts = parts_of(config)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    with (tmp_path / "run" / "steps.csv").open() as rows:
+        lags = [float(row["lag_mean"]) for row in csv.DictReader(rows)]
+    assert lags == {1: [0, 1, 1, 1, 1, 1], 2: [0, 1, 2, 3, 2, 3]}[steps_per_rl_step]
+    assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+@pytest.mark.parametrize("every", [2, 4])
+def test_a_run_that_publishes_now_and_then_keeps_its_books(tmp_path, every, weight_update):
+    config = config_of(publish_every=every, max_lag=every, weight_update=weight_update)
+    summary = run(config, tmp_path / "run", parts_of(config))
+    check_books(tmp_path / "run", config, summary)
+    rows = records(tmp_path / "run")
+    versions = [0, *(row.command.version for row in rows if isinstance(row.command, PublishWeights))]
+    assert len(versions) > 1
+    for last, version in pairwise(versions):  # once in K steps, or made up for later
+        assert version // every > last // every
+    assert summary["lag"]["max"] <= every
 
 
 def test_micro_batches_stream_into_one_step(tmp_path):
@@ -420,7 +448,7 @@ def interrupted(config, out, *, at):
     return parts
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight_update):
     config = config_of(

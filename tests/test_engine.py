@@ -286,6 +286,24 @@ def test_an_update_exactly_at_a_boundary_waits_for_the_next(make):
 
 
 @both_engines
+@pytest.mark.parametrize(("asked", "stops"), [(5, 10), (10, 20), (15, 20)])
+def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weights(make, asked, stops):
+    """Steps of 10, a pause of 4, weights at 55: it loads at 59 and prefills the 1 + n tokens it has, at 3 each."""
+    log = Log(make, settings_with(prefill=PrefillCost(0, 3, 0), pause=4))
+    engine, sequence = log.engines[0], Sequence(0, 1, 4)
+    log.at(0, lambda: engine.submit(sequence, 0))
+    log.at(asked + 3, engine.stand_still)  # the first step lasts 3 longer: its prefill
+    log.at(40, lambda: engine.update(1, WeightUpdate.RECOMPUTE, 55))
+    log.clock.run()
+    num_before = stops // 10
+    finish = 59 + 3 * (1 + num_before) + 10 * (4 - num_before)
+    assert log.entries == [
+        (59, "loaded", 1, 59 - stops - 3),
+        (finish, "finished", 0, spans((0, num_before), (1, 4))),
+    ]
+
+
+@both_engines
 def test_the_last_admitted_is_preempted_and_first_in_the_queue_again(make):
     """10 tokens of cache, a tick of prefill per token.
 
@@ -489,8 +507,10 @@ class Scripted(Log):
                 self.publish()  # in the middle of a boundary of the engine that has loaded last
 
     def publish(self):
-        _, transfer, kind = self.script.updates[self.num_published - 1]
+        _, transfer, kind, stand_still = self.script.updates[self.num_published - 1]
         for engine in self.engines:
+            if stand_still:
+                engine.stand_still()
             engine.update(self.num_published, kind, self.clock.now + transfer)
 
     def note(self, *entry):
@@ -540,7 +560,7 @@ def scripts(draw, *, unit=1, longest=12):
         num_at_once=draw(st.integers(0, 12)),
         rollouts=rollouts,
         moves=draw(st.booleans()),
-        updates=draw(st.lists(st.tuples(delay, delay, kind), max_size=8)),
+        updates=draw(st.lists(st.tuples(delay, delay, kind, st.sampled_from([False, False, True])), max_size=8)),
         aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
         aborts_on_finish=draw(st.dictionaries(rollout_id, rollout_id, max_size=4)),
         late=draw(st.lists(st.tuples(tick, st.integers(0, num_engines - 1)), max_size=8)),
@@ -644,6 +664,20 @@ WORLDS = {
     },
     "conventional": {"scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 3}},
     "conventional, ties": {"scheduler": {"kind": "conventional"}, "workload": FIXED, "hardware": TIES},
+    "partial rollouts": {
+        "scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 2, "partial_rollouts": True},
+        "hardware": {"kv_cache_tokens": 120},
+    },
+    "partial rollouts within max_lag": {
+        "scheduler": {"kind": "conventional", "partial_rollouts": True, "max_lag": 1, "train_batch_size": 8},
+    },
+    "partial rollouts, ties": {
+        "scheduler": {"kind": "conventional", "partial_rollouts": True, "train_batch_size": 8},
+        "workload": {**FIXED, "length": {"kind": "uniform", "max": 12}},
+        "hardware": {**TIES, "weights": {}, "latency": {}, "prefill": {}},
+    },
+    "one step off": {"scheduler": {"kind": "one_step_off", "optimizer_steps_per_rl_step": 3}},
+    "one step off, ties": {"scheduler": {"kind": "one_step_off"}, "workload": FIXED, "hardware": TIES},
     "preemption": {"hardware": {"kv_cache_tokens": 90}},
     "preemption and recompute": {
         "scheduler": {"weight_update": "recompute"},

@@ -63,6 +63,11 @@ def test_a_model_that_is_not_there(complaint, tmp_path):
     assert "train.model.path must be a folder with a model (config.json), got" in line
 
 
+def test_partial_rollouts_are_for_the_simulator(complaint):
+    sets = ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep")
+    assert "scheduler.partial_rollouts is for the simulator" in complaint(*sets)
+
+
 def test_a_model_without_weights(complaint, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "train.model.path must hold weights as *.safetensors" in complaint(f"train.model.path={tmp_path}")
@@ -136,7 +141,7 @@ def test_weights_in_a_folder_that_is_not_there(complaint):
 def test_nccl_where_there_is_none(complaint, setting):
     device = "gpu" if "kind" in setting else "cpu"
     line = complaint(setting, f"train.device={device}", "train.transport=nccl")
-    assert "train.transport='nccl' needs train.device='gpu' and scheduler.kind='pipeline'" in line
+    assert "train.transport='nccl' needs train.device='gpu' and a scheduler.kind other than 'conventional'" in line
 
 
 def test_a_run_file_without_the_train_table(said_to, tmp_path):
