@@ -784,8 +784,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),
     (
         ("plan.min_ess=0.5",),
-        "plan.min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after one "
-        "optimizer step, as nothing else here knows how far weights drift, got min_ess=0.5",
+        "plan.min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
+        "one optimizer step, as nothing else here knows how far weights drift, got min_ess=0.5",
     ),
     (("compare={baseline='a'}",), "compare.arms is missing"),
     (("compare={baseline='a', arms=5}",), "compare.arms must be a list, got 5"),

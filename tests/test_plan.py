@@ -162,7 +162,8 @@ def test_the_front_is_what_nothing_beats_and_everything_else_is_beaten_or_equal(
     assert not [one for one in chosen for other in points if beats(other, one)]
     for point in points:
         assert point in chosen or any(beats(one, point) for one in chosen)
-    assert chosen == sorted(chosen) and len(set(chosen)) == len(chosen)
+    assert chosen == sorted(chosen)
+    assert len(set(chosen)) == len(chosen)
 
 
 def some(label_family_rate_lag: list[tuple[str, str, float, float]]) -> list[Screened]:
