@@ -175,10 +175,13 @@ def _plan_reasons(plan: dict[str, Any]) -> list[str]:
         )
     for level, decision in plan["decisions"].items():
         if not decision["same"]:
-            lines.append(f"with {level} coefficients the decision changes: {decision['label']}")
+            lines.append(
+                f"with {level} coefficients the decision changes: {decision['label']}, {decision['faster']:.0%} faster"
+            )
     changing = [row["coefficient"] for row in plan["sensitivity"] if any(_moves(row))]
     if changing:
-        lines.append(f"coefficients that change the decision, largest effect first: {', '.join(changing)}")
+        names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
+        lines.append(f"coefficients that alone change the decision, largest effect first: {names}")
     return lines
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.coefficients import Level
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.runfile import parse_run
 from sim.candidates import Candidate
 from sim.parallel import run_all, run_all_on_ray
-from sim.run import simulate
+from sim.stepbooks import Step, simulate_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Told what is going on, and how many of how many are done."""
@@ -122,15 +121,14 @@ def _slots(job: Job) -> int:
 
 def simulate_job(job: Job) -> Outcome:
     """Simulate one candidate and extend its steady state to the whole run."""
-    rows: list[StepRow] = []
     try:
-        simulate(checked(job.candidate, level=job.level, steps=job.steps), on_step=rows.append)
+        rows = simulate_steps(checked(job.candidate, level=job.level, steps=job.steps))
     except PipelineRLError as error:
         return Outcome(job.candidate, job.level, *(0.0,) * 4, 0, *(0.0,) * 3, failure=str(error))
     return extended(job, rows)
 
 
-def extended(job: Job, rows: Sequence[StepRow]) -> Outcome:
+def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     """Return the outcome of a whole run from the rows of its first optimizer steps."""
     config = job.candidate.config
     steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.family != "pipeline" else 1

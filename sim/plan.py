@@ -3,7 +3,7 @@
 Theory of operation. ``sim.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
 front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
 ``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
-of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 1 % of it the one
+of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 3 % of it the one
 with the least mean lag. The front-runners are simulated again with the optimistic and the pessimistic coefficients.
 """
 
@@ -34,8 +34,8 @@ from sim.outcomes import Job, OnProgress, Outcome, Runner, checked
 from sim.space import space_of
 from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
 
-TIE = 0.01
-"""Relative difference in throughput within which the mean lag decides."""
+TIE = 0.03
+"""Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
 
 
 def plan(
@@ -230,7 +230,7 @@ class _Search:
                 for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
             ],
             "screened": _screened(self.kept),
-            "sensitivity": sensitivity(self.space, best.candidate, pool, factors),
+            "sensitivity": sensitivity(self.space, best.candidate, pool, factors, tie=TIE),
             "splits": split_curve(self.config, self.answers, best.candidate),
         }, best.candidate
 
@@ -260,13 +260,18 @@ class _Search:
         }
 
     def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
-        """Return what would be recommended with the coefficients of each level, among what was simulated there."""
+        """Return what would be recommended with the coefficients of each level, among what was simulated there.
+
+        The decision stays where the recommendation is as fast as that within ``TIE``, or the same way to run.
+        """
         decisions: dict[str, Any] = {}
         for level, outcomes in bands.items():
             ranked = self.ranked(outcomes)
-            if ranked:
-                same = way(ranked[0].candidate) == way(best.candidate)
-                decisions[level.value] = {"label": ranked[0].candidate.label, "same": same}
+            here = next((one for one in outcomes if one.candidate.label == best.candidate.label), None)
+            if ranked and here is not None:
+                faster = ranked[0].tokens_per_s / here.tokens_per_s - 1
+                same = way(ranked[0].candidate) == way(best.candidate) or faster <= TIE
+                decisions[level.value] = {"label": ranked[0].candidate.label, "faster": faster, "same": same}
         return decisions
 
     def _described(self, outcome: Outcome, bands: dict[Level, list[Outcome]]) -> dict[str, Any]:

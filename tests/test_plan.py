@@ -32,6 +32,7 @@ from sim.parallel import run_all_on_ray
 from sim.plan import choose_survivors, pareto_front, plan
 from sim.run import simulate
 from sim.space import Limits, Reason, space_of
+from sim.stepbooks import simulate_steps
 
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
@@ -192,6 +193,24 @@ def test_survivors_are_two_of_each_family_fast_ones_and_the_front() -> None:
 # --------------------------------------------------------------------------------------------- outcomes
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("scheduler.micro_batch_size=4",),
+        ("scheduler.max_lag=1", "scheduler.on_stale='drop'", "scheduler.filter_no_signal=true"),
+        ("scheduler.weight_update='abort'", "workload.length.cv=1.5"),
+        ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=4"),
+        ("scheduler.kind=conventional", "scheduler.partial_rollouts=true"),
+    ],
+)
+def test_the_short_books_say_what_the_full_ones_say(overrides: tuple[str, ...]) -> None:
+    rows: list[StepRow] = []
+    simulate(run(*overrides), on_step=rows.append)
+    assert simulate_steps(run(*overrides)) == [
+        (one.time_s, one.train_s, one.publish_s, one.wait_s, one.tokens, one.lag_mean, one.lag_max) for one in rows
+    ]
+
+
 def row(step: int, time_s: float, **changes: float) -> StepRow:
     numbers: dict[str, Any] = {
         "train_s": 1.0, "publish_s": 0.25, "wait_s": 0.75, "samples": 8, "tokens": 100, "lag_mean": 2.0, "lag_max": 3,
@@ -225,7 +244,7 @@ def test_of_conventional_rl_only_whole_rl_steps_count() -> None:
 
 def test_the_recommendation_is_the_fastest_and_among_equals_the_one_with_the_least_lag(result: dict[str, Any]) -> None:
     most = max(one["tokens_per_s"] for one in result["simulated"])
-    equals = [one for one in result["simulated"] if one["tokens_per_s"] >= 0.99 * most]
+    equals = [one for one in result["simulated"] if one["tokens_per_s"] >= 0.97 * most]
     best = min(equals, key=lambda one: one["lag_mean"])
     assert result["recommended"]["label"] == best["label"]
     assert result["recommended"]["tokens_per_s"] == best["tokens_per_s"]
@@ -263,7 +282,7 @@ def test_front_families_and_decisions_name_what_was_simulated(result: dict[str, 
     for family, one in result["families"].items():
         assert one["family"] == family
         assert one["tokens_per_s"] >= max(
-            0.99 * other["tokens_per_s"] for other in simulated.values() if other["family"] == family
+            0.97 * other["tokens_per_s"] for other in simulated.values() if other["family"] == family
         )
     assert set(result["decisions"]) == {"optimistic", "pessimistic"}
 
@@ -275,7 +294,7 @@ def test_the_runner_up_is_another_way_and_says_why_it_lost(result: dict[str, Any
         other["cluster"]["generation_accelerators"],
     )
     slower = 1 - other["tokens_per_s"] / best["tokens_per_s"]
-    assert other["why"].startswith(f"{slower:.0%} slower" if slower > 0.01 else "as fast within 1%")
+    assert other["why"].startswith(f"{slower:.0%} slower" if slower > 0.03 else "as fast within 3%")
 
 
 def test_sensitivity_is_of_single_coefficients_the_largest_first(result: dict[str, Any]) -> None:
