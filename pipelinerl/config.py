@@ -170,6 +170,13 @@ class RooflineDecode(StrictModel):
     """Seconds per step and sequence of the engine itself."""
 
     @model_validator(mode="after")
+    def _units_are_plausible(self) -> Self:
+        for name, unit, example in (("peak_flops", "FLOP/s", "989e12"), ("bandwidth", "bytes/s", "3.35e12")):
+            if (value := getattr(self, name)) < 1e9:
+                raise ValueError(f"{name} must be in {unit} and at least 1e9, got {value:g}; did you mean {example}?")
+        return self
+
+    @model_validator(mode="after")
     def _experts_are_complete(self) -> Self:
         names = ("experts", "experts_per_token", "expert_parameters")
         missing = [name for name in names if getattr(self, name) is None]

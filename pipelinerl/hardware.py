@@ -115,10 +115,8 @@ def derive_hardware(
 def derive_decode(
     gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
 ) -> RooflineDecode:
-    """Return the decode step of an engine."""
-    reductions = 2 * model.layers if tensor_parallel > 1 else 0
-    link = gpu.nvlink if gpu.nvlink and tensor_parallel <= gpu.gpus_per_node else gpu.network
-    reduced = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES / link
+    """Return the decode step of an engine: of a mixture what is read anyway, and its experts apart."""
+    reductions = ALLREDUCES_PER_LAYER * model.layers if tensor_parallel > 1 else 0
     dense = model.parameters - model.embedding_parameters - model.expert_parameters
     return RooflineDecode(
         kind="roofline",
@@ -136,17 +134,30 @@ def derive_decode(
         step_overhead_s=coefficients.step_overhead_s
         + coefficients.layer_overhead_s * model.layers
         + coefficients.allreduce_s * reductions,
-        sequence_overhead_s=coefficients.sequence_overhead_s + reduced * reductions,
+        sequence_overhead_s=coefficients.sequence_overhead_s
+        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel),
     )
+
+
+ALLREDUCES_PER_LAYER = 2
+"""Under tensor parallelism: after attention and after the feed-forward."""
+
+
+def reduction_seconds(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int) -> float:
+    """Return the seconds in which the bytes of one token's all-reduces, of all layers, pass the link of an engine."""
+    link = gpu.nvlink if gpu.nvlink and tensor_parallel <= gpu.gpus_per_node else gpu.network
+    sent_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES
+    return ALLREDUCES_PER_LAYER * model.layers * sent_bytes / link
 
 
 def derive_prefill(
     gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
 ) -> PrefillConfig:
-    """Return the prefill of one sequence: 2 FLOP per parameter and token, causal attention."""
+    """Return the prefill of one sequence: 2 FLOP per parameter and token, causal attention, all-reduces."""
     rate = tensor_parallel * gpu.bf16_flops * coefficients.prefill_mfu
     return PrefillConfig(
-        token_s=2 * (model.active_parameters - model.embedding_parameters) / rate,
+        token_s=2 * (model.active_parameters - model.embedding_parameters) / rate
+        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel),
         token_squared_s=2 * model.layers * model.attention_width / rate,
     )
 

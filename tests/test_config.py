@@ -416,7 +416,8 @@ decodes = st.one_of(
     table({"kind": st.just("affine"), "step_s": positive}, {"sequence_s": seconds, "context_token_s": seconds}),
     table(
         {"kind": st.just("roofline"), "kv_bytes_per_token": st.floats(0, 1e6)}
-        | dict.fromkeys(("peak_flops", "bandwidth", "parameters_read", "parameters_active"), positive),
+        | dict.fromkeys(("peak_flops", "bandwidth"), st.floats(1e9, 1e18))
+        | dict.fromkeys(("parameters_read", "parameters_active"), positive),
         {"bytes_per_parameter": positive, "step_overhead_s": seconds, "sequence_overhead_s": seconds}
         | dict.fromkeys(("weight_efficiency", "kv_efficiency", "flops_efficiency"), share),
     ),

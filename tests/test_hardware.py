@@ -171,7 +171,7 @@ def test_a_batch_reads_the_experts_that_its_sequences_meet(batch, share):
     assert step_ms(hardware, batch, 0) == pytest.approx(read / 3.35e9)
 
 
-def test_a_roofline_with_half_of_its_experts_is_one_line():
+def test_a_roofline_with_half_of_its_experts_or_in_other_units_is_one_line():
     decode = {"kind": "roofline", "peak_flops": 1e15, "bandwidth": 1e12, "parameters_read": 1e9} | {
         "parameters_active": 1e9,
         "kv_bytes_per_token": 0.0,
@@ -180,6 +180,8 @@ def test_a_roofline_with_half_of_its_experts_is_one_line():
     for more, line in (
         ({}, "hardware.decode.experts_per_token is missing; "),
         ({"experts_per_token": 9, "expert_parameters": 1e9}, "hardware.decode.experts_per_token must be at most"),
+        ({"bandwidth": 3350.0}, "hardware.decode.bandwidth must be in bytes/s and at least 1e9, got 3350; did you"),
+        ({"peak_flops": 989.0}, "hardware.decode.peak_flops must be in FLOP/s and at least 1e9, got 989; did you"),
     ):
         data = run_tables() | {"hardware": {"decode": decode | more, "training": {"token_s": 0.0}}}
         with pytest.raises(ConfigError, match=line):
@@ -254,6 +256,14 @@ def test_prefill_is_that_of_the_kernels():
     prefill = derived(level=Level.OPTIMISTIC).prefill
     for tokens, measured_s in ((1024, 0.0212), (4096, 0.0856), (8192, 0.1866)):
         assert prefill.token_s * tokens + prefill.token_squared_s * tokens**2 == pytest.approx(measured_s, rel=0.05)
+
+
+def test_prefill_by_hand():
+    """Two accelerators: half the products each, and 56 all-reduces of 7168 bytes per token at 450 GB/s."""
+    prefill = derived(values=plain(), tensor_parallel=2).prefill
+    products_s = 2 * (7_615_616_512 - 152064 * 3584) / (2 * 989e12)
+    assert prefill.token_s == pytest.approx(products_s + 56 * 7168 / 450e9)
+    assert prefill.token_squared_s == pytest.approx(2 * 28 * 3584 / (2 * 989e12))
 
 
 # ------------------------------------------------------------------------------------------- KV cache
