@@ -192,10 +192,12 @@ class Driver:
             await asyncio.gather(self._start_trainer(), self._fleet.start())
         if self._meet is not None:
             await self._meet()
-        if state.version and state.version == state.published:
-            await self._load_newest()
-        elif state.version:
+        scheduler = self._config.scheduler
+        next_publishes = scheduler.publish_every == 1 if scheduler.kind == "pipeline" else self._config.colocated
+        if state.version > state.published and next_publishes:
             return  # they wait for the publication that comes first
+        if state.published:  # version 0 they have
+            await self._load_newest(state.published)
         self._fleet.may_generate()
 
     async def _start_trainer(self) -> None:
@@ -205,10 +207,13 @@ class Driver:
         if self._config.colocated:
             await self._trainer.offload()
 
-    async def _load_newest(self) -> None:
-        """Give all engines the trainer's weights, outside of the schedule."""
+    async def _load_newest(self, version: int) -> None:
+        """Give all engines the trainer's weights, outside of the schedule, under the name of this version.
+
+        A run that goes on between two publications has no older ones: then the lag that it reports is too large.
+        """
         await self._to_training()
-        weights = await self._trainer.publish(self._state.version)
+        weights = await self._trainer.publish(version)
         await self._to_generation()
         await asyncio.gather(self._trainer.send(weights), self._fleet.load(weights))
 
@@ -256,7 +261,7 @@ class Driver:
             shutil.rmtree(self._export_to, ignore_errors=True)
             partial.rename(self._export_to)
         if self._train_config.evaluation.problems:
-            await self._unless_ended(self._load_newest(), after)
+            await self._unless_ended(self._load_newest(self._state.version), after)
             self._state.evaluation["success_after"] = await self._unless_ended(
                 self._answers.success_rate(self._fleet), after
             )

@@ -11,8 +11,8 @@ Theory of operation. Two machines run side by side and meet in the ready queue.
 
 ``handle`` books the event, then decides by looking at the books only. What differs between conventional
 RL (Algorithm 1), one-step-off RL and PipelineRL (Algorithm 2) is three answers: may a group be admitted, which
-ready groups form the next micro-batch, and is it time to publish. The first two are in ``phases``, and need no
-bound on lag, since theirs is fixed; from here on this is about PipelineRL.
+ready groups form the next micro-batch, and is it time to publish. The first two, whose lag is fixed, and
+conventional RL with partial rollouts are in ``phases``; from here on this is about PipelineRL.
 
 ==================  ================================  ==================================================
 waiting             waits for                         is unblocked by

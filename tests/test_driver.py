@@ -464,6 +464,14 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight
     assert 0 < len(parts.trainer.trained) <= 17  # what was done before the checkpoint is not done again
 
 
+def test_an_interrupted_run_goes_on_between_two_publications(tmp_path):
+    config = config_of(steps=20, longest=40, slots=16, publish_every=4, max_lag=3)
+    interrupted(config, tmp_path / "run", at=6)
+    summary = run(config, tmp_path / "run", parts_of(config), resume=True)
+    check_books(tmp_path / "run", config, summary)
+    assert summary["lag"]["max"] <= 3
+
+
 def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
     config = config_of(micro_batch_size=4, longest=40, slots=16)
     out = tmp_path / "run"

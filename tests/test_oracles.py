@@ -614,6 +614,108 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
         assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
 
 
+# ----------------------------------------------------------------------------------- partial rollouts
+
+
+def partial(**scheduler):
+    return {"kind": "conventional", "partial_rollouts": True, **scheduler}
+
+
+@pytest.mark.parametrize(
+    ("slots", "ends_s", "lags"), [(4, [12.5, 25, 37.5], [0, 0, 0]), (6, [12.5, 25, 27.5], [0, 0.5, 1])]
+)
+def test_what_is_over_when_an_rl_step_begins_is_the_first_of_the_next(slots, ends_s, lags):
+    """B = 4, answers of 10 s, steps of 2.5 s, all else free; engines stand still from 10 s to 12.5 s and so on.
+
+    4 slots: all finish at 10 s, their places are taken at once by 4 others, which begin under version 1, at 12.5 s.
+    6 slots: 4 and 5 are left over. The second step takes them, a version old, and the first two of those that finish
+    at 22.5 s; the third step the other four, which were ready when it began, and all of them a version old.
+    """
+    run = play(3, batch=4, slots=slots, length=fixed(10), scheduler=partial(), hardware=trains_in(2.5))
+    assert [row.time_s for row in run.steps] == ends_s
+    assert [row.lag_mean for row in run.steps] == lags
+    trained = [rollout_id for _, entry in run.of(StartTraining) for rollout_id in entry.rollout_ids]
+    assert trained == list(range(12))
+
+
+def run_of_partial_rollouts(prefill_s, **scheduler):
+    return play(
+        20,
+        batch=8,
+        slots=40,
+        length=uniform(100),
+        scheduler=partial(**scheduler),
+        workload={"prompt_tokens": 20},
+        hardware={**trains_in(500.0), "prefill": {"token_s": prefill_s}},
+    )
+
+
+def test_what_goes_on_after_an_rl_step_is_prefilled_again_with_the_tokens_it_has():
+    """One engine: prefill stretches time and changes nothing else. A span ends where an engine stood still."""
+    free, costly = run_of_partial_rollouts(0.0), run_of_partial_rollouts(1e-3)
+    assert [row.lag_mean for row in free.steps] == [row.lag_mean for row in costly.steps]
+    ended = [entry.spans for _, entry in costly.of(RolloutFinished)]
+    carried_over = [20 + end for spans in ended for end in spans.ends[:-1]]
+    assert len(carried_over) > 100
+    extra_s = costly.summary()["duration_s"] - free.summary()["duration_s"]
+    assert extra_s > 1e-3 * (20 * 40 + sum(carried_over))  # what was still unfinished at the end comes on top
+
+
+def test_engines_stand_still_while_the_same_accelerators_train():
+    """Steps of 500 s: nothing finishes from 1 s (the decode step under way) after the start of one until its end."""
+    run = run_of_partial_rollouts(0.0)
+    starts_s = [time_s for time_s, _ in run.of(StartTraining)]
+    for time_s, _ in run.of(RolloutFinished):
+        assert not any(start_s + 1 < time_s < start_s + 500 for start_s in starts_s)
+    generating_s = run.summary()["duration_s"] - 20 * 500
+    busy_s = run.summary()["utilisation"]["generation"] * run.summary()["duration_s"]
+    assert generating_s <= busy_s <= generating_s + 20  # a decode step per RL step
+
+
+def test_partial_rollouts_do_not_wait_for_the_longest_answer():
+    """Conventional RL drains for up to 100 s per RL step; with all slots full 8 of 40 rollouts end far sooner."""
+    scheduler = {"kind": "conventional"}
+    drained = play(20, batch=8, slots=40, length=uniform(100), scheduler=scheduler, hardware=trains_in(500.0))
+    without, partly = (
+        drained.summary()["duration_s"] - 10_000,
+        run_of_partial_rollouts(0.0).summary()["duration_s"] - 10_000,
+    )
+    assert partly < 0.4 * without
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    rl_step=st.integers(1, 3),
+    slack=st.integers(0, 4),
+    group_size=st.sampled_from([1, 4]),
+    micro_batch_size=st.sampled_from([4, 8]),
+    slots=st.integers(1, 20),
+    dispatch_s=st.sampled_from([0.0, 5.0]),
+)
+def test_no_token_of_a_partial_rollout_is_older_than_max_lag(
+    rl_step, slack, group_size, micro_batch_size, slots, dispatch_s
+):
+    max_lag = rl_step - 1 + slack
+    run = play(
+        10,
+        batch=8,
+        slots=slots,
+        engines=2,
+        length=uniform(20),
+        scheduler=partial(max_lag=max_lag, optimizer_steps_per_rl_step=rl_step, micro_batch_size=micro_batch_size),
+        workload={"group_size": group_size},
+        hardware={
+            **trains_in(3.0),
+            "weights": {"publish_s": 0.5, "transfer_s": 1.5, "pause_s": 0.5},
+            "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
+        },
+    )
+    assert oldest_trained(run) == run.summary()["lag"]["max"] <= max_lag
+    assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
+    tokens = run.summary()["tokens"]
+    assert tokens["generated"] == tokens["trained"] + tokens["unfinished"]
+
+
 # ------------------------------------------------------------------------------ publications now and then
 
 
