@@ -36,6 +36,8 @@ from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
 
 TIE = 0.03
 """Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
+CHANGE = 2 * TIE
+"""Relative difference from which on a decision counts as another one: what is recommended may be ``TIE`` below the best."""
 
 
 def plan(
@@ -230,7 +232,7 @@ class _Search:
                 for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
             ],
             "screened": _screened(self.kept),
-            "sensitivity": sensitivity(self.space, best.candidate, pool, factors, tie=TIE),
+            "sensitivity": sensitivity(self.space, best.candidate, pool, factors, least=CHANGE),
             "splits": split_curve(self.config, self.answers, best.candidate),
         }, best.candidate
 
@@ -262,7 +264,7 @@ class _Search:
     def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
         """Return what would be recommended with the coefficients of each level, among what was simulated there.
 
-        The decision stays where the recommendation is as fast as that within ``TIE``, or the same way to run.
+        The decision stays where the recommendation is as fast as that within ``CHANGE``, or the same way to run.
         """
         decisions: dict[str, Any] = {}
         for level, outcomes in bands.items():
@@ -270,7 +272,7 @@ class _Search:
             here = next((one for one in outcomes if one.candidate.label == best.candidate.label), None)
             if ranked and here is not None:
                 faster = ranked[0].tokens_per_s / here.tokens_per_s - 1
-                same = way(ranked[0].candidate) == way(best.candidate) or faster <= TIE
+                same = way(ranked[0].candidate) == way(best.candidate) or faster <= CHANGE
                 decisions[level.value] = {"label": ranked[0].candidate.label, "faster": faster, "same": same}
         return decisions
 

@@ -94,7 +94,7 @@ def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie:
 
 
 def sensitivity(
-    space: Space, recommended: Candidate, pool: Sequence[Candidate], factors: Mapping[str, float], *, tie: float
+    space: Space, recommended: Candidate, pool: Sequence[Candidate], factors: Mapping[str, float], *, least: float
 ) -> list[dict[str, Any]]:
     """Return what each coefficient, moved alone to its optimistic or pessimistic value, changes.
 
@@ -105,12 +105,12 @@ def sensitivity(
         recommended: What is recommended with all coefficients as they are.
         pool: What else could be.
         factors: Simulated over screened throughput, by label.
-        tie: Relative difference in throughput that is none.
+        least: Relative difference in throughput that makes another decision.
 
     Returns:
         A row per coefficient that has different values and changes anything, the largest effect first: throughput of
         the recommendation over what it is as things are, and what would be recommended instead, if anything else
-        is faster by more than ``tie``.
+        is faster by more than ``least``.
     """
     config, answers, limits = space.config, space.answers, space.limits
     if not config.hardware.by_name:
@@ -126,7 +126,7 @@ def sensitivity(
         here = screener.screen(recommended)
         left = [one for one in _screened(pool, screener) if _keeps(one, limits)]
         best = max(left, key=rate, default=here)
-        differs = way(best.candidate) != way(recommended) and rate(best) > (1 + tie) * rate(here)
+        differs = way(best.candidate) != way(recommended) and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
 
     base, _ = moved({})
