@@ -37,7 +37,7 @@ from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
 TIE = 0.03
 """Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
 CHANGE = 2 * TIE
-"""Relative difference from which on a decision counts as another one: what is recommended may be ``TIE`` below the best."""
+"""Relative difference that makes another decision: what is recommended may itself be ``TIE`` below the best."""
 
 
 def plan(
