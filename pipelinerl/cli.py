@@ -42,6 +42,14 @@ OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Ke
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 
+class Device(StrEnum):
+    """What is measured."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+
+
 class TraceLevel(StrEnum):
     """What is kept of single events."""
 
@@ -215,6 +223,130 @@ def replay(
         return
     typer.echo(f"different: {result.difference}")
     raise typer.Exit(1)
+
+
+@app.command()
+def validate(
+    rows: Annotated[
+        Path | None,
+        typer.Argument(metavar="[ROWS.csv]", help="Published runs of your own; default: the shipped ones."),
+    ] = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    from pipelinerl.published import read_published_runs
+    from pipelinerl.runfolder import VALIDATION_FILE, check_vacant, make_folder, write_json
+
+    given = None if rows is None else read_published_runs(rows)
+    validator = _load("sim.validate", extra="sim")
+    if out is not None:
+        _load("analysis.validation", extra="plot")
+        check_vacant(out)
+    shipped = validator.shipped_runs()
+    runs = shipped if given is None else given
+    with _progress("runs", validator.num_simulated(runs, shipped)) as advance:
+        predictions = validator.validate(runs, others=shipped, on_done=advance)
+    report = validator.report(predictions)
+    if as_json:
+        _print_json(report)
+    else:
+        from pipelinerl.tables import print_validation
+
+        print_validation(report)
+    if out is not None:
+        from pipelinerl.tables import validation_markdown
+
+        make_folder(out)
+        write_json(out / VALIDATION_FILE, report)
+        (out / "validation.md").write_text(validation_markdown(report), encoding="utf-8")
+        _load("analysis.validation", extra="plot").save_validation_figure(report, out / FIGURES_FOLDER)
+
+
+@app.command()
+def calibrate(
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[SOURCE]",
+            help="Folder of a run with a trace, or a CSV table of step times. None: the numbers below.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="RUN.toml", help="Its [hardware] says what is fitted: gpu and model, or tables."),
+    ] = None,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    train_step_s: Annotated[
+        float | None, typer.Option("--train-step-s", metavar="S", help="Seconds of an optimizer step.")
+    ] = None,
+    rollout_batch_s: Annotated[
+        float | None, typer.Option("--rollout-batch-s", metavar="S", help="Seconds to generate one batch of rollouts.")
+    ] = None,
+    weight_sync_s: Annotated[
+        float | None, typer.Option("--weight-sync-s", metavar="S", help="Seconds of one weight synchronisation.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Write hardware.toml into this folder, or this file NAME.toml."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit the hardware model to a trace, a table of step times, or three numbers; print the [hardware] table."""
+    from pipelinerl import calibration
+    from pipelinerl.runfile import load_run
+
+    config = None if run is None else load_run(run, overrides)
+    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
+    if config is None and overrides:
+        raise ConfigError("--set overrides keys of --run RUN.toml, which is missing")
+    if source is None:
+        if config is None:
+            raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
+        batch = _load("sim.batch", extra="sim")
+        result = calibration.calibrate_numbers(
+            config, **numbers, model_train_s=batch.train_step_s, model_rollout_s=batch.rollout_batch_s
+        )
+        name = ", ".join(f"{key}={value:g}" for key, value in numbers.items() if value is not None)
+    elif any(value is not None for value in numbers.values()):
+        raise ConfigError(f"calibrate takes SOURCE or numbers, got {source} and numbers")
+    else:
+        name = source.name
+        is_table = source.suffix == ".csv"
+        result = (calibration.calibrate_table if is_table else calibration.calibrate_trace)(source, config)
+    text = calibration.hardware_toml(result, name)
+    if out is not None:
+        calibration.write_hardware(out, text)
+    if as_json:
+        _print_json(calibration.as_json(result))
+    else:
+        typer.echo(text, nl=False)
+
+
+@app.command()
+def measure(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the tables into this new folder.")],
+    device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = Device.AUTO,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="A model in Hugging Face format; None: a small one, made here."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
+    measuring = _load("backends.measure", extra="train-cpu")
+    done = measuring.measure(
+        out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
+    )
+    if as_json:
+        _print_json(done)
+    else:
+        rows = ", ".join(f"{count} of {kind}" for kind, count in done["rows"].items())
+        typer.echo(f"{done['device']}: {rows} in {done['seconds']:.0f} s; next: calibrate {out / 'step_times.csv'}")
+    if not done["complete"]:
+        _complain("interrupted; what was measured is kept")
+        raise typer.Exit(1)
 
 
 def main() -> None:

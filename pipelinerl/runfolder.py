@@ -39,12 +39,14 @@ METRICS_FILE = "metrics.jsonl"
 COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
 RECOMMENDED_FILE = "recommended.toml"
+VALIDATION_FILE = "validation.json"
 
 _FILES = (
     RUN_FILE,
     COMPARISON_FILE,
     PLAN_FILE,
     RECOMMENDED_FILE,
+    VALIDATION_FILE,
     STEPS_FILE,
     SUMMARY_FILE,
     PROFILE_FILE,

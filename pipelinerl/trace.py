@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import SchedulerError, TraceError
+from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.events import (
     Command,
     DiscardReason,
@@ -142,7 +142,10 @@ class Trace:
             raise TraceError(
                 f"{path} has trace format version {header.get('format_version')}, this program reads {FORMAT_VERSION}"
             )
-        self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")
+        try:
+            self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")
+        except ConfigError as error:  # damaged, or of another version: the first fault will do
+            raise TraceError(str(error).splitlines()[0]) from None
 
     def records(self) -> Iterator[Record]:
         """Yield all events and commands in order.

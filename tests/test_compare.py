@@ -185,7 +185,7 @@ def test_names_that_give_the_same_folder_are_one_line(names: tuple[str, str], fo
             "scheduler.max_lags=3",
             "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
             "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-            "ready_queue_size, train_batch_size, weight_update",
+            "partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update",
         ),
         ("scheduler.max_lag", "--set must be KEY=VALUE with a dotted key, got 'scheduler.max_lag'"),
         ("seed.x=3", "--set seed.x=3: seed is not a table"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import ConfigError, RunFailedError, TraceError
+from pipelinerl.errors import RunFailedError, TraceError
 from pipelinerl.events import (
     NO_TOKENS,
     AbortRollout,
@@ -246,11 +246,13 @@ def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str)
     assert fault(path) == f"{path} has trace format version {found}, this program reads 1"
 
 
-def test_a_broken_configuration_is_a_line_per_fault(tmp_path: Path) -> None:
-    path = rewritten(tmp_path / "trace", ['{"format": "pipelinerl-trace", "format_version": 1, "config": []}'])
-    with pytest.raises(ConfigError) as caught:
-        Trace(path)
-    assert str(caught.value) == f"{path}, line 1: the root must be a table, got []"
+@pytest.mark.parametrize(
+    ("config", "message"), [("[]", "the root must be a table, got []"), ("{}", "optimizer_steps is missing")]
+)
+def test_of_a_broken_configuration_the_first_fault_is_told(tmp_path: Path, config: str, message: str) -> None:
+    line = f'{{"format": "pipelinerl-trace", "format_version": 1, "config": {config}}}'
+    path = rewritten(tmp_path / "trace", [line])
+    assert fault(path) == f"{path}, line 1: {message}"
 
 
 BROKEN = [

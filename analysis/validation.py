@@ -1,0 +1,48 @@
+"""The figure of ``validate``: predicted against measured, each row with its band."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from analysis.canvas import house_style, make_panels
+from analysis.style import BLUE, DPI, GREEN, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION, YELLOW
+
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, YELLOW, MUTED)
+"""One per system, in order of appearance; used again after seven."""
+FIGURE_FILE = "validation.png"
+
+
+@house_style
+def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
+    """Draw predicted over measured for every row with a relative error, one line each, grouped by system.
+
+    Args:
+        report: The content of validation.json.
+        folder: Where ``validation.png`` goes; made if need be.
+
+    Returns:
+        The path of the figure.
+    """
+    rows = [row for row in report["rows"] if row["quantity"] != "staleness"]
+    figure, panels = make_panels(PAGE_IN, 1.0 + 0.14 * len(rows))
+    axes = panels[0, 0]
+    axes.axvspan(0.7, 1.3, color=PALE, linewidth=0, label="within 30 %")
+    axes.axvline(1.0, color=MUTED, linewidth=0.8)
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    for place, row in enumerate(rows):
+        color = COLORS[families.index(row["family"]) % len(COLORS)]
+        low, middle, high = (row[key] / row["measured"] for key in ("low", "predicted", "high"))
+        axes.plot([low, high], [place, place], color=color, linewidth=1.0)
+        axes.plot([middle], [place], "o", color=color)
+    axes.set_yticks(range(len(rows)), [row["id"] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xscale("log")
+    ticks = [0.5, 0.7, 1.0, 1.3, 2.0, 3.0]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("predicted / measured (log scale); line: 10th to 90th percentile; grey: within 30 %")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FIGURE_FILE
+    figure.savefig(path, dpi=DPI)
+    return path

@@ -1,0 +1,359 @@
+"""Fits of the hardware model: decode steps, prefill and training, to measured times.
+
+Every fit is linear: a time is a known part plus each coefficient times a factor. With ``hardware.gpu`` and
+``hardware.model`` known the coefficients are those of the hardware model, so that the result carries over to other
+splits and tensor-parallel sizes. Their factors come from the hardware model itself, by changing a coefficient a little:
+an efficiency enters as its inverse, all others as they are. Only the maximum of reading weights and multiplying is not
+linear, so factors and coefficients are determined in turn until they agree. Otherwise the tables of the run file are
+fitted as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.coefficients import Coefficients, coefficients
+from pipelinerl.config import AffineDecode, HardwareConfig, PrefillConfig, TrainingConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.fitting import Column, Fit, fit
+from pipelinerl.hardware import derive_decode, derive_prefill, derive_training, step_seconds
+from pipelinerl.tracetimes import DecodeTimes, TrainingTimes
+
+FloatArray = NDArray[np.float64]
+
+DECODE_COEFFICIENTS = (
+    "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
+)  # fmt: skip
+"""Coefficients that decode steps can determine, the surest first."""
+TRAINING_COEFFICIENTS = ("training_mfu", "training_step_s", "training_micro_batch_s", "activation_traffic")
+"""Coefficients that training can determine, the surest first."""
+FASTEST_TRAINING = {
+    "training_mfu": 1.0,
+    "expert_mfu_factor": 1.0,
+    "attention_flops_per_byte": 1e9,
+    **dict.fromkeys(("training_step_s", "training_micro_batch_s", "activation_traffic", "extra_forward_passes"), 0.0),
+    **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed"), 0.0),
+}
+"""Coefficients of a trainer that does nothing but multiply, at the peak."""
+LEAST_STEP_S = 1e-9
+"""Of a decode step: time must go on (seconds)."""
+MUCH_BETTER = 0.8
+"""Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
+MOST_TIMES = 100.0
+"""Factor between measured and derived seconds from which on one of them is taken for a mistake (no unit)."""
+PROBE = 1e-4
+"""Relative change by which the factor of a coefficient is found."""
+ROUNDS = 10
+"""Times that factors and coefficients are determined in turn, at most (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One thing that was fitted."""
+
+    what: str
+    """Such as ``decode``."""
+    data: str
+    """What it was fitted to."""
+    fit: Fit
+
+
+class HardwareFit:
+    """A table ``[hardware]`` in the making.
+
+    Args:
+        hardware: What it begins with: GPU and model, or tables; where the data determine nothing, its values stay.
+
+    Raises:
+        ConfigError: If GPU or model are unknown.
+    """
+
+    def __init__(self, hardware: HardwareConfig) -> None:
+        self.given = hardware
+        self.table: dict[str, Any] = hardware.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+        self.parts: list[Part] = []
+        self.notes: list[str] = []
+        self.gpu: Gpu | None = None
+        self.model: LanguageModel | None = None
+        if hardware.gpu is not None and hardware.model is not None:
+            self.gpu, self.model = find_gpu(hardware.gpu), find_model(hardware.model)
+            self._values = coefficients(hardware.level, hardware.coefficients)
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Return the coefficients as they are now; GPU and model are known."""
+        return coefficients(self.given.level, self.table.get("coefficients", {}))
+
+    def decode(
+        self, times: DecodeTimes, tensor_parallel: FloatArray, data: str, *, with_dispatch: bool = False
+    ) -> float:
+        """Fit the decode step, and prefill where the times hold some.
+
+        Args:
+            times: What was measured.
+            tensor_parallel: Accelerators of the engine of each row (count).
+            data: What reports call the measurements.
+            with_dispatch: Whether to fit the way to the engine.
+
+        Returns:
+            The way to the engine (seconds).
+        """
+        if self.model is None:
+            return self._decode_table(times, data, with_dispatch=with_dispatch)
+        names = [name for name in DECODE_COEFFICIENTS if name != "allreduce_s" or (tensor_parallel > 1).any()]
+        tables = ["decode"]
+        if times.prefill_tokens.any():
+            names.append("prefill_mfu")
+            tables.append("prefill")
+        self._check_unit("decode", times.seconds, self._named_s(self._values, tensor_parallel, times))
+        way = [Column("dispatch_s", times.lives, self.given.latency.dispatch_s)] if with_dispatch else []
+
+        def model_s(values: Coefficients) -> FloatArray:
+            return self._named_s(values, tensor_parallel, times)
+
+        found = fit_coefficients(names, self._values, times.seconds, model_s, way)
+        if with_dispatch:
+            sure = ["step_overhead_s"]
+            found = _simpler(fit_coefficients(sure, self._values, times.seconds, model_s, way), found, sure)
+        way_s = found.values.get("dispatch_s", 0.0)
+        self._take("decode", data, found, tables)
+        return way_s
+
+    def _decode_table(self, times: DecodeTimes, data: str, *, with_dispatch: bool) -> float:
+        given = self.given.decode if isinstance(self.given.decode, AffineDecode) else None
+        prefill = self.given.prefill or PrefillConfig()
+        columns = [Column("step_s", times.steps, given.step_s if given else 0.0)]
+        if with_dispatch:
+            columns.append(Column("dispatch_s", times.lives, self.given.latency.dispatch_s))
+        columns += [
+            Column("sequence_s", times.sequences, given.sequence_s if given else 0.0),
+            Column("context_token_s", times.context, given.context_token_s if given else 0.0),
+        ]
+        base = prefill.sequence_s * times.prefills + prefill.token_squared_s * times.prefill_squares
+        if times.prefill_tokens.any():
+            columns.append(Column("prefill.token_s", times.prefill_tokens, prefill.token_s))
+        found = fit(columns, times.seconds, base)
+        if with_dispatch:
+            known = base + sum(column.kept * column.factors for column in columns[2:])
+            simple = fit(columns[:2], times.seconds, known)
+            kept = {column.name: column.kept for column in columns[2:]}
+            found = _simpler(replace(simple, values={**simple.values, **kept}), found, list(simple.values))
+        values = {name: rounded(value) for name, value in found.values.items()}
+        self.table["decode"] = {
+            "kind": "affine",
+            "step_s": max(LEAST_STEP_S, values["step_s"]),
+            "sequence_s": values["sequence_s"],
+            "context_token_s": values["context_token_s"],
+        }
+        if "prefill.token_s" in values:
+            self.table["prefill"] = {**prefill.model_dump(), "token_s": values["prefill.token_s"]}
+        self.parts.append(Part("decode", data, found))
+        return found.values.get("dispatch_s", 0.0)
+
+    def prefill(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
+        """Fit prefill to passes that do nothing else."""
+        if self.model is not None:
+            self._check_unit("prefill", times.seconds, self._named_s(self._values, tensor_parallel, times))
+            found = fit_coefficients(
+                ["prefill_mfu"],
+                self._values,
+                times.seconds,
+                lambda values: self._named_s(values, tensor_parallel, times),
+            )
+            self._take("prefill", data, found, ["prefill"])
+            return
+        before = self.given.prefill or PrefillConfig()
+        columns = [
+            Column("token_s", times.prefill_tokens, before.token_s),
+            Column("token_squared_s", times.prefill_squares, before.token_squared_s),
+            Column("sequence_s", times.prefills, before.sequence_s),
+        ]
+        found = fit(columns, times.seconds)
+        self.table["prefill"] = {name: rounded(value) for name, value in found.values.items()}
+        self.parts.append(Part("prefill", data, found))
+
+    def training(self, times: TrainingTimes, accelerators: FloatArray, data: str) -> None:
+        """Fit the trainer's step.
+
+        Args:
+            times: What was measured.
+            accelerators: That trained, for each row (count).
+            data: What reports call the measurements.
+
+        Raises:
+            ConfigError: If it was faster than the accelerator's peak.
+        """
+        if self.model is not None:
+            self._check_peak(times, accelerators)
+            self._check_unit("training", times.seconds, self._training_s(self._values, times, accelerators))
+            found = fit_coefficients(
+                TRAINING_COEFFICIENTS,
+                self._values,
+                times.seconds,
+                lambda values: self._training_s(values, times, accelerators),
+            )
+            self._take("training", data, found, ["training"])
+            return
+        before = self.given.training or TrainingConfig(token_s=0.0)
+        columns = [
+            Column("token_s", times.tokens / accelerators, before.token_s),
+            Column("step_s", times.steps, before.step_s),
+            Column("micro_batch_s", np.ones(len(times.seconds)), before.micro_batch_s),
+            Column("token_squared_s", times.squares / accelerators, before.token_squared_s),
+        ]
+        found = fit(columns, times.seconds)
+        self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
+        self.parts.append(Part("training", data, found))
+
+    def decode_s(self, times: DecodeTimes, tensor_parallel: FloatArray) -> FloatArray:
+        """Return the seconds of stretches of decode with what has been fitted."""
+        if self.model is not None:
+            return self._named_s(self.coefficients, tensor_parallel, times)
+        decode, prefill = self.table["decode"], self.table.get("prefill", {})
+        return np.asarray(
+            decode["step_s"] * times.steps
+            + decode["sequence_s"] * times.sequences
+            + decode["context_token_s"] * times.context
+            + prefill.get("sequence_s", 0.0) * times.prefills
+            + prefill.get("token_s", 0.0) * times.prefill_tokens
+            + prefill.get("token_squared_s", 0.0) * times.prefill_squares
+        )
+
+    def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
+        """Return the seconds of stretches of decode by the hardware model."""
+        assert self.gpu is not None
+        assert self.model is not None
+        seconds = np.zeros(len(times.seconds))
+        batch = np.divide(times.sequences, times.steps, out=np.zeros_like(seconds), where=times.steps > 0)
+        for size in np.unique(tensor_parallel):
+            of, tp = tensor_parallel == size, int(size)
+            decode = derive_decode(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
+            prefill = derive_prefill(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
+            batch_s, context_s = step_seconds(decode, tp)
+            batches = np.arange(int(batch[of].min()), int(batch[of].max()) + 2)
+            step_s = np.interp(batch[of], batches, [batch_s(int(one)) for one in batches])
+            filled_s = (
+                prefill.sequence_s * times.prefills
+                + prefill.token_s * times.prefill_tokens
+                + prefill.token_squared_s * times.prefill_squares
+            )
+            seconds[of] = times.steps[of] * step_s + context_s * times.context[of] + filled_s[of]
+        return seconds
+
+    def _training_s(self, values: Coefficients, times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
+        """Return the seconds of micro-batches by the hardware model."""
+        assert self.gpu is not None
+        assert self.model is not None
+        seconds = np.zeros(len(times.seconds))
+        for number in np.unique(accelerators):
+            one = derive_training(self.gpu, self.model, training_accelerators=int(number), coefficients=values)
+            work_s = (one.token_s * times.tokens + one.token_squared_s * times.squares) / number
+            of = accelerators == number
+            seconds[of] = (work_s + one.step_s * times.steps + one.micro_batch_s)[of]
+        return seconds
+
+    def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
+        """Raise ConfigError if measured and expected seconds are worlds apart."""
+        assert self.gpu is not None
+        assert self.model is not None
+        ratio = float(np.median(measured / expected))
+        if not 1 / MOST_TIMES < ratio < MOST_TIMES:
+            raise ConfigError(
+                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {self.model.name} "
+                f"on {self.gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+            )
+
+    def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:
+        """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
+        assert self.gpu is not None
+        assert self.model is not None
+        least_s = self._training_s(self._values.model_copy(update=FASTEST_TRAINING), times, accelerators)
+        share = float(np.median(least_s / times.seconds))
+        if share > 1.0:
+            raise ConfigError(
+                f"training seconds of {np.median(times.seconds):.3g} (median) would be {share:.1f} times the peak of "
+                f"{self.gpu.name} for {self.model.name}: check the unit, the tokens and the model"
+            )
+
+    def _take(self, what: str, data: str, found: Fit, tables: Sequence[str]) -> None:
+        """Keep fitted coefficients, in place of the tables that said it before."""
+        for table in tables:
+            self.table.pop(table, None)
+        fitted = {
+            name: rounded(value)
+            for name, value in found.values.items()
+            if name not in found.undetermined and name in Coefficients.model_fields
+        }
+        self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
+        self.parts.append(Part(what, data, found))
+
+
+def fit_coefficients(
+    names: Sequence[str],
+    values: Coefficients,
+    seconds: FloatArray,
+    model_s: Callable[[Coefficients], FloatArray],
+    others: Sequence[Column] = (),
+) -> Fit:
+    """Fit coefficients so that the hardware model gives measured seconds.
+
+    Args:
+        names: Coefficients to fit, the surest first.
+        values: Where to begin, and what is kept where the data do not determine it.
+        seconds: Measured, shape [rows].
+        model_s: What the hardware model gives, same shape.
+        others: What else the seconds hold, as surely as the first coefficient.
+
+    Returns:
+        The fit; its values are coefficients, not inverses.
+    """
+    now = values
+    for _ in range(ROUNDS):
+        base_R = model_s(now)
+        columns = []
+        for name in names:
+            inverse = is_inverse(name)
+            place, kept = (1 / one if inverse else one for one in (getattr(now, name), getattr(values, name)))
+            change = PROBE * (place or 1e-3)
+            moved = place + change
+            moved_R = model_s(now.model_copy(update={name: 1 / moved if inverse else moved}))
+            factor_R = (moved_R - model_s(now)) / change
+            factor_R[np.abs(factor_R * (place or 1e-3)) < 1e-9 * seconds] = 0.0
+            columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
+            base_R = base_R - factor_R * place
+        found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
+        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in names}
+        close = all(abs(fitted[name] - getattr(now, name)) <= 1e-9 * max(fitted[name], 1e-6) for name in names)
+        now = now.model_copy(update=fitted)
+        if close:
+            break
+    return replace(found, values={**found.values, **fitted})
+
+
+def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
+    """Return the fit of fewer coefficients unless the error is much larger.
+
+    On an engine that is always full, what others sampled during a rollout is proportional to its time, whatever takes
+    the time. So lives of rollouts alone must not put time down to the others without need.
+    """
+    if full.mean_error < MUCH_BETTER * simple.mean_error:
+        return full
+    kept = {*fitted, "dispatch_s"}
+    others = {name: "the times are explained as well without it" for name in full.values if name not in kept}
+    return replace(simple, undetermined={**others, **simple.undetermined})
+
+
+def is_inverse(name: str) -> bool:
+    """Return whether times are proportional to the inverse of a coefficient."""
+    return name.endswith(("_efficiency", "_mfu"))
+
+
+def rounded(value: float) -> float:
+    """Return a number with as many digits as mean anything."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,229 @@
+"""Published runs of other systems: rows of a CSV file, and what they say about schedule and staleness.
+
+A row describes one run or one line of a published table; ``sim/published_runs/README.md`` explains the columns.
+Nothing is computed here but the meaning of words: which of our schedules ``mode`` and ``staleness_setting`` are.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+
+
+class Mode(StrEnum):
+    """How generation and training share time and accelerators."""
+
+    SYNC = "synchronous"
+    """Colocated: all generate, then all train."""
+    PARTIAL = "colocated, partial rollouts"
+    """Colocated: generation ends when enough is finished; what is in flight goes on after the training."""
+    ONE_STEP_OFF = "one step off"
+    """Apart: the next RL step's answers are generated while the last one's are trained on."""
+    ASYNC = "asynchronous"
+    """Apart: generation goes on, within a bound of staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """One row. Times in seconds unless named otherwise; None where nothing was published."""
+
+    id: str
+    source: str
+    hw: str = ""
+    model: str = ""
+    algo: str = ""
+    mode: str = ""
+    gpus_total: int | None = None
+    gpus_train: int | None = None
+    gpus_gen: int | None = None
+    prompts_per_step: int | None = None
+    n_per_prompt: int | None = None
+    max_len: int | None = None
+    avg_len: float | None = None
+    staleness_setting: str = ""
+    steps: int | None = None
+    step_s: float | None = None
+    gen_or_wait_s: float | None = None
+    old_logp_s: float | None = None
+    ref_s: float | None = None
+    update_s: float | None = None
+    total_h: float | None = None
+    tok_s_per_gpu: float | None = None
+    tok_s_total: float | None = None
+    note: str = ""
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """Rows of one family share their software, hardware and model, so one can tell about another."""
+        return (self.source.partition(" v")[0], self.hw, self.model)
+
+    @property
+    def schedule(self) -> Mode | None:
+        """The schedule that ``mode`` names; None if it names none that we have."""
+        words = self.mode.lower().replace("_", " ").replace("-", " ")
+        if "colocate" in words and "async" in words:
+            return Mode.PARTIAL
+        if re.search(r"\bone step off\b", words):
+            return Mode.ONE_STEP_OFF
+        if "async" in words or re.search(r"\b\d+ ?off\b|\bpipeline", words):
+            return Mode.ASYNC
+        return Mode.SYNC if "sync" in words else None
+
+    @property
+    def train_s(self) -> float | None:
+        """Seconds of training in one RL step: old and reference log-probabilities and the update."""
+        return None if self.update_s is None else self.update_s + (self.old_logp_s or 0.0) + (self.ref_s or 0.0)
+
+    @property
+    def generate_s(self) -> float | None:
+        """Seconds of generation in one RL step, where they are published."""
+        stated = self.number_after("generate_sequences")
+        if stated is not None and self.schedule is not Mode.SYNC:
+            return stated
+        return self.gen_or_wait_s if self.schedule in (Mode.SYNC, Mode.PARTIAL) else None
+
+    @property
+    def measured_step_s(self) -> float | None:
+        """Seconds per RL step, from ``step_s`` or else the hours of all steps."""
+        if self.step_s is not None:
+            return self.step_s
+        return None if self.total_h is None or not self.steps else self.total_h * 3600 / self.steps
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Longest answer (tokens): a limit in the note counts before the column."""
+        stated = self.number_after("max_new")
+        return self.max_len if stated is None else int(stated)
+
+    @property
+    def sequences_per_step(self) -> int | None:
+        """Answers per RL step (count), from the columns, or from the note's "G-GBS=512 sequences"."""
+        found = re.search(r"(\d+) sequences", self.note)
+        if found:
+            return int(found[1])
+        if self.prompts_per_step is None:
+            return None
+        return self.prompts_per_step * (self.n_per_prompt or DEFAULT_GROUP_SIZE)
+
+    @property
+    def optimizer_steps_per_rl_step(self) -> int:
+        """Optimizer steps on the answers of one RL step (count): prompts per step over the ``mini`` batch."""
+        mini = self.number_after("mini")
+        if mini is None or self.prompts_per_step is None or self.prompts_per_step % int(mini):
+            return 1
+        return self.prompts_per_step // int(mini)
+
+    @property
+    def staleness_rl_steps(self) -> float | None:
+        """Bound of staleness in RL steps, beyond the one being trained on; None if none is stated."""
+        for name in STALENESS_NAMES:
+            value = self.number_after(name)
+            if value is not None:
+                return value
+        found = re.search(r"\b(\d+) ?off\b", self.mode)
+        if found:
+            return float(found[1])
+        return float(self.staleness_setting) if re.fullmatch(r"\d+(\.\d+)?", self.staleness_setting) else None
+
+    def number_after(self, name: str) -> float | None:
+        """Return the number that follows a word of ``staleness_setting``, ``mode`` or ``note``, as in ``eta=8``."""
+        for text in (self.staleness_setting, self.mode, self.note):
+            found = re.search(rf"\b{re.escape(name)}\s*[=: ]\s*(\d+(?:\.\d+)?)", text)
+            if found:
+                return float(found[1])
+        return None
+
+
+DEFAULT_GROUP_SIZE = 8
+"""Answers per prompt where a row does not say (count): the commonest choice of the field."""
+STALENESS_NAMES = (
+    "staleness_threshold",
+    "eta",
+    "max_trajectory_age_steps",
+    "max_off_policy_steps",
+    "max_head_offpolicyness",
+    "max_staleness",
+    "async_steps",
+    "staleness",
+    "max",
+)
+"""What the bound of staleness is called in the systems that publish runs."""
+
+
+def read_published_runs(path: str | Path) -> list[PublishedRun]:
+    """Read rows of published runs.
+
+    Args:
+        path: A CSV file with a header; columns it lacks count as blank, columns we do not know are ignored.
+
+    Returns:
+        One value per row, in order.
+
+    Raises:
+        ConfigError: If the file cannot be read, has no rows, or a cell is no number of the right kind.
+    """
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            rows = [_with_its_commas(row) for row in csv.DictReader(file, restval="")]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot read published runs {path}: {reason}") from None
+    if not rows or "id" not in rows[0] or "source" not in rows[0]:
+        raise ConfigError(f"{path} must have the columns id, source, ... and a row for each run")
+    runs = [_run(row, where=f"{path} row {number}") for number, row in enumerate(rows, start=1)]
+    names = [run.id for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: id must be different in every row, got {name!r} {names.count(name)} times")
+    return runs
+
+
+def _with_its_commas(row: dict[str | None, Any]) -> dict[str, str]:
+    """Give the cells beyond the header back to ``evidence``, a column of words in which a comma was not quoted."""
+    surplus = row.pop(None, [])
+    names = [name for name in row if name is not None]
+    if not surplus or "evidence" not in names:
+        return {name: row[name] for name in names}
+    cells = [row[name] for name in names] + surplus
+    at = names.index("evidence")
+    joined = ",".join(cells[at : at + 1 + len(surplus)])
+    return dict(zip(names, [*cells[:at], joined, *cells[at + 1 + len(surplus) :]], strict=True))
+
+
+_NUMBERS = {one.name: one.type for one in fields(PublishedRun) if "None" in str(one.type)}
+
+
+def _run(row: Mapping[str, str], *, where: str) -> PublishedRun:
+    values: dict[str, object] = {}
+    for one in fields(PublishedRun):
+        text = row.get(one.name, "").strip()
+        kind = _NUMBERS.get(one.name)
+        if kind is None:
+            values[one.name] = text
+        elif text:
+            values[one.name] = _number(text, whole="int" in str(kind), where=f"{where}, {one.name}")
+    if not values["id"]:
+        raise ConfigError(f"{where}, id must not be empty")
+    return PublishedRun(**values)  # type: ignore[arg-type]
+
+
+def _number(text: str, *, whole: bool, where: str) -> float | int | None:
+    """Return a positive number; None for words, as in "about 14k, not stated for this row"."""
+    try:
+        value = float(text)
+    except ValueError:
+        if re.search(r"[A-Za-z]{2}", text):
+            return None
+        raise ConfigError(f"{where} must be a number, got {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"{where} must be above 0, got {text!r}")
+    if whole and value != int(value):
+        raise ConfigError(f"{where} must be a whole number, got {text!r}")
+    return int(value) if whole else value

@@ -1,0 +1,66 @@
+"""One batch by itself: what it takes to generate and to train on it."""
+
+from __future__ import annotations
+
+from pipelinerl.config import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
+from pipelinerl.hardware import resolved_hardware
+from sim.costs import training_cost
+from sim.lengths import Workload
+from sim.run import simulate
+
+BATCHES = 4
+"""Batches that are averaged over (count)."""
+
+
+def rollout_batch_s(config: RunConfig) -> float:
+    """Return the seconds in which the engines generate one batch, from the first command to the last score.
+
+    A batch is what one RL step needs: B sequences, B·G under the conventional scheduler. All engines begin empty, and
+    nothing else happens meanwhile.
+
+    Raises:
+        ConfigError: As ``simulate``.
+    """
+    hardware = resolved_hardware(config).model_copy(
+        update={
+            "training": TrainingConfig(token_s=0.0),
+            "weights": WeightTransferConfig(),
+            "switch": PhaseSwitchConfig(),
+        }
+    )
+    scheduler = config.scheduler
+    steps = scheduler.optimizer_steps_per_rl_step if config.colocated else 1
+    alone = config.model_copy(
+        update={
+            "optimizer_steps": BATCHES * steps,
+            "cluster": config.cluster.model_copy(update={"accelerators": config.generation_accelerators}),
+            "scheduler": SchedulerConfig(
+                kind="conventional",
+                train_batch_size=scheduler.train_batch_size,
+                generation_batch_size=scheduler.generation_batch_size,
+                optimizer_steps_per_rl_step=steps,
+            ),
+            "hardware": hardware,
+        }
+    )
+    return float(simulate(alone)["duration_s"]) / BATCHES
+
+
+def train_step_s(config: RunConfig) -> float:
+    """Return the seconds of one optimizer step on a batch of the run's own lengths.
+
+    Raises:
+        ConfigError: If the length source cannot be used, or GPU or model are unknown.
+    """
+    cost = training_cost(resolved_hardware(config).training, training_accelerators=config.training_accelerators)
+    workload = Workload(config.workload, seed=config.seed)
+    batch = config.scheduler.train_batch_size
+    groups = [workload.group(one, one) for one in range(BATCHES * batch // config.workload.group_size)]
+    sizes = [group.prompt_tokens + length for group in groups for length in group.lengths]
+    tokens, squares = sum(sizes) / BATCHES, sum(size**2 for size in sizes) / BATCHES
+    return (
+        cost.step_s
+        + cost.micro_batch_s * (batch // config.scheduler.micro_batch)
+        + cost.token_s * tokens
+        + cost.token_squared_s * squares
+    )

@@ -1,0 +1,234 @@
+"""What a family's measurements say about a row: simulations on a grid, weighed by Bayes' rule.
+
+Shapes: P points (g, t, m) that may be true; R, M nodes of the simulations; K other rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.accounting import StepRow
+from pipelinerl.published import Mode, PublishedRun
+from sim.published import Subject, as_run_config, measured_seconds
+from sim.run import simulate
+
+FloatArray = NDArray[np.float64]
+
+GENERATION_SD = 0.35
+"""Standard deviation of log g before measurements: the decode model's absolute scale is uncertain by 40 %."""
+TRAINING_SD = 0.5
+"""Standard deviation of log t before measurements: published training efficiencies range over a factor of 3."""
+MEAN_SD = 0.8
+"""Standard deviation of log m before measurements, where no mean is published."""
+SEVERAL_NODES_FACTOR = 3
+"""On both for a model whose engines span nodes: what crosses nodes in every layer is not modelled well."""
+MEASUREMENT_SD = 0.15
+"""Standard deviation of the log of a measurement about the model: run-to-run spread, and what the model leaves out."""
+_RATIO_NODES = np.linspace(-1.4, 1.4, 5)
+_MEAN_NODES = np.linspace(-2.0, 1.2, 5)
+_FINE = 31
+RL_STEPS = 7
+"""RL steps of one simulation."""
+WARM_UP = 3
+"""Of these, left out of the time per step of asynchronous runs."""
+
+
+class Steady(NamedTuple):
+    """What a simulation says about one RL step."""
+
+    step_s: float
+    generate_s: float
+    """Seconds in which the trainer waited for answers: of synchronous runs the time of generation."""
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Simulations of one row, by node of (log g - log t, or log g where training is given; log m)."""
+
+    subject: Subject
+    training_given: bool
+    log_RMQ: FloatArray
+    """Logs of step, generation and training seconds (Q) by node."""
+
+    def at(self, ratio_P: FloatArray, mean_P: FloatArray, quantity: int) -> FloatArray:
+        """Return the logs at points, linear in between the nodes."""
+        nodes_R, nodes_M = _RATIO_NODES, self.mean_nodes
+        table_RM = self.log_RMQ[:, :, quantity]
+        r_P, fr_P = _cell(ratio_P, nodes_R)
+        if len(nodes_M) == 1:
+            return np.asarray(table_RM[r_P, 0] * (1 - fr_P) + table_RM[r_P + 1, 0] * fr_P)
+        m_P, fm_P = _cell(mean_P, nodes_M)
+        low_P = table_RM[r_P, m_P] * (1 - fr_P) + table_RM[r_P + 1, m_P] * fr_P
+        high_P = table_RM[r_P, m_P + 1] * (1 - fr_P) + table_RM[r_P + 1, m_P + 1] * fr_P
+        return np.asarray(low_P * (1 - fm_P) + high_P * fm_P)
+
+    @property
+    def mean_nodes(self) -> FloatArray:
+        """Logs of factors on the mean answer."""
+        return np.zeros(1) if self.subject.mean_is_known else _MEAN_NODES
+
+
+def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
+    """Return the cell of each value and the fraction of the way through it."""
+    cell_P = np.clip(np.searchsorted(nodes, value_P) - 1, 0, len(nodes) - 2)
+    return cell_P, (value_P - nodes[cell_P]) / (nodes[cell_P + 1] - nodes[cell_P])
+
+
+class Points(NamedTuple):
+    """What may be true: log g, log t, log m at every point, and the log of its probability before measurements."""
+
+    generation_P: FloatArray
+    training_P: FloatArray
+    mean_P: FloatArray
+    log_prior_P: FloatArray
+
+
+def points_for(tables: Sequence[Table]) -> Points:
+    """Return the points to weigh for these rows."""
+    factor = (
+        SEVERAL_NODES_FACTOR
+        if any(one.subject.tensor_parallel > one.subject.gpu.gpus_per_node for one in tables)
+        else 1
+    )
+    mean_is_known = all(one.subject.mean_is_known for one in tables)
+    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD)
+    axes = [np.linspace(-3 * sd, 3 * sd, _FINE) for sd in sds]
+    if mean_is_known:
+        axes[2] = np.zeros(1)
+    g_P, t_P, m_P = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
+    log_prior_P = -0.5 * ((g_P / sds[0]) ** 2 + (t_P / sds[1]) ** 2 + (m_P / sds[2]) ** 2)
+    return Points(g_P, t_P, m_P, log_prior_P)
+
+
+STEP, GENERATE, TRAIN = range(3)
+
+
+def _log_seconds(table: Table, points: Points, quantity: int, switch_s: float) -> FloatArray:
+    """Return the log of the seconds that a row's step, generation or training would last, at every point.
+
+    ``switch_s`` is what a colocated step lasts beyond generation and training.
+    """
+    if table.training_given:
+        log_P = table.at(points.generation_P, points.mean_P, quantity)
+    else:
+        log_P = table.at(points.generation_P - points.training_P, points.mean_P, quantity) + points.training_P
+    if quantity == STEP and table.subject.colocated:
+        return np.asarray(np.log(np.exp(log_P) + switch_s))
+    return log_P
+
+
+def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
+    """Simulate one node."""
+    num_steps, first = (3, 1) if subject.mode is Mode.SYNC else (RL_STEPS, WARM_UP)
+    mean = min(subject.mean_tokens * math.exp(log_mean), 0.95 * subject.longest_tokens)
+    config = as_run_config(
+        subject,
+        generation=math.exp(ratio),
+        training=1.0,
+        mean_tokens=mean,
+        rl_steps=num_steps,
+        training_given=training_given,
+    )
+    rows: list[StepRow] = []
+    simulate(config, on_step=rows.append)
+    each = subject.optimizer_steps
+    rows = rows[first * each - 1 :]
+    num = (len(rows) - 1) / each
+    waited_s = sum(row.wait_s for row in rows[1:]) / num
+    return Steady(
+        step_s=(rows[-1].time_s - rows[0].time_s) / num,
+        generate_s=max(waited_s, 1e-3),
+        train_s=sum(row.train_s for row in rows[1:]) / num,
+    )
+
+
+def simulated_table(subject: Subject, *, training_given: bool) -> Table:
+    """Return the simulations of a row on all nodes (seconds of a core or two).
+
+    Raises:
+        PipelineRLError: If the row cannot be simulated.
+    """
+    means = np.zeros(1) if subject.mean_is_known else _MEAN_NODES
+    log_RMQ = np.array(
+        [
+            [
+                [
+                    math.log(seconds)
+                    for seconds in _simulated(subject, ratio=r, log_mean=m, training_given=training_given)
+                ]
+                for m in means
+            ]
+            for r in _RATIO_NODES
+        ]
+    )
+    return Table(subject, training_given, log_RMQ)
+
+
+class Band(NamedTuple):
+    """Seconds of a step: the median of what is likely, and its 10th and 90th percentile."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float, inputs: Table | None = None) -> Band:
+    """Return the seconds of a row's RL step, given what other rows of its family measured.
+
+    Args:
+        table: The row's simulations.
+        references: Those of the other rows; at least one if the row's scale is not known.
+        switch_s: What a colocated step lasts beyond generation and training (seconds).
+        inputs: The row's simulations with free training, if its training seconds are published: these say something
+            about its mean answer.
+    """
+    points = points_for([table, *references])
+    log_P = points.log_prior_P.copy()
+    log_step_P = _log_seconds(table, points, STEP, switch_s)
+    if inputs is not None and inputs.subject.run.train_s is not None:
+        residual_P = _log_seconds(inputs, points, TRAIN, switch_s) - math.log(inputs.subject.run.train_s)
+        log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
+    if table.subject.scale_is_known:
+        for reference in references:
+            for quantity, seconds in _observed(reference.subject.run):
+                residual_P = _log_seconds(reference, points, quantity, switch_s) - math.log(seconds)
+                log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
+    else:  # only the ratios of the rows tell
+        residual_KP = np.array([_log_residual(one, points, switch_s) for one in references])
+        offset_P = residual_KP.mean(axis=0)
+        log_P -= 0.5 * (((residual_KP - offset_P) / MEASUREMENT_SD) ** 2).sum(axis=0)
+        log_step_P = log_step_P - offset_P
+    weight_P = np.exp(log_P - log_P.max())
+    weight_P /= weight_P.sum()
+    middle = _median(log_step_P, weight_P)
+    variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
+    spread = 1.28 * math.hypot(math.sqrt(variance), MEASUREMENT_SD)
+    return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
+
+
+def _log_residual(table: Table, points: Points, switch_s: float) -> FloatArray:
+    """Return the log of simulated over measured seconds of a step, at every point."""
+    measured_s = measured_seconds(table.subject.run)
+    assert measured_s is not None
+    return _log_seconds(table, points, STEP, switch_s) - math.log(measured_s)
+
+
+def _observed(run: PublishedRun) -> list[tuple[int, float]]:
+    """Return what a row tells about others: its training seconds, and its generation seconds or else its step."""
+    observed = [] if run.train_s is None else [(TRAIN, run.train_s)]
+    if run.schedule is Mode.SYNC and run.generate_s is not None:
+        return [*observed, (GENERATE, run.generate_s)]
+    seconds = measured_seconds(run)
+    return observed if seconds is None else [*observed, (STEP, seconds)]
+
+
+def _median(value_P: FloatArray, weight_P: FloatArray) -> float:
+    order_P = np.argsort(value_P)
+    return float(value_P[order_P][np.searchsorted(np.cumsum(weight_P[order_P]), 0.5)])

@@ -1,0 +1,364 @@
+"""A published run as a run of ours: which schedule, which cluster, which hardware, and what had to be assumed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model, model_names
+from pipelinerl.coefficients import Level, coefficients
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import derive_hardware, kv_cache_tokens
+from pipelinerl.published import Mode, PublishedRun
+from pipelinerl.runfile import parse_run
+
+PROMPT_TOKENS = 150
+"""Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
+LENGTH_CV = 1.0
+"""Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
+MEAN_OVER_LONGEST = 0.2
+"""Mean answer over the longest, where no mean is published; published runs have 0.25 to 0.77, long limits less."""
+MAX_SLOTS = 256
+"""Sequences on one engine, at most: vLLM's default for years."""
+FEW_SEQUENCES = 1024
+"""Sequences of one simulated RL step, about: larger clusters are simulated as a fraction of themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A published run with everything that simulating it needs, given or assumed."""
+
+    run: PublishedRun
+    mode: Mode
+    gpu: Gpu
+    model: LanguageModel
+    accelerators: int
+    generating: int
+    """Accelerators that generate; all of them when colocated."""
+    sequences: int
+    longest_tokens: int
+    optimizer_steps: int
+    """Per RL step (count)."""
+    tensor_parallel: int
+    mean_tokens: float
+    """Published, or the centre of what is likely."""
+    mean_is_known: bool
+    scale_is_known: bool
+    """Whether seconds mean anything: not without the cluster's size, nor from the hours of a whole run alone, which
+    hold evaluation, checkpoints and restarts. Then only the ratios of such rows are compared."""
+    assumed: tuple[str, ...]
+    """In words, for the report."""
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the same accelerators generate and train in turn."""
+        return self.mode in (Mode.SYNC, Mode.PARTIAL)
+
+
+def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
+    """Return what a row says, filled up from other rows of its family and from what is usual.
+
+    Args:
+        run: The row.
+        family: Rows of the same software, hardware and model, itself included or not.
+
+    Returns:
+        The subject; ``assumed`` names all that was not published.
+
+    Raises:
+        ConfigError: If something that cannot be assumed is missing; the message says what.
+    """
+    assumed: list[str] = []
+    schedule = run.schedule
+    if schedule is None:
+        raise ConfigError(f"mode {run.mode!r} names no schedule that is simulated")
+    run = _filled_from_family(run, family)
+    if run.longest_tokens is None:
+        raise ConfigError("max_len is not published: lengths are unknown")
+    sequences = run.sequences_per_step
+    if sequences is None:
+        raise ConfigError("prompts_per_step is not published: the batch is unknown")
+    if run.n_per_prompt is None and run.prompts_per_step is not None and run.prompts_per_step != sequences:
+        assumed.append(f"{sequences // run.prompts_per_step} answers per prompt")
+    gpu, model = _hardware_of(run, assumed)
+    has_rate = any(one is not None for one in (run.step_s, run.tok_s_total, run.tok_s_per_gpu))
+    scale_is_known = run.gpus_total is not None and has_rate
+    accelerators = run.gpus_total or (run.gpus_gen or 64) + (run.gpus_train or 64)
+    if run.gpus_total is None:
+        assumed.append(f"{accelerators} GPUs")
+    mean_is_known = run.avg_len is not None
+    mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
+    if not mean_is_known:
+        assumed.append("mean length")
+    generating = _generating(run, accelerators, assumed)
+    tensor_parallel = _tensor_parallel(
+        gpu,
+        model,
+        generating=generating,
+        in_flight=_in_flight(run, sequences),
+        longest=PROMPT_TOKENS + run.longest_tokens,
+        mean=mean,
+    )
+    return Subject(
+        run=run,
+        mode=schedule,
+        gpu=gpu,
+        model=model,
+        accelerators=accelerators,
+        generating=generating // tensor_parallel * tensor_parallel,
+        sequences=sequences,
+        longest_tokens=run.longest_tokens,
+        optimizer_steps=run.optimizer_steps_per_rl_step,
+        tensor_parallel=tensor_parallel,
+        mean_tokens=min(mean, 0.95 * run.longest_tokens),
+        mean_is_known=mean_is_known,
+        scale_is_known=scale_is_known,
+        assumed=tuple(assumed),
+    )
+
+
+def as_run_config(
+    subject: Subject, *, generation: float, training: float, mean_tokens: float, rl_steps: int, training_given: bool
+) -> RunConfig:
+    """Return the simulation of a subject with factors on its times.
+
+    Args:
+        subject: The published run.
+        generation: Factor on all times of decoding and prefill (no unit).
+        training: Factor on all times of training (no unit); of the published seconds, where they are.
+        mean_tokens: Mean answer (tokens).
+        rl_steps: RL steps to simulate (count).
+        training_given: Whether training lasts the published seconds; else what the hardware model says.
+
+    Returns:
+        The run file's content; a large cluster and its batch are made smaller by the same divisor.
+
+    Raises:
+        ConfigError: If the hardware cannot hold the model, or the pieces do not fit together.
+    """
+    run, mode, colocated = subject.run, subject.mode, subject.colocated
+    divisor = _divisor(subject)
+    accelerators, generating = subject.accelerators // divisor, subject.generating // divisor
+    sequences, steps = subject.sequences // divisor, subject.optimizer_steps
+    trained_by = accelerators if colocated else accelerators - generating
+    group = math.gcd(run.n_per_prompt or 8, sequences // steps)
+    staleness = run.staleness_rl_steps
+    engines = max(1, generating // subject.tensor_parallel)
+    slots = max(1, min(MAX_SLOTS, math.ceil(_in_flight(run, sequences) / engines)))
+    hardware = _hardware(
+        subject,
+        generation=generation,
+        training=training,
+        mean_tokens=mean_tokens,
+        divisor=divisor,
+        trained_by=trained_by,
+        training_given=training_given,
+    )
+    scheduler: dict[str, Any] = {
+        "train_batch_size": sequences // steps,
+        "generation_batch_size": slots,
+        "optimizer_steps_per_rl_step": steps,
+    }
+    match mode:
+        case Mode.SYNC:
+            scheduler["kind"] = "conventional"
+        case Mode.PARTIAL:
+            scheduler |= {"kind": "conventional", "partial_rollouts": True}
+        case Mode.ONE_STEP_OFF:
+            scheduler["kind"] = "one_step_off"
+        case Mode.ASYNC:
+            scheduler |= {"kind": "pipeline", "publish_every": steps, "weight_update": "recompute"}
+            if staleness is not None:
+                scheduler["max_lag"] = max(0, round(steps * (1 + staleness)) - 1)
+            scheduler["ready_queue_size"] = math.ceil(sequences * (1 + min(staleness or 1.0, 4.0)))
+    mean = min(mean_tokens, 0.95 * subject.longest_tokens)
+    cluster = {"accelerators": accelerators, "tensor_parallel": subject.tensor_parallel}
+    if not colocated:
+        cluster["generation_accelerators"] = generating
+    data = {
+        "optimizer_steps": rl_steps * steps,
+        "cluster": cluster,
+        "scheduler": scheduler,
+        "workload": {
+            "group_size": group,
+            "prompt_tokens": PROMPT_TOKENS,
+            "length": {"kind": "lognormal", "mean": mean, "cv": LENGTH_CV, "max": subject.longest_tokens},
+        },
+        "hardware": hardware,
+    }
+    return parse_run(data, name=run.id)
+
+
+def _extra_forward_passes(run: PublishedRun) -> float:
+    """Return the forward passes besides the training pass: those published by themselves; else one, as is usual."""
+    if run.update_s is None:
+        return 1.0
+    return float((run.old_logp_s is not None) + (run.ref_s is not None))
+
+
+def _filled_from_family(run: PublishedRun, family: Sequence[PublishedRun]) -> PublishedRun:
+    """Return the row with its missing workload taken over from the first other row that has it."""
+    changes: dict[str, Any] = {}
+    for name in ("prompts_per_step", "n_per_prompt", "max_len", "avg_len"):
+        if getattr(run, name) is None:
+            given = [getattr(other, name) for other in family if getattr(other, name) is not None]
+            if given and (name != "prompts_per_step" or run.sequences_per_step is None):
+                changes[name] = given[0]
+    if run.number_after("mini") is None:
+        minis = {other.number_after("mini") for other in family} - {None}
+        if minis:
+            changes["note"] = f"{run.note} mini={min(value for value in minis if value is not None):g}"
+    return replace(run, **changes)
+
+
+def _hardware_of(run: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel]:
+    name = run.hw or "H100"
+    if not run.hw:
+        assumed.append("H100")
+    return find_gpu(name), _model_of(run.model, assumed)
+
+
+def _model_of(name: str, assumed: list[str]) -> LanguageModel:
+    """Return the model of that name, or the one of the catalogue that is nearest in parameters, all and active."""
+    try:
+        return find_model(name)
+    except ConfigError:
+        found = re.search(r"(\d+(?:\.\d+)?)B(?:-A(\d+(?:\.\d+)?)B)?", name)
+        if found is None:
+            raise
+    total = 1e9 * float(found[1])
+    active = 1e9 * float(found[2]) if found[2] else total
+
+    def distance(model: LanguageModel) -> float:
+        return abs(math.log(model.parameters / total)) + abs(math.log(model.active_parameters / active))
+
+    nearest = min((find_model(one) for one in model_names()), key=distance)
+    assumed.append(f"{nearest.name} for {name}")
+    return nearest
+
+
+def _hardware(
+    subject: Subject,
+    *,
+    generation: float,
+    training: float,
+    mean_tokens: float,
+    divisor: int,
+    trained_by: int,
+    training_given: bool,
+) -> dict[str, Any]:
+    """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
+    run = subject.run
+    derived = derive_hardware(
+        subject.gpu,
+        subject.model,
+        tensor_parallel=subject.tensor_parallel,
+        training_accelerators=trained_by * divisor,
+        colocated=subject.colocated,
+        coefficients=coefficients(Level.CENTRAL, {"extra_forward_passes": _extra_forward_passes(run)}),
+    )
+    tables = derived.model_dump(mode="json", exclude_none=True)
+    if subject.colocated:  # what a step lasts besides is learned from published parts, not derived
+        tables["weights"] = tables["switch"] = {}
+    for name in ("bandwidth", "peak_flops"):
+        tables["decode"][name] /= generation
+    for name in tables["decode"]:
+        if name.endswith("_s"):
+            tables["decode"][name] *= generation
+    tables["prefill"] = {name: value * generation for name, value in tables["prefill"].items()}
+    if not training_given:
+        tables["training"] = {
+            name: value * training if name.endswith("_s") else value for name, value in tables["training"].items()
+        }
+    else:
+        tokens = subject.sequences / divisor * (PROMPT_TOKENS + mean_tokens)
+        assert run.train_s is not None
+        tables["training"] = {"token_s": run.train_s * training * trained_by / tokens}
+    return tables
+
+
+def _tensor_parallel(
+    gpu: Gpu, model: LanguageModel, *, generating: int, in_flight: float, longest: int, mean: float
+) -> int:
+    """Return the GPUs of one engine: the least whose KV cache holds all that is in flight, a node's at most.
+
+    An engine larger than a node is used only where nothing smaller holds the model and its longest answer.
+    """
+    central = coefficients(Level.CENTRAL)
+    fitting = 0
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        if size > generating or (fitting and size > gpu.gpus_per_node):
+            break
+        capacity = kv_cache_tokens(gpu, model, tensor_parallel=size, coefficients=central)
+        if capacity < longest:
+            continue
+        fitting = size
+        if capacity >= min(MAX_SLOTS, in_flight / (generating // size)) * (PROMPT_TOKENS + mean):
+            return size
+    if not fitting:
+        raise ConfigError(f"{model.name} with its KV cache does not fit on the {generating} {gpu.name} that generate")
+    return fitting
+
+
+def _generating(run: PublishedRun, accelerators: int, assumed: list[str]) -> int:
+    if run.schedule in (Mode.SYNC, Mode.PARTIAL):
+        return accelerators
+    generating = run.gpus_gen
+    if generating is None and run.gpus_train is not None:
+        generating = accelerators - run.gpus_train
+    if generating is None:
+        generating = accelerators // 2
+        assumed.append("half of the GPUs generate")
+    if generating >= accelerators:
+        raise ConfigError(f"gpus_gen must be below gpus_total={accelerators}, got {generating}")
+    return generating
+
+
+def _in_flight(run: PublishedRun, sequences: int) -> float:
+    """Return the most sequences that are generated at a time: an RL step's, and as many more as staleness allows."""
+    return sequences * (1 + (run.staleness_rl_steps or 0.0) if run.schedule is Mode.ASYNC else 1)
+
+
+def _divisor(subject: Subject) -> int:
+    """Return the largest of 16, 8, 4, 2, 1 that divides cluster and batch and leaves enough sequences."""
+    steps, size = subject.optimizer_steps, subject.run.n_per_prompt or 8
+    for divisor in (16, 8, 4, 2):
+        whole = [subject.sequences // steps, subject.accelerators, subject.generating // subject.tensor_parallel]
+        groups = subject.sequences // steps // divisor
+        enough = subject.sequences // divisor >= FEW_SEQUENCES and groups % size == 0
+        if enough and all(number % divisor == 0 for number in whole):
+            return divisor
+    return 1
+
+
+def overhead_s(run: PublishedRun, level: Level, *, colocated: bool) -> float:
+    """Return the seconds of an RL step that are neither generation nor training: weights, pause, phase switch."""
+    gpu, model = _hardware_of(run, [])
+    derived = derive_hardware(
+        gpu,
+        model,
+        tensor_parallel=1,
+        training_accelerators=run.gpus_total or 8,
+        colocated=colocated,
+        coefficients=coefficients(level),
+    )
+    switch = derived.switch
+    weights_s = max(derived.weights.publish_s, derived.weights.transfer_s + derived.weights.pause_s)
+    return weights_s + switch.to_training_s + switch.to_generation_s
+
+
+def measured_seconds(run: PublishedRun) -> float | None:
+    """Return seconds per RL step; where only tokens/s are published, those of its answers."""
+    if run.measured_step_s is not None:
+        return run.measured_step_s
+    rate = run.tok_s_total
+    if rate is None and run.tok_s_per_gpu is not None and run.gpus_total is not None:
+        rate = run.tok_s_per_gpu * run.gpus_total
+    if rate is None or run.sequences_per_step is None:
+        return None
+    mean = run.avg_len or MEAN_OVER_LONGEST * (run.longest_tokens or 0)
+    return run.sequences_per_step * mean / rate if mean else None

@@ -1,0 +1,198 @@
+"""Validation: a row never tells about itself, known truths come out, the shipped rows keep their promised errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelinerl.published import Mode, PublishedRun
+from pipelinerl.tables import validation_markdown
+from sim.inference import STEP, Points, Table, seconds_band
+from sim.published import as_run_config, as_subject
+from sim.run import simulate
+from sim.validate import Prediction, Unusable, report, shipped_runs, validate
+
+ROOT = Path(__file__).parent.parent
+
+
+def row(name, mode, **values):
+    base = {
+        "id": name, "source": "ours", "hw": "H100", "model": "Qwen2.5-7B", "mode": mode, "gpus_total": 8,
+        "prompts_per_step": 16, "n_per_prompt": 8, "max_len": 2048, "avg_len": 600.0,
+    }  # fmt: skip
+    return PublishedRun(**base | values)
+
+
+def simulated_seconds(run, *, generation, training):
+    """Seconds per RL step of a row whose system is slower than the hardware model by two known factors."""
+    subject = as_subject(run, [run])
+    config = as_run_config(
+        subject, generation=generation, training=training, mean_tokens=600.0, rl_steps=8, training_given=False
+    )
+    ends = []
+    simulate(config, on_step=lambda step: ends.append(step.time_s))
+    return (ends[-1] - ends[3]) / (len(ends) - 4)
+
+
+def made_up_family():
+    """Three rows of a system that generates 1.5 and trains 1.7 times as slowly as the hardware model's centre."""
+    rows = [row("sync", "sync"), row("async", "async", gpus_gen=4, gpus_train=4, staleness_setting="eta=2")]
+    rows.append(row("wide", "async", gpus_total=12, gpus_gen=8, gpus_train=4, staleness_setting="eta=2"))
+    switch = {"sync": 0.0}  # conventional rows are simulated without what is learned from parts
+    return [
+        replace(one, step_s=simulated_seconds(one, generation=1.5, training=1.7) + switch.get(one.id, 0.0))
+        for one in rows
+    ]
+
+
+def test_the_factors_of_a_made_up_system_are_found_from_its_other_rows():
+    family = made_up_family()
+    others = [one for one in family if one.id != "wide"]
+    alone = {one.id: one for one in validate([family[2]], workers=1)}["wide"]
+    informed = next(one for one in validate(family, workers=1) if one.id == "wide")
+    assert isinstance(alone, Prediction)
+    assert isinstance(informed, Prediction)
+    assert informed.fitted_to == tuple(one.id for one in others)
+    assert abs(informed.error) < 0.1 < abs(alone.error)
+    assert informed.high / informed.low < alone.high / alone.low  # what is known narrows the band
+
+
+def test_a_row_never_tells_about_itself():
+    family = made_up_family()
+    wrong = [replace(family[0], step_s=7 * family[0].step_s), *family[1:]]
+    honest, fooled = (next(one for one in validate(rows, workers=1) if one.id == "sync") for rows in (family, wrong))
+    assert fooled.predicted == honest.predicted
+    assert fooled.measured == pytest.approx(7 * honest.measured)
+    other_honest, other_fooled = (
+        next(one for one in validate(rows, workers=1) if one.id == "async") for rows in (family, wrong)
+    )
+    assert other_fooled.predicted > other_honest.predicted  # but of others it does
+
+
+def test_one_run_in_two_rows_counts_as_one():
+    family = made_up_family()
+    twin = replace(family[1], id="again")
+    with_twin = next(one for one in validate([*family, twin], workers=1) if one.id == "async")
+    assert "again" not in with_twin.fitted_to
+
+
+def test_parts_add_up_or_run_side_by_side():
+    sync = row("sync", "sync", step_s=110.0, gen_or_wait_s=60.0, old_logp_s=10.0, update_s=30.0)
+    twin = replace(sync, id="twin", step_s=105.0)  # 5 s that no part shows
+    off = row("off", "one-step-off", step_s=70.0, update_s=50.0, old_logp_s=10.0, note="generate_sequences 55")
+    predictions = {one.id: one for one in validate([sync, twin, off], workers=1)}
+    assert predictions["sync"].predicted == 60 + 10 + 30 + 5
+    assert predictions["twin"].predicted == 60 + 10 + 30 + 10
+    assert 60 < predictions["off"].predicted < 62  # and the weights: a second
+    assert predictions["off"].inputs == ("generation", "training")
+
+
+def test_staleness_and_idle_share_follow_from_published_rates():
+    stale = row("stale", "fully async", staleness_setting="C=120 B=240 q=2 rho=0.63 Mtail=1.42", note="measured 1.26")
+    idle = row("idle", "async", note="trainer 2.0 samp/s, generator 1.4-1.6 samp/s, trainer idle ~30%")
+    first, second = validate([stale, idle], workers=1)
+    assert first.predicted == pytest.approx(120 * 1.42 / 240 + 0.63)
+    assert first.error == pytest.approx(0.08)
+    assert second.predicted == pytest.approx(0.25)
+    assert (second.low, second.high) == (pytest.approx(0.2), pytest.approx(0.3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"mode": "who knows"}, "mode 'who knows' names no schedule"),
+        ({"prompts_per_step": None}, "the batch is unknown"),
+        ({"max_len": None}, "lengths are unknown"),
+        ({"gpus_total": None}, "the cluster's size is not published"),
+        ({"hw": "Abacus"}, "Abacus"),
+        ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
+        ({"model": "DeepSeek-V3"}, "does not fit"),
+        ({"step_s": None}, "neither seconds per step nor"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(changes, reason):
+    values = {"gpus_gen": 4, "step_s": 10.0} | changes
+    (one,) = validate([row("a", values.pop("mode", "async"), **values)], workers=1)
+    assert isinstance(one, Unusable)
+    assert reason in one.reason
+
+
+def test_the_report_counts_errors_and_orders():
+    def told(name, measured, predicted, family="f"):
+        return Prediction(name, family, "", "s/step", measured, predicted, 0, 0, (), ())
+
+    result = report(
+        [told("a", 10, 11), told("b", 20, 15), told("c", 30, 12), told("d", 1, 1, "g"), Unusable("e", "no")]
+    )
+    assert [one["error"] for one in result["rows"]] == pytest.approx([0.1, -0.25, -0.6, 0.0])
+    assert result["summary"]["median_error"] == pytest.approx(0.175)
+    assert result["summary"]["within_30_percent"] == 0.75
+    assert [pair["in_order"] for pair in result["pairs"]] == [True, True, False]  # ab, ac, bc
+    assert "e" in validation_markdown(result)
+
+
+def made_table(step_s, *, scale=True):
+    """A row whose step lasts step_s times the factor on generation, whatever the rest is."""
+    run = row("made", "async", gpus_gen=4, gpus_train=4, step_s=step_s)
+    subject = replace(as_subject(run, [run]), scale_is_known=scale)
+    ratio = np.linspace(-1.4, 1.4, 5)
+    log_RMQ = np.repeat((math.log(step_s) + ratio)[:, None, None], 3, axis=2)
+    return Table(subject, False, log_RMQ)
+
+
+def test_between_nodes_the_table_is_linear_and_at_nodes_exact():
+    table = made_table(10.0)
+    for ratio in (-1.4, -0.3, 0.0, 0.35, 1.4, 2.0):
+        assert table.at(np.array([ratio]), np.zeros(1), STEP) == pytest.approx([math.log(10) + ratio])
+
+
+def test_without_other_rows_the_prediction_is_the_model_and_its_own_uncertainty():
+    band = seconds_band(made_table(10.0), [], switch_s=0.0)
+    assert band.middle_s == pytest.approx(10.0, rel=0.02)
+    assert math.log(band.high_s / band.middle_s) == pytest.approx(1.28 * math.hypot(0.35, 0.15), rel=0.1)
+
+
+def test_of_an_unknown_scale_only_ratios_count():
+    twice = made_table(20.0, scale=False)
+    reference = made_table(10.0, scale=False)
+    measured = replace(reference.subject.run, id="other", step_s=7.0)
+    known = Table(replace(reference.subject, run=measured), False, reference.log_RMQ)
+    assert seconds_band(twice, [known], switch_s=0.0).middle_s == pytest.approx(14.0)
+
+
+def test_points_carry_every_combination_once():
+    from sim.inference import points_for
+
+    points: Points = points_for([made_table(10.0)])
+    triples = {*zip(points.generation_P, points.training_P, points.mean_P, strict=True)}
+    assert len(triples) == len(points.log_prior_P)
+    assert points.log_prior_P.max() == 0.0
+
+
+@pytest.mark.slow
+def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out():
+    result = report(validate(shipped_runs()))
+    summary = result["summary"]
+    assert summary["median_error"] <= 0.15
+    assert summary["within_30_percent"] >= 0.9
+    assert summary["pairs_in_order"] >= 0.9
+    assert summary["largest_staleness_error"] <= 0.3
+    curve = {one["id"]: one for one in result["rows"] if one["id"].startswith("areal_eta")}
+    start = curve.pop("areal_eta0")["measured"]
+    assert len(curve) == 5
+    for point in curve.values():  # the curve over what was measured at 0, as the plot of the paper has it
+        assert abs(point["predicted"] / start - point["measured"] / start) <= 0.15 * point["measured"] / start
+    page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    between = re.search(r"<!-- table -->\n(.*)<!-- end -->", page, flags=re.DOTALL)
+    assert between is not None
+    assert between[1] == validation_markdown(result)
+
+
+def test_every_mode_has_a_row_that_is_simulated():
+    modes = {one.schedule for one in shipped_runs()}
+    assert modes == {None, *Mode}
