@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from sim.candidates import Rejected, least_lag
 from sim.space import Reason, Space
 
+MOST = 4096
+"""Accelerators up to which a size that fits is looked for (count)."""
+
 
 def why_nothing_is_left(rejected: Sequence[Rejected], space: Space) -> str:
     """Return a line per family: how many candidates each limit rules out, and what would let one in."""
@@ -30,14 +33,11 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: Space) -> str:
     screened = [one.screened for one in mine if one.screened is not None]
     match reason:
         case Reason.ENGINE_MEMORY:
-            size = next((size for size in range(1, accelerators + 1) if memory.engine_fits(size)), None)
-            return (
-                f"fits from tensor_parallel={size} on"
-                if size
-                else "no tensor_parallel would do; a shorter length.max or another GPU might"
-            )
+            size = next((size for size in range(1, MOST + 1) if memory.engine_fits(size)), None)
+            there = f", and there are {accelerators}" if size is not None and size > accelerators else ""
+            return f"fits from tensor_parallel={size} on{there}" if size else "no tensor_parallel would do"
         case Reason.TRAINER_MEMORY:
-            fewest = next((n for n in range(1, 4096) if memory.trainer_fits(n)), None)
+            fewest = next((n for n in range(1, MOST + 1) if memory.trainer_fits(n)), None)
             return f"fits from {fewest} training accelerators on" if fewest else "no number of accelerators would do"
         case Reason.LAG:
             return f"lag_limit={min(least_lag(one.candidate.config) for one in mine)} would do"

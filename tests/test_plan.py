@@ -402,6 +402,15 @@ def test_a_model_that_fits_nowhere_says_which_engine_would_do() -> None:
     )
 
 
+def test_a_model_that_needs_more_gpus_than_there_are_says_so() -> None:
+    """671e9 parameters of 2 bytes over 73.5 GB each are 18.3."""
+    assert (
+        fault("hardware.model='DeepSeek-V3'")
+        .splitlines()[0]
+        .endswith("(fits from tensor_parallel=19 on, and there are 4)")
+    )
+
+
 def test_every_family_says_what_keeps_it_out_and_what_would_relax_it() -> None:
     lines = fault("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2").splitlines()
     assert len(lines) == 2
