@@ -56,7 +56,7 @@ def save_figures(
         raise ConfigError("figures need a run, a comparison or analytic curves, got none")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    return [path for name, figure in drawn.items() for path in _save(figure, folder, name)]
+    return [path for name, figure in drawn.items() for path in save_figure(figure, folder, name)]
 
 
 def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
@@ -83,7 +83,7 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
     return drawn
 
 
-def _save(figure: Figure, folder: Path, name: str) -> list[Path]:
+def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write one figure in both formats."""
     paths = [folder / f"{name}.{kind}" for kind in _METADATA]
     with matplotlib.rc_context(RC):

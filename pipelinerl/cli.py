@@ -120,6 +120,44 @@ def compare(
 
 
 @app.command()
+def plan(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    from pipelinerl.runfile import load_run
+
+    config = load_run(run, overrides, seed)
+    planner = _load("sim.plan", extra="sim")
+    if out is not None:
+        _load("analysis.planning", extra="plot")
+    with _stages() as on_progress:
+        result = planner.plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
+    if as_json:
+        _print_json(result)
+    else:
+        from pipelinerl.tables import print_plan
+
+        print_plan(result, run.name)
+    if out is not None:
+        _draw([out], out / FIGURES_FOLDER)
+    search = result["search"]
+    if not search["complete"]:
+        for failure in search["failures"] or ["interrupted; the simulations that had ended are kept"]:
+            _complain(failure)
+    raise typer.Exit(0 if search["complete"] else 1)
+
+
+@app.command()
 def train(
     run: RunArgument,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
@@ -339,12 +377,18 @@ def _load(module: str, *, extra: str) -> Any:
 
 
 def _draw(folders: list[Path], figures: Path) -> list[Path]:
-    """Draw the figures of runs side by side, or of one comparison."""
+    """Draw the figures of runs side by side, or of one comparison, or of one plan."""
     from pipelinerl.runfile import load_run
-    from pipelinerl.runfolder import COMPARISON_FILE, RUN_FILE
+    from pipelinerl.runfolder import COMPARISON_FILE, PLAN_FILE, RUN_FILE
 
-    readers, report = _load("analysis.runs", extra="plot"), _load("analysis.report", extra="plot")
     paths: list[Path]
+    plans = [folder for folder in folders if os.path.exists(folder / PLAN_FILE)]
+    if plans:
+        if len(folders) > 1:
+            raise ConfigError(f"DIR... must be runs or a single plan, got {len(folders)} with {plans[0]}")
+        paths = _load("analysis.planning", extra="plot").save_plan(plans[0], figures)
+        return paths
+    readers, report = _load("analysis.runs", extra="plot"), _load("analysis.report", extra="plot")
     comparisons = [folder for folder in folders if os.path.exists(folder / COMPARISON_FILE)]
     if not comparisons:
         paths = report.save_figures(readers.read_runs(folders), figures)
@@ -373,6 +417,25 @@ def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar per stage on stderr if it is a terminal; yields what to tell the stage, and how much is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def told(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        yield told
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.coefficients import Level, checked_coefficients
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
+from pipelinerl.planconfig import PlanConfig
 from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import TrainConfig
 
@@ -360,6 +361,8 @@ class RunConfig(StrictModel):
     """How fast the cluster is."""
     compare: CompareConfig | None = None
     """What ``compare`` runs."""
+    plan: PlanConfig | None = None
+    """What ``plan`` searches."""
     train: TrainConfig | None = None
     """What ``train`` needs: model, task, optimizer. The simulator does not read it."""
 

@@ -201,6 +201,8 @@ def _fault_line(key: str, fault: ErrorDetails) -> str:
             return f"{key} must be at least {ctx['ge']:g}, {got}"
         case "greater_than":
             return f"{key} must be above {ctx['gt']:g}, {got}"
+        case "less_than":
+            return f"{key} must be below {ctx['lt']:g}, {got}"
         case "less_than_equal":
             return f"{key} must be at most {ctx['le']:g}, {got}"
         case "int_type" | "int_from_float":

@@ -10,6 +10,9 @@ figures/           the figures
 metrics.jsonl      what only a real run can measure, a line per optimizer step
 tensorboard/       the same for TensorBoard
 checkpoints/       what ``train --resume`` goes on from
+comparison.json    of ``compare`` instead: all its runs side by side
+plan.json          of ``plan`` instead: what it found, with
+recommended.toml   the run file that it recommends
 model/             the trained model in Hugging Face format
 =================  =====================================================================================
 """
@@ -34,9 +37,22 @@ PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.jsonl.gz"
 METRICS_FILE = "metrics.jsonl"
 COMPARISON_FILE = "comparison.json"
+PLAN_FILE = "plan.json"
+RECOMMENDED_FILE = "recommended.toml"
 VALIDATION_FILE = "validation.json"
 
-_FILES = (RUN_FILE, COMPARISON_FILE, VALIDATION_FILE, STEPS_FILE, SUMMARY_FILE, PROFILE_FILE, TRACE_FILE, METRICS_FILE)
+_FILES = (
+    RUN_FILE,
+    COMPARISON_FILE,
+    PLAN_FILE,
+    RECOMMENDED_FILE,
+    VALIDATION_FILE,
+    STEPS_FILE,
+    SUMMARY_FILE,
+    PROFILE_FILE,
+    TRACE_FILE,
+    METRICS_FILE,
+)
 
 
 def check_vacant(folder: Path) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from pipelinerl.config import CompareConfig, RunConfig, Variant
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, write_json
+from sim.parallel import run_all
 from sim.run import simulate
 from sim.world import World
 
@@ -120,9 +116,8 @@ def compare(
     summaries: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     complete = False
-    num_workers = min(workers or os.cpu_count() or 1, len(cells))
     try:
-        with closing(_run_cells(cells, out, num_workers)) as results:
+        with closing(run_all(partial(_run_cell, out=out), cells, workers=workers)) as results:
             for cell, summary, failure in results:
                 if failure is None:
                     summaries[cell.folder] = summary
@@ -155,47 +150,6 @@ def _check_files(cells: list[Cell], out: Path | None) -> None:
         for folder in (out, *(out / cell.folder for cell in cells)):
             check_vacant(folder)
         make_folder(out)
-
-
-def _run_cells(cells: list[Cell], out: Path | None, workers: int) -> Generator[CellResult, None, None]:
-    """Simulate cells in parallel and yield each as it ends; closing it ends those still at work.
-
-    Raises:
-        RunFailedError: If a worker died, and the others with it; after all that had ended.
-    """
-    others = set(multiprocessing.active_children())
-    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-    with _interrupts_ignored():  # by the workers, that is: Ctrl-C is for this process alone
-        futures = [executor.submit(_run_cell, cell, out) for cell in cells]
-    processes = set(multiprocessing.active_children()) - others
-    died = False
-    try:
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                died = True
-    finally:
-        if not all(future.done() for future in futures):
-            for process in processes:
-                process.terminate()
-        executor.shutdown(cancel_futures=True)
-    if died:
-        raise RunFailedError(
-            "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"
-        )
-
-
-def _end_with_parent() -> None:
-    """Have this worker end when the process that started it is gone, however that ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_cell(cell: Cell, out: Path | None) -> CellResult:
@@ -239,16 +193,3 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C, where this thread may; processes started meanwhile inherit that for good."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -43,7 +43,7 @@ def simulate(
     world = World(config)  # before anything is written: it finds what is wrong with the input
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
     try:
-        with _interruptible(world), _no_garbage_collection():
+        with _interruptible(world), no_garbage_collection():
             world.run(recording.recorder)
     finally:
         summary = recording.finish()
@@ -65,7 +65,7 @@ def _interruptible(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Switch the collector of reference cycles off: a run makes none, and looking for them costs a tenth of it."""
     enabled = gc.isenabled()
     gc.disable()

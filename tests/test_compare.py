@@ -19,6 +19,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.runfile import load_run, parse_run, with_overrides
 from sim import compare as module
+from sim import parallel
 from sim.compare import Cell, compare, default_comparison, plan_cells
 from sim.run import simulate
 
@@ -75,7 +76,7 @@ class InThisProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", InThisProcess)
 
 
 def fault(config: RunConfig, out: Path | None = None) -> str:
@@ -397,7 +398,7 @@ def test_workers_are_started_with_ctrl_c_ignored_which_they_inherit(monkeypatch:
             handlers.append(signal.getsignal(signal.SIGINT))
             return super().submit(function, *arguments)
 
-    monkeypatch.setattr(module, "ProcessPoolExecutor", Watching)
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", Watching)
     compare(two_by_two())
     assert handlers == [signal.SIG_IGN] * 4
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -442,7 +443,7 @@ def test_a_worker_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(multiprocessing, "parent_process", Parent)
     monkeypatch.setattr(os, "_exit", leave)
-    module._end_with_parent()
+    parallel._end_with_parent()
     assert not ended.wait(0.05)
     gone.set()
     assert ended.wait(10.0)

@@ -108,6 +108,25 @@ EVERY_KEY: dict[str, Any] = {
         "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
         "baseline": "lag 1",
     },
+    "plan": {
+        "schedulers": ["pipeline", "one_step_off"],
+        "generation_accelerators": [2, 4],
+        "tensor_parallel": [1, 2],
+        "generation_batch_size": [8, 16],
+        "optimizer_steps_per_rl_step": [2, 4],
+        "train_batch_size": [16],
+        "ready_queue_size": [32],
+        "max_lag": [0, 4],
+        "lag_limit": 8,
+        "mean_lag_limit": 3.5,
+        "min_ess": 0.5,
+        "log_ratio_std_per_step": 0.1,
+        "gpu_hours": 100.0,
+        "budget": 300.0,
+        "price_per_gpu_hour": 2.5,
+        "simulate": 4,
+        "simulate_steps": 10,
+    },
     "train": {
         "device": "cpu",
         "ray_address": "auto",
@@ -536,6 +555,8 @@ COUNTS = (
     "workload.group_size",
     "workload.length.max",
     "hardware.kv_cache_tokens",
+    "plan.simulate",
+    "plan.simulate_steps",
     "hardware.decode.experts",
     "hardware.decode.experts_per_token",
     "train.task.max_prompt_tokens",
@@ -547,6 +568,7 @@ COUNTS = (
 MAY_BE_ZERO = {
     "seed",
     "scheduler.max_lag",
+    "plan.lag_limit",
     "workload.prompt_tokens",
     "train.task.overlong_tokens",
     "train.optimizer.warmup_steps",
@@ -590,6 +612,7 @@ TABLES = [
     "hardware.switch",
     "hardware.latency",
     "compare",
+    "plan",
     "train",
     *(f"train.{name}" for name, value in EVERY_KEY["train"].items() if isinstance(value, dict)),
 ]
@@ -627,7 +650,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, hardware, optimizer_steps, scheduler, seed, train, workload",
+        "cluster, compare, hardware, optimizer_steps, plan, scheduler, seed, train, workload",
     ),
     (
         ("hardware.decode.step=3",),
@@ -753,6 +776,18 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "tokens, got kv_cache_tokens=73",
     ),
     # The comparison.
+    (("plan.schedulers=[]",), "plan.schedulers must not be empty, got []"),
+    (
+        ("plan.schedulers=['pipelines']",),
+        "plan.schedulers.0 must be 'pipeline', 'conventional', 'one_step_off' or 'partial_rollouts', got \"pipelines\"",
+    ),
+    (("plan.generation_accelerators=[0]",), "plan.generation_accelerators.0 must be at least 1, got 0"),
+    (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),
+    (
+        ("plan.min_ess=0.5",),
+        "plan.min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
+        "one optimizer step, as nothing else here knows how far weights drift, got min_ess=0.5",
+    ),
     (("compare={baseline='a'}",), "compare.arms is missing"),
     (("compare={baseline='a', arms=5}",), "compare.arms must be a list, got 5"),
     (("compare={baseline='a', arms=[]}",), "compare.arms must not be empty, got []"),

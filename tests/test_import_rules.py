@@ -26,7 +26,7 @@ TRAINING = {
 TRAINING |= {"datasets", "math_verify"}  # tasks
 MAY_IMPORT = {
     "pipelinerl": {"pipelinerl", "numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
-    "sim": {"pipelinerl", "sim", "numpy", "simpy"},
+    "sim": {"pipelinerl", "sim", "numpy", "simpy", "ray"},  # Ray inside a function, for who has a cluster
     "backends": {"pipelinerl", "backends", "numpy"} | TRAINING,
     "analysis": {"pipelinerl", "analysis", "numpy", "matplotlib"},
 }
@@ -88,7 +88,13 @@ def test_only_the_command_line_reaches_other_packages_and_only_inside_its_functi
         for node in ast.walk(ast.parse(COMMAND_LINE.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
-    assert {"sim.run", "sim.compare", "analysis.report"} <= strings  # loaded by name, when a command runs
+    assert {
+        "sim.run",
+        "sim.compare",
+        "sim.plan",
+        "analysis.report",
+        "analysis.planning",
+    } <= strings  # loaded by name, when a command runs
     assert roots(imported(COMMAND_LINE, top_level_only=True)) <= {"pipelinerl", "typer"} | set(sys.stdlib_module_names)
 
 
@@ -103,8 +109,8 @@ def test_import_pipelinerl_loads_no_heavy_package() -> None:
 
 
 def test_importing_all_packages_loads_no_torch_and_no_pyplot() -> None:
-    statement = "import pipelinerl, sim, sim.run, sim.compare, analysis, analysis.report, backends"
-    assert not loaded_by(statement) & {"torch", "matplotlib.pyplot", "vllm", "deepspeed"}
+    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.plan, analysis, analysis.report, backends"
+    assert not loaded_by(statement) & {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"}
 
 
 def test_help_loads_no_simulator_and_no_figures() -> None:

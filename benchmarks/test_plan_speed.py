@@ -1,0 +1,73 @@
+"""How fast ``plan`` is. Seconds go into the table at the end; only ratios within one run are asserted.
+
+    make bench
+
+The issue's measure - 1000 candidates screened and the best 20 simulated, 200 optimizer steps each, 128 GPUs - is
+``pipelinerl plan examples/plan_qwen7b_128_h100.toml``; a simulation of it is one of those timed here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.runfile import load_run
+from sim.candidates import Screener, enumerate_candidates, own_candidate, screen_all
+from sim.outcomes import Job, Runner, simulate_job
+from sim.space import space_of
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Rows of (what, value), printed after the last benchmark."""
+    rows = []
+    yield rows
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print("\n")
+        for what, value in rows:
+            print(f"{what:<72} {value:>16}")
+
+
+def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(benchmark, table):
+    """Everything from the run file to the steady states, drawing the answers included."""
+    config = load_run(EXAMPLE)
+
+    def screened():
+        space = space_of(config)
+        candidates = list(enumerate_candidates(space))
+        screen_all(candidates, space, Screener(config, space.answers))
+        return len(candidates)
+
+    number = benchmark.pedantic(screened, rounds=3, warmup_rounds=1)
+    seconds = benchmark.stats.stats.min
+    before = time.process_time()
+    simulate_job(Job(own_candidate(config), config.hardware.level, 200))
+    simulated = time.process_time() - before
+    table.append(("plan: candidates screened per second", f"{number / seconds:,.0f}"))
+    table.append(("plan: processor seconds of one simulation of 200 optimizer steps", f"{simulated:.2f}"))
+    assert number >= 1000
+    assert seconds / number * 1000 < simulated
+
+
+def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
+    """Eight simulations of 60 optimizer steps each; starting the processes is counted. Needs two cores to itself."""
+    config = load_run(EXAMPLE)
+    own = own_candidate(config)
+    jobs = [Job(own, config.hardware.level, 60 + index % 2) for index in range(8)]
+
+    def seconds(workers):
+        before = time.perf_counter()
+        Runner(workers=workers, ray_address=None, on_progress=lambda *_: None).run("simulations", jobs)
+        return time.perf_counter() - before
+
+    one = seconds(1)
+    two = benchmark.pedantic(seconds, args=(2,), rounds=1)
+    table.append(("plan: one process over two, eight simulations", f"{one / two:.2f}"))
+    busy = os.getloadavg()[0] > 3 or (os.cpu_count() or 1) < 2
+    assert busy or one / two > 1.5

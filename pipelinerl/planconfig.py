@@ -1,0 +1,62 @@
+"""The ``[plan]`` table of a run file: what ``plan`` tries, and what it has to keep to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipelinerl.strictmodel import StrictModel
+
+Count = Annotated[int, Field(ge=1)]
+Values = Annotated[list[Count], Field(min_length=1)]
+Family = Literal["pipeline", "conventional", "one_step_off", "partial_rollouts"]
+
+
+class PlanConfig(StrictModel):
+    """What ``plan`` searches. Each list holds the values tried; the rest of the run file stays as it is."""
+
+    schedulers: list[Family] = Field(default=["pipeline", "conventional"], min_length=1)
+    """Kinds of scheduler to try; ``partial_rollouts`` is conventional with ``scheduler.partial_rollouts``."""
+    generation_accelerators: Values | None = None
+    """Accelerators that generate, where others train. None: about 32 even splits."""
+    tensor_parallel: Values | None = None
+    """Accelerators of one engine. None: 1, 2, 4, 8; the run file's alone where it gives ``decode`` or
+    ``kv_cache_tokens`` as numbers, which hold for one size of engine."""
+    generation_batch_size: Values | None = None
+    """Sequences in progress per engine. None: 16, 24, 32, 48, ... 1024, as far as the KV cache holds them."""
+    optimizer_steps_per_rl_step: Values = [2, 4, 8, 16, 32, 64]
+    """Optimizer steps per RL step, of the schedulers that have them."""
+    train_batch_size: Values | None = None
+    """Sequences per optimizer step. None: the run file's."""
+    ready_queue_size: Values | None = None
+    """Finished rollouts that may wait for the trainer, pipeline only. None: the run file's, or 2 B."""
+    max_lag: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    """Bounds on the lag that the pipeline is to keep by waiting (optimizer steps). None: ``lag_limit``."""
+    lag_limit: int | None = Field(default=None, ge=0)
+    """Largest lag allowed of any trained token (optimizer steps). None: ``scheduler.max_lag``."""
+    mean_lag_limit: float | None = Field(default=None, ge=0)
+    """Largest mean lag allowed (optimizer steps)."""
+    min_ess: float | None = Field(default=None, gt=0, lt=1)
+    """Least effective sample size allowed, modelled as exp(-``log_ratio_std_per_step``^2 * mean lag)."""
+    log_ratio_std_per_step: float | None = Field(default=None, gt=0)
+    """Standard deviation of a token's log probability ratio after one optimizer step, measured by the user."""
+    gpu_hours: float | None = Field(default=None, gt=0)
+    """GPU-hours that ``optimizer_steps`` may take."""
+    budget: float | None = Field(default=None, gt=0)
+    """Money that ``optimizer_steps`` may cost (USD)."""
+    price_per_gpu_hour: float | None = Field(default=None, gt=0)
+    """Price of a GPU-hour (USD). None: the catalogue's."""
+    simulate: int = Field(default=20, ge=1)
+    """Survivors of the screening that are simulated (count)."""
+    simulate_steps: int = Field(default=200, ge=1)
+    """Optimizer steps of each simulation (count)."""
+
+    @model_validator(mode="after")
+    def _a_limit_has_what_it_needs(self) -> Self:
+        if self.min_ess is not None and self.log_ratio_std_per_step is None:
+            raise ValueError(
+                "min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
+                f"one optimizer step, as nothing else here knows how far weights drift, got min_ess={self.min_ess:g}"
+            )
+        return self

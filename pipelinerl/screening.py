@@ -1,0 +1,417 @@
+"""Steady state of a run in closed form, in seconds: what ``plan`` judges a thousand candidates by.
+
+Theory of operation. ``screen`` answers from means and from the survivor function of the answer lengths; nothing is
+drawn and nothing is queued. It sees the same hardware numbers as the simulator, which then checks the best of what
+it finds. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
+of variation and the share with at least l tokens of the answers, T(b, C) a decode step with C tokens of context.
+
+==============  ====================================================================================================
+full slots      a sequence holds p + (1 + cv^2) m / 2 tokens on average; an engine makes b answers in
+                m T(b, b * that) + b prefill(p) seconds; the KV cache bounds b
+drain           all sequences start together: sum over l of T(h(l), h(l) (p + l)), h(l) = s(l) times their number
+refill          more sequences than slots: full slots first, then the drain of a stationary batch, whose sequences
+                have R0(l) = sum of s above l answers left and R1(l) = sum of x s(x) tokens
+conventional    refill + prefill, then G optimizer steps, publication and phase switches
+one step off    the longer of the two, and the publication
+pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
+                at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
+==============  ====================================================================================================
+
+Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:
+``docs/analytic.md``, with (in flight)/B = m T / step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pipelinerl.analytic import Lengths
+from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig
+from pipelinerl.events import WeightUpdate
+from pipelinerl.hardware import step_seconds
+
+FloatArray = npt.NDArray[np.float64]
+
+GRID_POINTS = 1024
+"""Positions at which the survivor function of long answers is looked at."""
+TOLERANCE = 1e-3
+"""Relative, of the times that are found by trial."""
+LAG_ROUNDS = 20
+"""Trials of a step time that keeps to ``max_lag``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Prompts and answers, as far as the steady state depends on them."""
+
+    lengths: Lengths
+    """Lengths of the answers."""
+    prompt_tokens: float
+    """Mean prompt (tokens)."""
+    group_wait: float = 0.0
+    """Decode steps that a token's rollout, once finished, waits for the longest of its group (mean over tokens)."""
+
+    @cached_property
+    def width(self) -> int:
+        """Tokens that a position of the grid stands for."""
+        return math.ceil(self.lengths.max_tokens / GRID_POINTS)
+
+    @cached_property
+    def position(self) -> FloatArray:
+        """Positions in the answer, in the middle of each piece of ``width`` tokens."""
+        starts = np.arange(0, self.lengths.max_tokens, self.width, dtype=np.float64)
+        return starts + (self.width + 1) / 2
+
+    @cached_property
+    def share(self) -> FloatArray:
+        """Share of the answers with at least so many tokens, by position."""
+        pad = -self.lengths.max_tokens % self.width
+        counts = np.concatenate([self.lengths.unfinished, np.zeros(pad)])
+        share: FloatArray = counts.reshape(-1, self.width).mean(axis=1) / self.lengths.num_sequences
+        return share
+
+    @cached_property
+    def rest(self) -> FloatArray:
+        """Stationary batch: share with at least so many tokens left, by position."""
+        return self._tail(self.share) / self.mean
+
+    @cached_property
+    def rest_context(self) -> FloatArray:
+        """Stationary batch: answer tokens so far of those with at least so many left, per sequence, by position."""
+        return self._tail(self.share * self.position) / self.mean
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean answer (tokens)."""
+        return self.lengths.mean_tokens
+
+    @cached_property
+    def spread(self) -> float:
+        """1 + cv^2: what the mean remaining length is longer than half the mean by."""
+        return 1 + self.lengths.cv**2
+
+    @cached_property
+    def context(self) -> float:
+        """Mean tokens that a sequence holds in a stationary batch."""
+        return self.prompt_tokens + self.spread * self.mean / 2
+
+    def longest(self, number: int) -> float:
+        """Return the mean of the longest of ``number`` answers (tokens)."""
+        return float(self.width * (1 - (1 - self.share) ** number).sum())
+
+    def _tail(self, value: FloatArray) -> FloatArray:
+        whole = value[::-1].cumsum()[::-1]
+        return self.width * (whole - value / 2)
+
+
+class StepTime:
+    """Seconds of a decode step, interpolated between whole numbers of sequences.
+
+    Args:
+        hardware: Has the decode model.
+        tensor_parallel: Accelerators of one engine (count).
+        most: Largest number of sequences that will be asked for (count).
+    """
+
+    def __init__(self, hardware: ResolvedHardware, *, tensor_parallel: int, most: int) -> None:
+        batch_s, self._context_s = step_seconds(hardware.decode, tensor_parallel)
+        self._batch_s = [batch_s(max(batch, 1)) for batch in range(most + 2)]  # a step holds a sequence at least
+        self._batch_array = np.array(self._batch_s)
+        self._batches = np.arange(most + 2)
+
+    def of(self, batch: float, context_tokens: float) -> float:
+        """Return seconds of a step of ``batch`` sequences (a mean) with so many tokens in all."""
+        below = int(batch)
+        low, high = self._batch_s[below : below + 2]
+        return low + (high - low) * (batch - below) + self._context_s * context_tokens
+
+    def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
+        """Return the same, elementwise."""
+        seconds: FloatArray = np.interp(batch, self._batches, self._batch_array) + self._context_s * context_tokens
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A steady state. Times are seconds per optimizer step."""
+
+    step_s: float
+    """One optimizer step, from one to the next."""
+    generation_s: float
+    """What generation alone would need; colocated: the generation phase and the switches."""
+    training_s: float
+    """The trainer works."""
+    publishing_s: float
+    """The trainer publishes."""
+    tokens_per_s: float
+    """Trained answer tokens per second."""
+    lag_mean: float
+    """Mean lag of a trained token (optimizer steps)."""
+    lag_max: float
+    """Largest lag of a trained token (optimizer steps)."""
+    start_s: float
+    """Seconds by which a run is longer than its optimizer steps: what is in flight at its end was for nothing."""
+    cache_bound: bool
+    """Whether the KV cache holds fewer sequences than there are slots."""
+    colocated: bool
+    """Whether the same accelerators generate and train in turn."""
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the time in which the trainer neither works nor publishes."""
+        return max(0.0, 1 - (self.training_s + self.publishing_s) / self.step_s)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of what generation could give that is not asked for; 0 if colocated."""
+        return 0.0 if self.colocated else max(0.0, 1 - self.generation_s / self.step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Engines:
+    """The engines of a candidate."""
+
+    number: int
+    slots: float
+    """Sequences that an engine decodes together: H, or what the KV cache holds of them (mean)."""
+    cache_tokens: float
+    step_time: StepTime
+    prompt_s: float
+    """Prefill of a prompt."""
+    dispatch_s: float
+    answers: Answers
+
+    def step_s(self, batch: float) -> float:
+        """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
+        return self.step_time.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+
+    def answer_s(self, batch: float) -> float:
+        """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
+        return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s
+
+    def busy(self, slots: float) -> float:
+        """Return how many of an engine's slots are decoding on average."""
+        return slots * (1 - (self.step_s(slots) + self.dispatch_s) / self.answer_s(slots))
+
+    def batch_s(self, number: float, slots: float) -> float:
+        """Return seconds for so many answers of all engines, each with so many slots full."""
+        return number * self.answer_s(self.busy(slots)) / (self.number * slots)
+
+    def phase_s(self, number: int) -> float:
+        """Return seconds from the start of so many answers to the end of the last."""
+        each = number / self.number
+        answers = self.answers
+        peak = float((answers.share * (answers.prompt_tokens + answers.position)).max())
+        fresh = min(each, self.slots, self.cache_tokens / peak)
+        drain_s = self._drain_s(fresh * answers.share, number, answers.share, answers.prompt_tokens + answers.position)
+        if each > fresh:
+            # What the full slots give before the drain; the drain itself is that of a stationary batch.
+            full = max(0.0, each - self.slots * answers.spread / 2) / self.slots * self.answer_s(self.slots)
+            context = answers.prompt_tokens + answers.rest_context / np.maximum(answers.rest, 1e-300)
+            last = self._drain_s(self.slots * answers.rest, round(self.slots * self.number), answers.rest, context)
+            drain_s = max(drain_s, full + last)
+            each = self.slots  # the prefill of the others is in ``answer_s``
+        return drain_s + each * self.prompt_s + self.dispatch_s
+
+    def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
+        """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
+        alive = 1 - (1 - share) ** max(number, 1)
+        batch = np.maximum(batch, 1.0)
+        return float(self.answers.width * (alive * self.step_time.of_all(batch, batch * context)).sum())
+
+
+def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, answers: Answers) -> Estimate:
+    """Estimate the steady state of a run.
+
+    Discarded rollouts, filtering, growth of the answers and micro-batches are left out, and ``weight_update`` is
+    taken for keep or recompute; the simulator has all of it.
+
+    Args:
+        config: The run; of its tables ``cluster``, ``scheduler`` and ``workload`` are read.
+        hardware: Its hardware in explicit numbers.
+        step_time: The decode step of one of its engines.
+        answers: Its prompts and answers.
+
+    Returns:
+        The estimate.
+    """
+    scheduler = config.scheduler
+    capacity = math.inf if hardware.kv_cache_tokens is None else float(hardware.kv_cache_tokens)
+    slots = min(float(scheduler.generation_batch_size), capacity / answers.context)
+    engines = _Engines(
+        number=config.num_engines,
+        slots=slots,
+        cache_tokens=capacity,
+        step_time=step_time,
+        prompt_s=_prefill_s(hardware.prefill, answers.prompt_tokens),
+        dispatch_s=hardware.latency.dispatch_s + hardware.latency.dispatch_jitter_s,
+        answers=answers,
+    )
+    training_s = _training_s(config, hardware, answers)
+    if config.colocated:
+        return _conventional(config, hardware, engines, training_s)
+    if scheduler.kind == "one_step_off":
+        return _one_step_off(config, hardware, engines, training_s)
+    return _pipeline(config, hardware, engines, training_s)
+
+
+def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
+    steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
+    latency, weights, switch, answers = hardware.latency, hardware.weights, hardware.switch, engines.answers
+    number = steps * config.scheduler.train_batch_size
+    carried = 0.0
+    if config.scheduler.partial_rollouts:
+        # Slots stay full, and what is in them is computed again after the RL step.
+        phase_s = engines.batch_s(number, engines.slots) + engines.slots * _prefill_s(hardware.prefill, answers.context)
+        wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s
+        carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
+    else:
+        phase_s = engines.phase_s(number)
+    phase_s += latency.reward_s + latency.preprocess_s
+    switch_s = switch.to_training_s + switch.to_generation_s
+    loading_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
+    lag_mean, lag_max = (steps - 1) / 2 + steps * carried, steps - 1 + steps * math.ceil(2 * carried)
+    max_lag = config.scheduler.max_lag
+    if max_lag is not None:
+        lag_mean, lag_max = min(lag_mean, max_lag), min(lag_max, max_lag)
+    return _estimate(
+        config,
+        engines,
+        step_s=(phase_s + switch_s + loading_s) / steps + training_s,
+        generation_s=(phase_s + switch_s + loading_s - weights.publish_s) / steps,
+        training_s=training_s,
+        publishing_s=weights.publish_s / steps,
+        lag_mean=lag_mean,
+        lag_max=lag_max,
+    )
+
+
+def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
+    steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
+    latency, weights = hardware.latency, hardware.weights
+    phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s
+    loading_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
+    return _estimate(
+        config,
+        engines,
+        step_s=(max(phase_s, steps * training_s) + loading_s) / steps,
+        generation_s=(phase_s + loading_s) / steps,
+        training_s=training_s,
+        publishing_s=weights.publish_s / steps,
+        lag_mean=(3 * steps - 1) / 2,
+        lag_max=2 * steps - 1,
+    )
+
+
+def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
+    scheduler, weights, answers = config.scheduler, hardware.weights, engines.answers
+    batch, max_lag = scheduler.train_batch_size, scheduler.max_lag
+    pause_s = weights.pause_s
+    if scheduler.weight_update is WeightUpdate.RECOMPUTE:
+        pause_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
+    pause_s /= scheduler.publish_every
+    publishing_s = weights.publish_s / scheduler.publish_every
+    trainer_s = training_s + publishing_s
+    generation_s = engines.batch_s(batch, engines.slots) + pause_s
+    step_s = max(trainer_s, generation_s)
+    wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s
+
+    def filled(step_s: float) -> float:
+        """Slots of an engine that are full when it is asked for a batch per step."""
+        return _root(lambda slots: engines.batch_s(batch, slots) + pause_s - step_s, high=engines.slots)
+
+    full = filled(step_s) if trainer_s > generation_s else engines.slots
+    if max_lag is not None:
+        # From the version a rollout begins with, it has max_lag + 1 steps, the training of its own batch included; it
+        # begins half a step after that version on average, but at max_lag = 0, where all begin together.
+        longest, most = answers.longest(batch), max(max_lag + 0.5, 1.0)
+        for _ in range(LAG_ROUNDS):
+            life_s = longest * engines.step_s(engines.busy(full)) + pause_s + wait_s + trainer_s
+            if life_s <= most * step_s * (1 + TOLERANCE):
+                break
+            step_s = max(trainer_s, generation_s, (step_s + life_s / most) / 2)
+            full = filled(step_s)
+    in_flight = engines.number * full
+    queued = 0.0
+    if full < engines.slots:
+        queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - in_flight
+    decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s)
+    after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
+    late = (scheduler.publish_every - 1) / 2  # optimizer steps that the engines are behind, on average
+    lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s + late
+    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + scheduler.publish_every
+    if max_lag is not None:
+        held = max_lag + 0.5 - in_flight / batch * answers.spread / 2  # all are trained when they are about that old
+        lag_mean, lag_max = min(lag_mean, max(held, 0.0), float(max_lag)), min(lag_max, max_lag)
+    return _estimate(
+        config,
+        engines,
+        step_s=step_s,
+        generation_s=generation_s,
+        training_s=training_s,
+        publishing_s=publishing_s,
+        lag_mean=lag_mean,
+        lag_max=lag_max,
+        start_s=in_flight / batch * answers.spread / 2 * step_s,
+    )
+
+
+def _root(function: Callable[[float], float], *, high: float) -> float:
+    """Return where a falling function crosses 0 between 0 and ``high``, or ``high`` where it does not."""
+    if function(high) > 0:
+        return high
+    low = 0.0
+    for _ in range(16):  # to 1.5e-5 of ``high``
+        middle = (low + high) / 2
+        if function(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _training_s(config: RunConfig, hardware: ResolvedHardware, answers: Answers) -> float:
+    """Return seconds in which the trainer works on one optimizer step."""
+    batch, cost, prompt = config.scheduler.train_batch_size, hardware.training, answers.prompt_tokens
+    tokens = prompt + answers.mean
+    squared = prompt**2 + 2 * prompt * answers.mean + answers.spread * answers.mean**2
+    spread_s = batch * (cost.token_s * tokens + cost.token_squared_s * squared) / config.training_accelerators
+    return cost.step_s + batch / config.scheduler.micro_batch * cost.micro_batch_s + spread_s
+
+
+def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
+    if tokens <= 0:
+        return 0.0
+    return prefill.sequence_s + prefill.token_s * tokens + prefill.token_squared_s * tokens**2
+
+
+def _estimate(
+    config: RunConfig,
+    engines: _Engines,
+    *,
+    step_s: float,
+    generation_s: float,
+    training_s: float,
+    publishing_s: float,
+    lag_mean: float,
+    lag_max: float,
+    start_s: float = 0.0,
+) -> Estimate:
+    return Estimate(
+        step_s=step_s,
+        generation_s=generation_s,
+        training_s=training_s,
+        publishing_s=publishing_s,
+        tokens_per_s=config.scheduler.train_batch_size * engines.answers.mean / step_s,
+        lag_mean=lag_mean,
+        lag_max=lag_max,
+        start_s=start_s,
+        cache_bound=engines.slots < config.scheduler.generation_batch_size,
+        colocated=config.colocated,
+    )

@@ -1,0 +1,155 @@
+"""Simulations of candidates, in parallel, and what each says of the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from pipelinerl.coefficients import Level
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import PipelineRLError, RunFailedError
+from pipelinerl.runfile import parse_run
+from sim.candidates import Candidate
+from sim.parallel import run_all, run_all_on_ray
+from sim.stepbooks import Step, simulate_steps
+
+OnProgress = Callable[[str, int, int], None]
+"""Told what is going on, and how many of how many are done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One simulation."""
+
+    candidate: Candidate
+    level: Level
+    steps: int
+    """Optimizer steps to simulate (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a simulation says of the whole run."""
+
+    candidate: Candidate
+    level: Level
+    tokens_per_s: float
+    """Trained tokens per second over the whole run."""
+    step_s: float
+    """One optimizer step of the steady state."""
+    seconds: float
+    """The whole run."""
+    lag_mean: float
+    """Mean lag of a token of the steady state (optimizer steps)."""
+    lag_max: int
+    """Largest lag of any token (optimizer steps)."""
+    training: float
+    """Share of the steady state in which the trainer works."""
+    publishing: float
+    """Share in which it publishes."""
+    waiting: float
+    """Share in which it does neither."""
+    failure: str | None = None
+    """What went wrong; then the numbers are 0."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return self.candidate.gpu_hours(self.seconds)
+
+
+class Runner:
+    """Simulates jobs in parallel; remembers whether it was stopped."""
+
+    def __init__(self, *, workers: int | None, ray_address: str | None, on_progress: OnProgress) -> None:
+        self._workers, self._ray_address, self._on_progress = workers, ray_address, on_progress
+        self.failures: list[str] = []
+        self.interrupted = False
+
+    def run(self, what: str, jobs: Sequence[Job]) -> list[Outcome]:
+        """Return what ended, in the order of the jobs."""
+        if self.interrupted or not jobs:
+            return []
+        # Those with the most in progress take longest: they go first.
+        jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
+        outcomes: dict[tuple[str, Level], Outcome] = {}
+        try:
+            self._on_progress(what, 0, len(jobs))
+            with closing(self._results(jobs)) as results:
+                for outcome in results:
+                    if outcome.failure is None:
+                        outcomes[outcome.candidate.label, outcome.level] = outcome
+                    else:
+                        self.failures.append(f"{outcome.candidate.label}: {outcome.failure}")
+                    self._on_progress(what, len(outcomes) + len(self.failures), len(jobs))
+        except RunFailedError as error:
+            self.failures.append(str(error))
+        except KeyboardInterrupt:
+            self.interrupted = True
+        keys = sorted(outcomes, key=lambda key: (key[1].value, key[0]))
+        return [outcomes[key] for key in keys]
+
+    def _results(self, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
+        if self._ray_address is not None:
+            return run_all_on_ray(simulate_job, jobs, address=self._ray_address)
+        return run_all(simulate_job, jobs, workers=self._workers)
+
+
+def checked(candidate: Candidate, *, level: Level | None = None, steps: int | None = None) -> RunConfig:
+    """Return the run of a candidate, checked as a whole.
+
+    Args:
+        candidate: What to run.
+        level: Replaces the level of the hardware coefficients.
+        steps: Replaces the optimizer steps.
+
+    Raises:
+        ConfigError: If the choices do not fit together.
+    """
+    data = candidate.config.model_dump(mode="json", exclude_none=True)
+    if level is not None and candidate.config.hardware.by_name:
+        data["hardware"]["level"] = level.value
+    if steps is not None:
+        data["optimizer_steps"] = steps
+    return parse_run(data, name=candidate.label)
+
+
+def _slots(job: Job) -> int:
+    return job.candidate.config.scheduler.generation_batch_size
+
+
+def simulate_job(job: Job) -> Outcome:
+    """Simulate one candidate and extend its steady state to the whole run."""
+    try:
+        rows = simulate_steps(checked(job.candidate, level=job.level, steps=job.steps))
+    except PipelineRLError as error:
+        return Outcome(job.candidate, job.level, *(0.0,) * 4, 0, *(0.0,) * 3, failure=str(error))
+    return extended(job, rows)
+
+
+def extended(job: Job, rows: Sequence[Step]) -> Outcome:
+    """Return the outcome of a whole run from the rows of its first optimizer steps."""
+    config = job.candidate.config
+    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.family != "pipeline" else 1
+    unit = min(steps, len(rows))
+    end = len(rows) // unit * unit
+    start = end // 2 // unit * unit
+    window = rows[start:end]
+    start_s = rows[start - 1].time_s if start else 0.0
+    window_s = rows[end - 1].time_s - start_s
+    step_s, tokens = window_s / len(window), sum(row.tokens for row in window)
+    rest = config.optimizer_steps - end
+    seconds = rows[end - 1].time_s + rest * step_s
+    return Outcome(
+        job.candidate,
+        job.level,
+        tokens_per_s=(sum(row.tokens for row in rows[:end]) + rest * tokens / len(window)) / seconds,
+        step_s=step_s,
+        seconds=seconds,
+        lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,
+        lag_max=max(row.lag_max for row in rows),
+        training=sum(row.train_s for row in window) / window_s,
+        publishing=sum(row.publish_s for row in window) / window_s,
+        waiting=sum(row.wait_s for row in window) / window_s,
+    )

@@ -1,0 +1,112 @@
+"""Run one function on many jobs at the same time: in processes of this machine, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import TypeVar
+
+from pipelinerl.errors import ConfigError, RunFailedError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def run_all(
+    function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int | None = None
+) -> Generator[Result, None, None]:
+    """Yield the result of each job as it ends; closing the generator ends those still at work.
+
+    Args:
+        function: A function of a module, so that other processes find it.
+        jobs: Its arguments, started in this order.
+        workers: Processes (count). None: one per core.
+
+    Raises:
+        RunFailedError: If a worker died, and the others with it; after all that had ended.
+    """
+    others = set(multiprocessing.active_children())
+    workers = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
+    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    with _interrupts_ignored():  # by the workers, that is: Ctrl-C is for this process alone
+        futures = [executor.submit(function, job) for job in jobs]
+    processes = set(multiprocessing.active_children()) - others
+    died = False
+    try:
+        for future in as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                died = True
+    finally:
+        if not all(future.done() for future in futures):
+            for process in processes:
+                process.terminate()
+        executor.shutdown(cancel_futures=True)
+    if died:
+        raise RunFailedError(
+            "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"
+        )
+
+
+def run_all_on_ray(
+    function: Callable[[Job], Result], jobs: Sequence[Job], *, address: str
+) -> Generator[Result, None, None]:
+    """Yield the result of each job as it ends, from a running Ray cluster on whose nodes this package is installed.
+
+    Args:
+        function: A function of a module.
+        jobs: Its arguments.
+        address: Of the cluster, or ``auto``.
+
+    Raises:
+        ConfigError: If Ray is not installed, or there is no cluster at the address.
+    """
+    try:
+        import ray  # noqa: PLC0415 - only who asks for a cluster needs it
+    except ModuleNotFoundError:
+        raise ConfigError(f"--ray {address} needs Ray; install it with: pip install ray") from None
+    try:
+        ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"--ray must be the address of a running Ray cluster, got {address}: {reason}") from None
+    try:
+        remote = ray.remote(function)
+        waiting = [remote.remote(job) for job in jobs]
+        while waiting:
+            (done,), waiting = ray.wait(waiting)
+            yield ray.get(done)
+    finally:
+        ray.shutdown()
+
+
+def _end_with_parent() -> None:
+    """Have this worker end when the process that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C, where this thread may; processes started meanwhile inherit that for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,320 @@
+"""Search for the best way to run: screen every candidate, simulate the best, and say why one of them is recommended.
+
+Theory of operation. ``sim.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
+front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
+``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
+of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 3 % of it the one
+with the least mean lag. The front-runners are simulated again with the optimistic and the pessimistic coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.coefficients import Level
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.runfile import dump_run
+from pipelinerl.runfolder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from sim.candidates import (
+    Candidate,
+    Rejected,
+    Screened,
+    Screener,
+    enumerate_candidates,
+    own_candidate,
+    screen_all,
+    way,
+)
+from sim.infeasible import why_nothing_is_left
+from sim.outcomes import Job, OnProgress, Outcome, Runner, checked
+from sim.space import space_of
+from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
+
+TIE = 0.03
+"""Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
+CHANGE = 2 * TIE
+"""Relative difference that makes another decision: what is recommended may itself be ``TIE`` below the best."""
+
+
+def plan(
+    config: RunConfig,
+    *,
+    out: Path | None = None,
+    workers: int | None = None,
+    ray_address: str | None = None,
+    on_progress: OnProgress = lambda *_: None,
+) -> dict[str, Any]:
+    """Search for the best way to run.
+
+    On Ctrl-C the simulations that have ended are kept, and the best of them is recommended.
+
+    Args:
+        config: The run file; its ``plan`` table says what to search and what to keep to.
+        out: Folder for plan.json and recommended.toml.
+        workers: Processes (count). None: one per core.
+        ray_address: Simulate on this Ray cluster instead.
+        on_progress: Told how it goes.
+
+    Returns:
+        The content of plan.json (docs/planning.md explains its keys).
+
+    Raises:
+        ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
+        RunFailedError: If no simulation ended.
+    """
+    if out is not None:
+        check_vacant(out)
+    search = _Search(config)
+    jobs = [search.job(candidate, config.hardware.level) for candidate in search.survivors()]
+    runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
+    outcomes = runner.run("simulations", jobs)
+    result, recommended = search.result(outcomes, runner)
+    if out is not None:
+        make_folder(out)
+        write_json(out / PLAN_FILE, result)
+        header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {result['recommended']['verdict']}\n\n"
+        (out / RECOMMENDED_FILE).write_text(header + dump_run(checked(recommended)), encoding="utf-8")
+    return result
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return which points no other beats: none has a first value as high and a second as low, and one of them better.
+
+    Args:
+        points: Throughput and lag of each.
+
+    Returns:
+        Their indices, by rising lag; of equal points the first.
+    """
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda one: (points[one][1], -points[one][0], one)):
+        if not front or points[index][0] > points[front[-1]][0]:
+            front.append(index)
+    return front
+
+
+def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
+    """Return the candidates to simulate: two of each family, then fast ones and ones of the Pareto front in turn.
+
+    Args:
+        kept: Candidates with their steady states.
+        number: How many to return, at most (count).
+
+    Returns:
+        The choice; of the front, the ones with the least lag that reach even shares of the best throughput.
+    """
+    most = max(one.tokens_per_s for one in kept)
+    ranked = sorted(kept, key=lambda one: (math.floor(math.log(most / one.tokens_per_s) / TIE), one.estimate.lag_mean))
+    front = [kept[index] for index in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in kept])]
+    shares = [(index + 1) / (number // 2) for index in range(number // 2)]  # of the best throughput
+    spread = [next(one for one in front if one.tokens_per_s >= share * most) for share in shares]
+    families = dict.fromkeys(one.candidate.family for one in ranked)
+    first = [one for family in families for one in [s for s in ranked if s.candidate.family == family][:2]]
+    in_turn = [one for pair in zip(ranked, [*spread, *ranked], strict=False) for one in pair]
+    chosen = {one.candidate.label: one for one in (*first, *in_turn, *ranked)}
+    return list(chosen.values())[:number]
+
+
+class _Search:
+    """One search: what was screened, and what follows from the simulations."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.space = space_of(config)
+        self.plan, self.limits, self.answers = self.space.plan, self.space.limits, self.space.answers
+        self.candidates = list(enumerate_candidates(self.space))
+        self.screener = Screener(config, self.answers)
+        self.kept, self.rejected = screen_all(self.candidates, self.space, self.screener)
+        if not self.kept:
+            raise ConfigError(why_nothing_is_left(self.rejected, self.space))
+        self.own = own_candidate(config)
+        self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
+
+    def survivors(self) -> list[Candidate]:
+        """Return what to simulate: the best of the screening, and the run file as it is where it can run."""
+        own = [self.own] if self._can_run(self.own) else []
+        number = max(1, self.plan.simulate - len(own))
+        return [*own, *(one.candidate for one in choose_survivors(self.kept, number))]
+
+    def job(self, candidate: Candidate, level: Level, *, share: float = 1.0) -> Job:
+        """Return a simulation of a share of ``simulate_steps``, but of an RL step at least."""
+        own = 2 if candidate.family == "pipeline" else candidate.config.scheduler.optimizer_steps_per_rl_step
+        return Job(candidate, level, min(self.config.optimizer_steps, max(own, round(self.steps * share))))
+
+    def _can_run(self, candidate: Candidate) -> bool:
+        try:
+            config = checked(candidate)
+        except ConfigError:
+            return False
+        memory = self.space.memory
+        return memory.engine_fits(config.cluster.tensor_parallel) and memory.trainer_fits(config.training_accelerators)
+
+    def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes that keep to the limits, best first."""
+        left = [one for one in outcomes if self._keeps(one)]
+        order: list[Outcome] = []
+        while left:
+            most = max(one.tokens_per_s for one in left)
+            best = min((one for one in left if one.tokens_per_s >= most * (1 - TIE)), key=lambda one: one.lag_mean)
+            order.append(best)
+            left.remove(best)
+        return order
+
+    def _keeps(self, outcome: Outcome) -> bool:
+        lag = self.limits.lag
+        in_lag = lag is None or outcome.lag_max <= lag
+        return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours) is None
+
+    def result(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[dict[str, Any], Candidate]:
+        """Return the content of plan.json, and what is recommended.
+
+        Raises:
+            ConfigError: If no simulated candidate keeps to the limits.
+            RunFailedError: If no simulation ended.
+        """
+        if not outcomes:
+            raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
+        ranked = self.ranked(outcomes)
+        if not ranked:
+            raise ConfigError(why_nothing_is_left(self.rejected + self._simulated_out(outcomes), self.space))
+        best = ranked[0]
+        others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
+        families = {
+            family: next((one for one in ranked if one.candidate.family == family), None)
+            for family in dict.fromkeys(self.plan.schedulers)
+        }
+        own = next(
+            (one for one in outcomes if one.candidate is self.own or one.candidate.label == self.own.label), None
+        )
+        front_runners = [best, *others[:1], *(one for one in families.values() if one), *([own] if own else [])]
+        bands = self._bands([one.candidate for one in front_runners], runner)
+        factors = {
+            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
+        }
+        pool = [one.candidate for one in choose_survivors(self.kept, 100)]
+        return {
+            "run": {
+                "accelerators": self.config.cluster.accelerators,
+                "optimizer_steps": self.config.optimizer_steps,
+                "price_per_gpu_hour": self.limits.price,
+                "lag_limit": self.limits.lag,
+            },
+            "search": {
+                "candidates": len(self.candidates),
+                "kept": len(self.kept),
+                "simulated": len(outcomes),
+                "simulated_steps": self.steps,
+                "complete": not runner.interrupted and not runner.failures,
+                "failures": sorted(runner.failures),
+            },
+            "recommended": self._described(best, bands),
+            "runner_up": None
+            if not others
+            else {**self._described(others[0], bands), "why": why_it_lost(others[0], best, self.screener, tie=TIE)},
+            "families": {
+                family: None if one is None else self._described(one, bands) for family, one in families.items()
+            },
+            "own": None
+            if own is None
+            else {
+                **self._described(own, bands),
+                "keeps_to_limits": self._keeps(own),
+                "recommended_over_own": best.tokens_per_s / own.tokens_per_s,
+            },
+            "decisions": self._decisions(bands, best),
+            "simulated": [self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
+            "front": [
+                ranked[index].candidate.label
+                for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+            ],
+            "screened": _screened(self.kept),
+            "sensitivity": sensitivity(self.space, best.candidate, pool, factors, least=CHANGE),
+            "splits": split_curve(self.config, self.answers, best.candidate),
+        }, best.candidate
+
+    def _simulated_out(self, outcomes: Sequence[Outcome]) -> list[Rejected]:
+        """Return those that the screening took for feasible and the simulation does not."""
+        out = []
+        for one in outcomes:
+            reason = self.limits.broken(one.lag_mean, one.gpu_hours)
+            if reason is not None:
+                out.append(Rejected(one.candidate, reason, self.screener.screen(one.candidate)))
+        return out
+
+    def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> dict[Level, list[Outcome]]:
+        """Simulate the front-runners, and what the screening prefers there, with the other coefficients."""
+        if not self.config.hardware.by_name:
+            return {}
+        jobs = []
+        for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
+            screener = Screener(self.config, self.answers, {"level": level})
+            kept, _ = screen_all([one.candidate for one in self.kept], self.space, screener)
+            preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
+            unique = {one.label: one for one in (*candidates, *preferred)}
+            jobs += [self.job(one, level, share=0.5) for one in unique.values()]
+        outcomes = runner.run("optimistic and pessimistic", jobs)
+        return {
+            level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)
+        }
+
+    def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
+        """Return what would be recommended with the coefficients of each level, among what was simulated there.
+
+        The decision stays where the recommendation is as fast as that within ``CHANGE``, or the same way to run.
+        """
+        decisions: dict[str, Any] = {}
+        for level, outcomes in bands.items():
+            ranked = self.ranked(outcomes)
+            here = next((one for one in outcomes if one.candidate.label == best.candidate.label), None)
+            if ranked and here is not None:
+                faster = ranked[0].tokens_per_s / here.tokens_per_s - 1
+                same = way(ranked[0].candidate) == way(best.candidate) or faster <= CHANGE
+                decisions[level.value] = {"label": ranked[0].candidate.label, "faster": faster, "same": same}
+        return decisions
+
+    def _described(self, outcome: Outcome, bands: dict[Level, list[Outcome]]) -> dict[str, Any]:
+        """Return an outcome with its choices, band and verdict."""
+        label, config = outcome.candidate.label, outcome.candidate.config
+        levels = {outcome.level: outcome} | {
+            level: one for level, outcomes in bands.items() for one in outcomes if one.candidate.label == label
+        }
+        return self._numbers(outcome) | {
+            "cluster": config.cluster.model_dump(mode="json"),
+            "scheduler": config.scheduler.model_dump(mode="json"),
+            "band": {level.value: self._numbers(levels[level]) for level in Level if level in levels},
+            "verdict": bottleneck(outcome, self.screener),
+        }
+
+    def _numbers(self, outcome: Outcome) -> dict[str, Any]:
+        steps, price = self.config.optimizer_steps, self.limits.price
+        cost = None if price is None else outcome.gpu_hours * price / steps * 1000
+        return {
+            "label": outcome.candidate.label,
+            "family": outcome.candidate.family,
+            "tokens_per_s": outcome.tokens_per_s,
+            "step_s": outcome.step_s,
+            "hours": outcome.seconds / 3600,
+            "gpu_hours": outcome.gpu_hours,
+            "cost_per_1000_steps": cost,
+            "lag_mean": outcome.lag_mean,
+            "lag_max": outcome.lag_max,
+            "ess": self.limits.ess(outcome.lag_mean),
+            "training": outcome.training,
+            "publishing": outcome.publishing,
+            "waiting": outcome.waiting,
+        }
+
+
+def _screened(kept: Sequence[Screened]) -> dict[str, list[Any]]:
+    """Return every candidate that may keep to the limits, a column per number."""
+    return {
+        "label": [one.candidate.label for one in kept],
+        "family": [one.candidate.family for one in kept],
+        "tokens_per_s": [float(f"{one.tokens_per_s:.4g}") for one in kept],
+        "lag_mean": [float(f"{one.estimate.lag_mean:.4g}") for one in kept],
+        "lag_max": [one.estimate.lag_max for one in kept],
+    }

@@ -1,0 +1,174 @@
+"""What a plan is about: the run file, its answers, what fits into memory, and the limits every candidate keeps to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from pipelinerl.analytic import lengths_from
+from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import coefficients, kv_cache_tokens, training_memory
+from pipelinerl.planconfig import PlanConfig
+from pipelinerl.screening import Answers
+from sim.lengths import Workload, grown_length
+
+SAMPLE_SIZE = 8192
+"""Answers drawn to know their distribution (count)."""
+
+
+class Reason(StrEnum):
+    """Why a candidate is out."""
+
+    ENGINE_MEMORY = "weights and the longest rollout do not fit into an engine"
+    TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
+    LAG = "lag_limit"
+    MEAN_LAG = "mean_lag_limit"
+    ESS = "min_ess"
+    GPU_HOURS = "gpu_hours"
+    BUDGET = "budget"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every candidate has to keep to; None: no limit."""
+
+    lag: int | None
+    mean_lag: float | None
+    min_ess: float | None
+    log_ratio_std: float | None
+    gpu_hours: float | None
+    budget: float | None
+    price: float | None
+    """Of a GPU-hour (USD), where known."""
+
+    def ess(self, lag_mean: float) -> float | None:
+        """Return the modelled effective sample size: log ratios of variance sigma^2 per step of lag, log-normal."""
+        return None if self.log_ratio_std is None else math.exp(-(self.log_ratio_std**2) * lag_mean)
+
+    def broken(self, lag_mean: float, gpu_hours: float, *, slack: float = 1.0) -> Reason | None:
+        """Return the first limit that a mean lag and a number of GPU-hours break, if any."""
+        checks = (
+            (Reason.MEAN_LAG, lag_mean, self.mean_lag),
+            (Reason.ESS, lag_mean, self._mean_lag_for_ess()),
+            (Reason.GPU_HOURS, gpu_hours, self.gpu_hours),
+            (Reason.BUDGET, gpu_hours * (self.price or 0.0), self.budget),
+        )
+        return next((reason for reason, value, most in checks if most is not None and value > most * slack), None)
+
+    def _mean_lag_for_ess(self) -> float | None:
+        if self.min_ess is None or self.log_ratio_std is None:
+            return None
+        return -math.log(self.min_ess) / self.log_ratio_std**2
+
+
+class Memory:
+    """What fits where.
+
+    Args:
+        config: The run file; without ``hardware.gpu`` and ``hardware.model`` only its ``kv_cache_tokens`` limits.
+        longest: Longest rollout, prompt included (tokens).
+    """
+
+    def __init__(self, config: RunConfig, longest: int) -> None:
+        self._config, self._longest = config, longest
+        self.gpu: Gpu | None = None
+        self._model: LanguageModel | None = None
+        hardware = config.hardware
+        if hardware.gpu is not None and hardware.model is not None:
+            self.gpu, self._model = find_gpu(hardware.gpu), find_model(hardware.model)
+            self._coefficients = coefficients(hardware.level, hardware.coefficients)
+
+    def cache_tokens(self, tensor_parallel: int) -> float:
+        """Return the KV cache of an engine (tokens)."""
+        given = self._config.hardware.kv_cache_tokens
+        if given is not None:
+            return given
+        if self.gpu is None or self._model is None:
+            return math.inf
+        return kv_cache_tokens(self.gpu, self._model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
+
+    def engine_fits(self, tensor_parallel: int) -> bool:
+        """Return whether weights and the longest rollout fit into an engine."""
+        return self.cache_tokens(tensor_parallel) >= self._longest
+
+    def trainer_fits(self, accelerators: int) -> bool:
+        """Return whether weights, gradients, optimizer states and activations fit."""
+        if self.gpu is None or self._model is None:
+            return True
+        zero_stage, pack_tokens = 3, 16384
+        if self._config.train is not None:
+            zero_stage, pack_tokens = self._config.train.trainer.zero_stage, self._config.train.trainer.pack_tokens
+        memory = training_memory(self._model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=pack_tokens)
+        return memory.total <= self._coefficients.memory_share * self.gpu.memory_bytes
+
+
+def answers_of(config: RunConfig) -> tuple[Answers, int]:
+    """Return prompts and answers as the simulator will draw them first, and the longest rollout there can be (tokens).
+
+    Growing answers are taken as they are in the middle of the run.
+    """
+    workload = Workload(config.workload, seed=config.seed)
+    length, size = config.workload.length, config.workload.group_size
+    groups = [workload.group(index, index) for index in range(max(1, SAMPLE_SIZE // size))]
+    drawn = np.array([group.lengths for group in groups], dtype=np.int64)
+    if length.growth != 1.0:
+        grown = [
+            grown_length(one, factor=(1 + length.growth) / 2, max_tokens=length.max) for one in drawn.ravel().tolist()
+        ]
+        drawn = np.array(grown, dtype=np.int64).reshape(drawn.shape)
+    wait = (drawn * (drawn.max(axis=1, keepdims=True) - drawn)).sum() / drawn.sum()
+    prompt = float(np.mean([group.prompt_tokens for group in groups]))
+    answers = Answers(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
+    return answers, workload.longest_prompt_tokens + length.max
+
+
+def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
+    """Return the limits of a plan.
+
+    Raises:
+        ConfigError: If there is a budget and no price.
+    """
+    price = plan.price_per_gpu_hour
+    if price is None and gpu is not None:
+        price = gpu.price_per_hour
+    if plan.budget is not None and price is None:
+        raise ConfigError(
+            f"plan.budget needs plan.price_per_gpu_hour, as the catalogue has no price, got budget={plan.budget:g}"
+        )
+    return Limits(
+        lag=plan.lag_limit if plan.lag_limit is not None else config.scheduler.max_lag,
+        mean_lag=plan.mean_lag_limit,
+        min_ess=plan.min_ess,
+        log_ratio_std=plan.log_ratio_std_per_step,
+        gpu_hours=plan.gpu_hours,
+        budget=plan.budget,
+        price=price,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Everything that candidates are made from and judged by."""
+
+    config: RunConfig
+    plan: PlanConfig
+    answers: Answers
+    memory: Memory
+    limits: Limits
+
+
+def space_of(config: RunConfig) -> Space:
+    """Return the space of a run file.
+
+    Raises:
+        ConfigError: If a file it names is wrong, GPU or model are unknown, or there is a budget and no price.
+    """
+    plan = config.plan or PlanConfig()
+    answers, longest = answers_of(config)
+    memory = Memory(config, longest)
+    return Space(config, plan, answers, memory, limits_of(config, plan, memory.gpu))

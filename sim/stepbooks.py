@@ -1,0 +1,104 @@
+"""Short books for who needs throughput and lag only: a fifth of the time of a simulation less than the full ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipelinerl.config import RunConfig
+from pipelinerl.events import (
+    Command,
+    DiscardRollouts,
+    Event,
+    RolloutFinished,
+    RolloutScored,
+    StartTraining,
+    TrainingFinished,
+    VersionSpans,
+    WeightsPublished,
+)
+from sim.run import no_garbage_collection
+from sim.world import World
+
+
+class Step(NamedTuple):
+    """One optimizer step: the columns of ``StepRow`` that say how fast it was and how old its tokens."""
+
+    time_s: float
+    train_s: float
+    publish_s: float
+    wait_s: float
+    tokens: int
+    lag_mean: float
+    lag_max: int
+
+
+class StepBooks:
+    """Keeps a row per optimizer step of one run; ``pipelinerl.accounting`` has the meaning of each number."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._version = 0
+        self._finished: dict[int, VersionSpans] = {}
+        self._start_s = self._train_s = self._publish_s = 0.0
+        self._tokens = self._lag_tokens = self._lag_max = 0
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Book an event reported at ``time_s``."""
+        if isinstance(event, RolloutFinished):
+            self._finished[event.rollout_id] = event.spans
+        elif isinstance(event, RolloutScored):
+            pass  # comes as often as the one above
+        elif isinstance(event, TrainingFinished):
+            self._train_s += event.train_s
+            if event.version != self._version:
+                self._version = event.version
+                self._step_done(time_s)
+        elif isinstance(event, WeightsPublished):
+            self._publish_s += event.publish_s
+
+    def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002 - as every recorder
+        """Book a command."""
+        if isinstance(command, StartTraining):
+            self._training_started(command)
+        elif isinstance(command, DiscardRollouts):
+            for rollout_id in command.rollout_ids:
+                self._finished.pop(rollout_id, None)
+
+    def _training_started(self, command: StartTraining) -> None:
+        versions: list[int] = []
+        ends: list[int] = []
+        counts: list[int] = []
+        for rollout_id in command.rollout_ids:
+            spans = self._finished.pop(rollout_id)
+            versions += spans.versions
+            ends += spans.ends
+            counts.append(len(spans.ends))
+        tokens_N = np.diff(np.array(ends, dtype=np.int64), prepend=0)
+        first_M = np.cumsum([0, *counts[:-1]])
+        tokens_N[first_M] = np.array(ends, dtype=np.int64)[first_M]  # a rollout's first span begins at 0
+        lag_N = command.version - np.array(versions, dtype=np.int64)
+        self._tokens += int(tokens_N.sum())
+        self._lag_tokens += int(lag_N @ tokens_N)
+        self._lag_max = max(self._lag_max, int(lag_N.max()))
+
+    def _step_done(self, time_s: float) -> None:
+        wait_s = max(0.0, time_s - self._start_s - self._train_s - self._publish_s)
+        lag_mean = self._lag_tokens / self._tokens
+        self.steps.append(Step(time_s, self._train_s, self._publish_s, wait_s, self._tokens, lag_mean, self._lag_max))
+        self._start_s, self._train_s, self._publish_s = time_s, 0.0, 0.0
+        self._tokens = self._lag_tokens = self._lag_max = 0
+
+
+def simulate_steps(config: RunConfig) -> list[Step]:
+    """Simulate a run and return a row per optimizer step; nothing else is kept.
+
+    Raises:
+        ConfigError: If a file of the configuration is wrong.
+        RunFailedError: If the run could not reach its end.
+    """
+    world, books = World(config), StepBooks()
+    with no_garbage_collection():
+        world.run(books)
+    return books.steps

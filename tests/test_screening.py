@@ -1,0 +1,210 @@
+"""The steady state in closed form: against numbers by hand, identities, and the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.accounting import StepRow
+from pipelinerl.analytic import lengths_from, uniform_lengths
+from pipelinerl.config import RunConfig
+from pipelinerl.hardware import resolved_hardware
+from pipelinerl.runfile import parse_run, with_overrides
+from pipelinerl.screening import Answers, Estimate, StepTime, screen
+from sim.run import simulate
+from sim.space import answers_of
+
+FIXED: dict[str, Any] = {
+    "optimizer_steps": 100,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 8, "generation_batch_size": 4},
+    "workload": {"length": {"kind": "fixed", "max": 100}},
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001},
+        "training": {"token_s": 0.0, "step_s": 0.1},
+    },
+}
+SPREAD: dict[str, Any] = {
+    "optimizer_steps": 120,
+    "cluster": {"accelerators": 8, "generation_accelerators": 4},
+    "scheduler": {"train_batch_size": 32, "generation_batch_size": 16, "optimizer_steps_per_rl_step": 4},
+    "workload": {
+        "group_size": 4,
+        "prompt_tokens": 100,
+        "length": {"kind": "lognormal", "mean": 300, "cv": 0.6, "max": 1200},
+    },
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 7e-3, "sequence_s": 1e-5, "context_token_s": 2.3e-7},
+        "prefill": {"token_s": 2e-5},
+        "training": {"token_s": 4e-4, "step_s": 0.2},
+        "weights": {"publish_s": 0.05, "pause_s": 0.1},
+        "switch": {"to_training_s": 0.5, "to_generation_s": 0.3},
+        "latency": {"dispatch_s": 0.005, "dispatch_jitter_s": 0.005},
+    },
+}
+
+
+def run(base: dict[str, Any], *overrides: str) -> RunConfig:
+    return parse_run(with_overrides(base, overrides))
+
+
+def screened(config: RunConfig, answers: Answers | None = None) -> Estimate:
+    hardware = resolved_hardware(config)
+    engine = {"tensor_parallel": config.cluster.tensor_parallel, "most": config.scheduler.generation_batch_size}
+    return screen(config, hardware, StepTime(hardware, **engine), answers or answers_of(config)[0])
+
+
+# ------------------------------------------------------------------------------------------- by hand
+
+
+def test_full_slots_give_an_answer_per_slot_and_101_steps() -> None:
+    """A slot decodes 100 of 101 steps, so 400/101 sequences are decoded; 8 answers need one round of 8 slots."""
+    estimate = screened(run(FIXED))
+    assert estimate.step_s == pytest.approx(101 * (0.01 + 0.001 * 400 / 101))
+    assert estimate.tokens_per_s == pytest.approx(800 / 1.41)
+    assert estimate.wait_share == pytest.approx(1 - 0.1 / 1.41)
+    assert estimate.idle_share == 0.0
+
+
+def test_the_lag_of_fixed_lengths_is_half_of_what_is_in_flight_over_the_batch_and_the_trainers_share() -> None:
+    assert screened(run(FIXED)).lag_mean == pytest.approx(8 / 8 / 2 + 0.1 / 1.41)
+
+
+def test_conventional_drains_all_slots_at_once_and_then_trains() -> None:
+    """G = 2: 16 answers on 4 engines, 100 steps of 4 sequences; the switches and 2 steps of 0.1 s."""
+    config = run(
+        FIXED,
+        "scheduler.kind=conventional",
+        "scheduler.optimizer_steps_per_rl_step=2",
+        "hardware.switch={to_training_s=0.3, to_generation_s=0.5}",
+    )
+    estimate = screened(config)
+    assert estimate.step_s == pytest.approx((100 * 0.014 + 0.8) / 2 + 0.1)
+    assert (estimate.lag_mean, estimate.lag_max) == (0.5, 1)
+    assert estimate.wait_share == pytest.approx(1.1 / 1.2)
+
+
+def test_one_step_off_is_as_slow_as_the_slower_of_generation_and_training() -> None:
+    """G = 4: 32 answers on 2 engines of 16 slots last 100 * 0.026 s; 4 steps of training are longer or not."""
+    changes = ("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=4")
+    slots = "scheduler.generation_batch_size=16"
+    assert screened(run(FIXED, *changes, slots)).step_s == pytest.approx(100 * 0.026 / 4)
+    slow = screened(run(FIXED, *changes, slots, "hardware.training.step_s=2.0"))
+    assert slow.step_s == pytest.approx(2.0)
+    assert (slow.lag_mean, slow.lag_max) == (5.5, 7)
+
+
+def test_the_kv_cache_bounds_the_slots() -> None:
+    """A sequence of 100 tokens holds 50 on average: 100 tokens of cache are 2 slots."""
+    config = run(FIXED, "hardware.kv_cache_tokens=100")
+    estimate = screened(config)
+    assert estimate.cache_bound
+    assert estimate.step_s == pytest.approx(screened(run(FIXED, "scheduler.generation_batch_size=2")).step_s)
+    assert not screened(run(FIXED, "hardware.kv_cache_tokens=200")).cache_bound
+
+
+def test_a_slow_trainer_sets_the_pace_and_the_queue_fills() -> None:
+    """As in the scheduler: empty slots lend their places to the ready queue, in all 8 slots + 16 places."""
+    estimate = screened(run(FIXED, "hardware.training.step_s=5.0"))
+    assert estimate.step_s == 5.0
+    assert estimate.wait_share == 0.0
+    assert estimate.generation_s == pytest.approx(1.41)
+    in_flight = 8 * (100 * 0.01) / 5  # about one sequence per engine, by Little's law; each step a little longer
+    assert estimate.lag_mean == pytest.approx((24 - in_flight) / 8 + in_flight / 8 / 2 + 1, abs=0.05)
+
+
+def test_training_counts_tokens_and_their_squares_over_the_accelerators_that_train() -> None:
+    training = "hardware.training={token_s=1e-3, token_squared_s=1e-5, step_s=0.5, micro_batch_s=0.25}"
+    estimate = screened(run(FIXED, training, "scheduler.micro_batch_size=2", "workload.prompt_tokens=20"))
+    assert estimate.training_s == pytest.approx(0.5 + 4 * 0.25 + (1e-3 * 8 * 120 + 1e-5 * 8 * 120**2) / 2)
+
+
+def test_publishing_every_4_steps_costs_a_quarter_and_adds_a_lag_of_one_and_a_half() -> None:
+    weights = "hardware.weights={publish_s=0.4, pause_s=0.2}"
+    every, fourth = (screened(run(FIXED, weights, f"scheduler.publish_every={steps}")) for steps in (1, 4))
+    assert (every.publishing_s, fourth.publishing_s) == pytest.approx((0.4, 0.1))
+    assert (every.step_s, fourth.step_s) == pytest.approx((1.61, 1.46))
+    behind = fourth.lag_mean - fourth.training_s / fourth.step_s - fourth.publishing_s / fourth.step_s
+    assert behind == pytest.approx(0.5 + 1.5)
+
+
+# ----------------------------------------------------------------------------------------- identities
+
+
+def test_the_grid_keeps_the_means_of_long_answers() -> None:
+    answers = Answers(uniform_lengths(5000), prompt_tokens=0.0)
+    assert answers.width == 5
+    assert answers.width * answers.share.sum() == pytest.approx(2500.5)
+    # A stationary batch: what is left and what is there are both half of E[l^2]/E[l].
+    assert answers.width * answers.rest.sum() == pytest.approx(answers.spread * answers.mean / 2, rel=1e-3)
+    assert answers.rest[0] == pytest.approx(1.0, abs=1e-3)
+
+
+@given(tokens=st.lists(st.integers(1, 3000), min_size=1, max_size=30))
+def test_the_longest_of_one_is_the_mean_and_of_many_the_longest(tokens: list[int]) -> None:
+    answers = Answers(lengths_from(tokens), prompt_tokens=0.0)
+    assert answers.longest(1) == pytest.approx(np.mean(tokens))
+    assert answers.longest(10_000) == pytest.approx(max(tokens), abs=answers.width)
+    assert answers.longest(2) >= answers.longest(1) - 1e-9
+
+
+ANSWERS = answers_of(run(SPREAD))[0]
+
+
+@given(
+    split=st.sampled_from([1, 2, 4, 6]),
+    size=st.integers(1, 64),
+    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_looser_bound_on_the_lag_never_slows_and_is_kept(split: int, size: int, bounds: list[int]) -> None:
+    changes = (f"cluster.generation_accelerators={split}", f"scheduler.generation_batch_size={size}")
+    tight, loose = (screened(run(SPREAD, *changes, f"scheduler.max_lag={bound}"), ANSWERS) for bound in bounds)
+    free = screened(run(SPREAD, *changes), ANSWERS)
+    assert tight.step_s >= loose.step_s * (1 - 2e-3) >= free.step_s * (1 - 4e-3)
+    assert tight.lag_max <= bounds[0]
+    assert tight.lag_mean <= bounds[0]
+
+
+@given(split=st.sampled_from([1, 2, 4, 6]), size=st.integers(1, 64))
+@settings(max_examples=40, deadline=None)
+def test_a_step_is_never_shorter_than_training_or_generation_alone(split: int, size: int) -> None:
+    changes = (f"cluster.generation_accelerators={split}", f"scheduler.generation_batch_size={size}")
+    estimate = screened(run(SPREAD, *changes), ANSWERS)
+    assert estimate.step_s >= max(estimate.training_s + estimate.publishing_s, estimate.generation_s) - 1e-9
+    assert 0 <= estimate.wait_share < 1
+    assert 0 <= estimate.idle_share < 1
+
+
+# -------------------------------------------------------------------------------------- the simulator
+
+CASES = {
+    "generation-bound": ("scheduler.generation_batch_size=6",),
+    "training-bound": ("scheduler.generation_batch_size=32",),
+    "one at a time": ("workload.group_size=1", "scheduler.generation_batch_size=8"),
+    "lag 3": ("scheduler.max_lag=3", "scheduler.generation_batch_size=12"),
+    "no lag": ("scheduler.max_lag=0",),
+    "recompute": ("scheduler.weight_update='recompute'", "scheduler.generation_batch_size=6"),
+    "small cache": ("hardware.kv_cache_tokens=2600",),
+    "conventional": ("scheduler.kind=conventional", "scheduler.generation_batch_size=64"),
+    "conventional, few slots": ("scheduler.kind=conventional", "scheduler.generation_batch_size=4"),
+    "one step off": ("scheduler.kind=one_step_off", "scheduler.generation_batch_size=32"),
+    "partial": ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.generation_batch_size=8"),
+}
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_the_simulator_agrees_within_a_tenth(overrides: tuple[str, ...]) -> None:
+    """Step time within 10 %, mean lag within 20 % or half an optimizer step; the second half of 120 steps."""
+    config = run(SPREAD, *overrides)
+    rows: list[StepRow] = []
+    simulate(config, on_step=rows.append)
+    estimate, window = screened(config), rows[60:]
+    step_s = (rows[-1].time_s - rows[59].time_s) / len(window)
+    lag_mean = sum(row.lag_mean * row.tokens for row in window) / sum(row.tokens for row in window)
+    assert estimate.step_s == pytest.approx(step_s, rel=0.1)
+    assert estimate.lag_mean == pytest.approx(lag_mean, rel=0.2, abs=0.5)
