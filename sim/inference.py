@@ -26,13 +26,15 @@ TRAINING_SD = 0.5
 """Standard deviation of log t before measurements: published training efficiencies range over a factor of 3."""
 MEAN_SD = 0.8
 """Standard deviation of log m before measurements, where no mean is published."""
+SWITCH_SD = 0.7
+"""Standard deviation of the log of what a colocated step lasts beyond generation and training: 11 to 55 s elsewhere."""
 SEVERAL_NODES_FACTOR = 3
-"""On both for a model whose engines span nodes: what crosses nodes in every layer is not modelled well."""
+"""On these three for a model whose engines span nodes: what crosses nodes in every layer is not modelled well."""
 MEASUREMENT_SD = 0.15
 """Standard deviation of the log of a measurement about the model: run-to-run spread, and what the model leaves out."""
 _RATIO_NODES = np.linspace(-1.4, 1.4, 5)
 _MEAN_NODES = np.linspace(-2.0, 1.2, 5)
-_FINE = 31
+_FINE = (25, 25, 25, 9)
 RL_STEPS = 7
 """RL steps of one simulation."""
 WARM_UP = 3
@@ -82,11 +84,12 @@ def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], Fl
 
 
 class Points(NamedTuple):
-    """What may be true: log g, log t, log m at every point, and the log of its probability before measurements."""
+    """What may be true: log g, t, m and switch at every point, and the log of its probability before measurements."""
 
     generation_P: FloatArray
     training_P: FloatArray
     mean_P: FloatArray
+    switch_P: FloatArray
     log_prior_P: FloatArray
 
 
@@ -98,13 +101,17 @@ def points_for(tables: Sequence[Table]) -> Points:
         else 1
     )
     mean_is_known = all(one.subject.mean_is_known for one in tables)
-    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD)
-    axes = [np.linspace(-3 * sd, 3 * sd, _FINE) for sd in sds]
-    if mean_is_known:
-        axes[2] = np.zeros(1)
-    g_P, t_P, m_P = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
-    log_prior_P = -0.5 * ((g_P / sds[0]) ** 2 + (t_P / sds[1]) ** 2 + (m_P / sds[2]) ** 2)
-    return Points(g_P, t_P, m_P, log_prior_P)
+    colocated = any(one.subject.colocated for one in tables)
+    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * SWITCH_SD)
+    needed = (True, True, not mean_is_known, colocated)
+    axes = [
+        np.linspace(-3 * sd, 3 * sd, num) if wanted else np.zeros(1)
+        for sd, num, wanted in zip(sds, _FINE, needed, strict=True)
+    ]
+    g_P, t_P, m_P, s_P = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
+    values = zip((g_P, t_P, m_P, s_P), sds, strict=True)
+    log_prior_P = -0.5 * np.sum([(value_P / sd) ** 2 for value_P, sd in values], axis=0)
+    return Points(g_P, t_P, m_P, s_P, log_prior_P)
 
 
 STEP, GENERATE, TRAIN = range(3)
@@ -120,7 +127,7 @@ def _log_seconds(table: Table, points: Points, quantity: int, switch_s: float) -
     else:
         log_P = table.at(points.generation_P - points.training_P, points.mean_P, quantity) + points.training_P
     if quantity == STEP and table.subject.colocated:
-        return np.asarray(np.log(np.exp(log_P) + switch_s))
+        return np.asarray(np.log(np.exp(log_P) + switch_s * np.exp(points.switch_P)))
     return log_P
 
 
