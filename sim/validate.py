@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from pipelinerl.coefficients import Level
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.published import Mode, PublishedRun, read_published_runs
 from sim.inference import Table, seconds_band, simulated_table
+from sim.parallel import run_all
 from sim.published import Subject, as_subject, measured_seconds, overhead_s
 
 SAME = 0.05
@@ -98,13 +98,15 @@ def validate(
     """
     known, jobs, reasons = _jobs(runs, others)
     tables: dict[tuple[str, bool], Table] = {}
-    for table in _map(_table_job, jobs, workers):
-        if isinstance(table, Unusable):
-            reasons[table.id] = table.reason
-        else:
-            tables[table.subject.run.id, table.training_given] = table
-        if on_done is not None:
-            on_done()
+    results = run_all(_table_job, jobs, workers=workers) if workers != 1 else (_table_job(job) for job in jobs)
+    with closing(results):
+        for table in results:
+            if isinstance(table, Unusable):
+                reasons[table.id] = table.reason
+            else:
+                tables[table.subject.run.id, table.training_given] = table
+            if on_done is not None:
+                on_done()
     return [_predicted(run, known, tables, reasons) for run in runs]
 
 
@@ -355,14 +357,3 @@ def _table_job(job: Job) -> Table | Unusable:
 
 def _family_name(run: PublishedRun) -> str:
     return ", ".join(one for one in run.family if one)
-
-
-def _map(
-    function: Callable[[Job], Table | Unusable], jobs: Sequence[Job], workers: int | None
-) -> Iterable[Table | Unusable]:
-    """Yield the results of all jobs, in order, from parallel processes."""
-    if workers == 1 or len(jobs) < 2:
-        yield from map(function, jobs)
-        return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
-        yield from executor.map(function, jobs)

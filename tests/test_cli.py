@@ -23,7 +23,7 @@ import pytest
 
 import analysis.figures
 import analysis.report
-import sim.compare
+import sim.parallel
 from pipelinerl import cli
 from pipelinerl.errors import ConfigError
 from pipelinerl.runfile import load_run
@@ -123,7 +123,7 @@ class InThisProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim.compare, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(sim.parallel, "ProcessPoolExecutor", InThisProcess)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown table": (
         ("schedule.max_lag=3",),
         "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, hardware, "
-        "optimizer_steps, scheduler, seed, train, workload",
+        "optimizer_steps, plan, scheduler, seed, train, workload",
     ),
     "a wrong type": (
         ("scheduler.train_batch_size=many",),
