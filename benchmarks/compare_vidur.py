@@ -13,8 +13,9 @@ What is left out, in Vidur's favour: training its predictor of execution times a
 hardware, stated at the end), its imports, its metrics and its trace. Here, keeping the run's books is part of the time.
 Both build what they simulate before the clock starts, and both run without the collector of reference cycles.
 
-Straight lines stand in for Vidur's profile of attention, so that a checkout without its largest files will do. Its
-speed hardly depends on the numbers: it looks them up.
+Straight lines stand in for Vidur's profile of attention, so that a checkout without its largest files will do, and
+linear regression for its default, a search over random forests. A run looks times up, so its speed hardly depends
+on either.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def main():
         built_s = compare(checkout, folder, "fixed", 1000)
         for longest in (500, 2000, 4000):
             compare(checkout, folder, "uniform", longest)
-    print(f"\nNot counted: {built_s:.1f} s to train and tabulate Vidur's predictor, once.")
+    print(f"\nNot counted: {built_s:.1f} s to import Vidur, train its predictor and tabulate it, once.")
 
 
 if __name__ == "__main__":
