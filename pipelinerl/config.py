@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
+from pipelinerl.policyconfig import PolicyConfig
 from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import TrainConfig
 
@@ -278,6 +279,9 @@ class RunConfig(StrictModel):
     """What is generated."""
     hardware: HardwareConfig
     """How fast the cluster is."""
+    policy: PolicyConfig | None = None
+    """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
+    ``group_size`` and ``length.max``: prompts, lengths and rewards are those of the policy and its task."""
     compare: CompareConfig | None = None
     """What ``compare`` runs."""
     train: TrainConfig | None = None

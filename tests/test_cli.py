@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown table": (
         ("schedule.max_lag=3",),
         "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, hardware, "
-        "optimizer_steps, scheduler, seed, train, workload",
+        "optimizer_steps, policy, scheduler, seed, train, workload",
     ),
     "a wrong type": (
         ("scheduler.train_batch_size=many",),
