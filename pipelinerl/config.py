@@ -251,6 +251,8 @@ class CompareConfig(StrictModel):
     """The circumstances to compare them in: hardware coefficients, length tails."""
     baseline: str
     """Name of the arm that speed-ups refer to."""
+    seeds: list[Annotated[int, Field(ge=0)]] = []
+    """Every arm runs once with each of these seeds, in every scenario. None: once, with the seed of the run file."""
 
     @model_validator(mode="after")
     def _names_are_unique_and_known(self) -> Self:
@@ -259,6 +261,8 @@ class CompareConfig(StrictModel):
             if len(set(names)) < len(names):
                 raise ValueError(f"{what} must have different names, got {names}")
         names = [arm.name for arm in self.arms]
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be different, got {self.seeds}")
         if self.baseline not in names:
             raise ValueError(f"baseline must be the name of an arm, got {self.baseline!r}; allowed: {names}")
         return self

@@ -36,6 +36,10 @@ def print_summary(summary: dict[str, Any], name: str) -> None:
     table.add_row("bottleneck", summary["bottleneck"])
     rollouts = summary["rollouts"]
     table.add_row("rollouts", ", ".join(f"{rollouts[key]:,} {key}" for key in rollouts if rollouts[key]))
+    if "reward" in summary:
+        table.add_row(
+            "mean reward", f"{summary['reward']['first']:.3f} at first, {summary['reward']['last']:.3f} at last"
+        )
     if "ess" in summary:
         ess, mismatch = summary["ess"], summary["mismatch"]
         floor = f", at lag 0 {mismatch['kl_at_lag_0']:.1e}" if "kl_at_lag_0" in mismatch else ""

@@ -117,6 +117,7 @@ EVERY_KEY: dict[str, Any] = {
         "arms": [{"name": "as it is", "set": []}, {"name": "lag 1", "set": ["scheduler.max_lag=1"]}],
         "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
         "baseline": "lag 1",
+        "seeds": [3, 5],
     },
     "train": {
         "device": "cpu",
@@ -589,6 +590,9 @@ TABLES = [
     "hardware.switch",
     "hardware.latency",
     "compare",
+    "policy",
+    "policy.loss",
+    "policy.warm_start",
     "train",
     *(f"train.{name}" for name, value in EVERY_KEY["train"].items() if isinstance(value, dict)),
 ]
@@ -750,6 +754,14 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("compare={baseline='a', arms=[{name='a'}], scenarios=[{name='s'}, {name='t'}, {name='s'}]}",),
         "compare.scenarios must have different names, got ['s', 't', 's']",
+    ),
+    (
+        ('compare={baseline="a", arms=[{name="a"}], seeds=[1, 2, 1]}',),
+        "compare.seeds must be different, got [1, 2, 1]",
+    ),
+    (
+        ('compare={baseline="a", arms=[{name="a"}], seeds=[-1]}',),
+        "compare.seeds.0 must be at least 0, got -1",
     ),
     (
         ("compare={baseline='c', arms=[{name='a'}, {name='b'}]}",),

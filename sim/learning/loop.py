@@ -33,6 +33,11 @@ from sim.learning.warmstart import base_model, policy_shape
 BETAS = (0.9, 0.95)
 """Adam's decays (no unit)."""
 
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+"""Mean rewards whose time is told (no unit)."""
+REACHED_STEPS = 8
+"""Steps that the mean reward is taken over, to tell when it was reached (count)."""
+
 
 class Learner:
     """A policy, its optimizer, and the answers it gives. One per run.
@@ -80,6 +85,7 @@ class Learner:
         self._rewards: dict[int, float] = {}
         self._ratios = RatioStats(truncation=policy.loss.truncation)
         self._steps: list[dict[str, float]] = []
+        self._times_s: list[float] = []  # when each optimizer step was done
 
     # ------------------------------------------------------------------------------------ from the world
 
@@ -134,6 +140,7 @@ class Learner:
         }
         self._ratios = RatioStats(truncation=self._policy.loss.truncation)
         self._steps.append(metrics)
+        self._times_s.append(row.time_s)
         return metrics
 
     def summary(self) -> dict[str, Any]:
@@ -163,9 +170,25 @@ class Learner:
                 "by_lag": {str(lag): _mean(by_lag[lag]) for lag in sorted(by_lag)},
             },
             "mismatch": mismatch,
-            "reward": {"first": columns["reward/mean"][0], "last": _mean(tail), "max": max(columns["reward/mean"])},
+            "reward": {
+                "first": columns["reward/mean"][0],
+                "last": _mean(tail),
+                "max": max(columns["reward/mean"]),
+                "reached": self._reached(columns["reward/mean"]),
+            },
             "weights_sha256": self.fingerprint(),
         }
+
+    def _reached(self, rewards: Sequence[float]) -> dict[str, dict[str, float]]:
+        """Return when the mean reward of the last few steps first was at each level."""
+        reached: dict[str, dict[str, float]] = {}
+        for step in range(REACHED_STEPS, len(rewards) + 1):
+            mean = _mean(rewards[step - REACHED_STEPS : step])
+            for level in LEVELS:
+                if mean >= level and f"{level:g}" not in reached:
+                    samples = float(step * self._batch_size)
+                    reached[f"{level:g}"] = {"time_s": self._times_s[step - 1], "samples": samples}
+        return reached
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of the trained weights."""
