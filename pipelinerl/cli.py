@@ -179,6 +179,43 @@ def replay(
     raise typer.Exit(1)
 
 
+@app.command()
+def drift(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Folders of runs that learned, real or simulated.", show_default=False),
+    ],
+    check: Annotated[
+        list[Path],
+        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; may be given several times."),
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
+    from pipelinerl.drift import fit_drift, modelled_ess
+
+    readers = _load("analysis.runs", extra="plot")
+    steps = []
+    for run in readers.read_runs(folders):
+        columns = run.metrics
+        size = len(next(iter(columns.values()), ()))
+        steps += [
+            {name: float(one[row]) for name, one in columns.items() if one[row] == one[row]} for row in range(size)
+        ]
+    model = fit_drift(steps)
+    checks = []
+    for run in readers.read_runs(check) if check else []:
+        band = modelled_ess(model, run.profile.lag_histogram.total)
+        measured = run.number("ess.mean")
+        checks.append({"run": run.name, "modelled": band.mean, "measured": measured, "error": band.mean - measured})
+    if as_json:
+        _print_json({**model.model_dump(), "checks": checks})
+        return
+    typer.echo(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
+    for one in checks:
+        typer.echo(f"# {one['run']}: ESS {one['modelled']:.3f} modelled, {one['measured']:.3f} measured")
+
+
 def main() -> None:
     """Run the command line; wrong input is told in one line per fault and ends with status 2."""
     try:

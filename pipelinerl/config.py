@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.drift import DriftModel
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.policyconfig import PolicyConfig
 from pipelinerl.strictmodel import StrictModel
@@ -286,6 +287,9 @@ class RunConfig(StrictModel):
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
     ``group_size`` and ``length.max``: prompts, lengths and rewards are those of the policy and its task."""
+    drift: DriftModel | None = None
+    """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
+    effective sample size, labelled as modelled."""
     compare: CompareConfig | None = None
     """What ``compare`` runs."""
     train: TrainConfig | None = None

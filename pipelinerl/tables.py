@@ -45,6 +45,10 @@ def print_summary(summary: dict[str, Any], name: str) -> None:
         floor = f", at lag 0 {mismatch['kl_at_lag_0']:.1e}" if "kl_at_lag_0" in mismatch else ""
         table.add_row("effective sample size", f"mean {ess['mean']:.3f}, min {ess['min']:.3f} (raw, per token)")
         table.add_row("KL, engine to trainer", f"{mismatch['kl']:.1e}{floor} (nats per token)")
+    if "ess_modelled" in summary:
+        band = summary["ess_modelled"]
+        text = f"mean {band['mean']:.3f}, {band['low']:.3f} to {band['high']:.3f} (per token)"
+        table.add_row("modelled effective sample size", text)
     if "updates" in summary:
         updates = summary["updates"]
         parts = ", ".join(f"{name} {1e3 * updates[f'{name}_s']:.1f} ms" for name in ("pause", "transfer", "resume"))

@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an unknown table": (
         ("schedule.max_lag=3",),
-        "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, hardware, "
+        "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, drift, hardware, "
         "optimizer_steps, policy, scheduler, seed, train, workload",
     ),
     "a wrong type": (

@@ -113,6 +113,7 @@ EVERY_KEY: dict[str, Any] = {
         },
         "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
     },
+    "drift": {"exponent": 1.5, "rates": [0.01, 0.02]},
     "compare": {
         "arms": [{"name": "as it is", "set": []}, {"name": "lag 1", "set": ["scheduler.max_lag=1"]}],
         "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
@@ -590,6 +591,7 @@ TABLES = [
     "hardware.switch",
     "hardware.latency",
     "compare",
+    "drift",
     "policy",
     "policy.loss",
     "policy.warm_start",
@@ -630,7 +632,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, hardware, optimizer_steps, policy, scheduler, seed, train, workload",
+        "cluster, compare, drift, hardware, optimizer_steps, policy, scheduler, seed, train, workload",
     ),
     (
         ("hardware.decode.step=3",),
