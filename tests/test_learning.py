@@ -305,7 +305,7 @@ def test_micro_batches_add_up_to_the_same_step():
         assert torch.allclose(gradient, gradients[1][name], atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "ppo", "cispo", "gspo", "topr"])
+@pytest.mark.parametrize("kind", ["reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr"])
 def test_every_loss_runs(kind):
     summary = simulate(config_with(f"policy.loss.kind={kind}", "optimizer_steps=3"))
     assert summary["optimizer_steps"] == 3
