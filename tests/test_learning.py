@@ -23,6 +23,7 @@ from sim.world import World
 
 torch = pytest.importorskip("torch")
 
+from sim.learning.klstudy import kl_study  # noqa: E402
 from sim.learning.loop import Learner, one_thread  # noqa: E402
 from sim.learning.policy import forward, initial_weights  # noqa: E402
 from sim.learning.relearn import relearn  # noqa: E402
@@ -229,7 +230,7 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, upd
     summary = learned(config_with(f"scheduler.weight_update={update}"), tmp_path)
     trace = Trace(tmp_path / "trace.jsonl.gz")
     assert replay(trace).difference is None
-    assert relearn(trace) == summary["weights_sha256"]
+    assert relearn(trace).fingerprint() == summary["weights_sha256"]
 
 
 def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):
@@ -336,6 +337,33 @@ def test_it_learns():
     summary = simulate(config_with(*task, *start, "policy.learning_rate=2e-3", "optimizer_steps=100"))
     assert summary["reward"]["first"] < 0.9
     assert summary["reward"]["last"] > 0.95
+
+
+# ----------------------------------------------------------------------------------------- the KL study
+
+
+def test_the_kl_study_finds_no_divergence_without_change_and_the_right_order_with_it(policy):
+    """Same weights: none of the three diverges. Weights that move: conventional data diverges most."""
+    shape, old, new = policy
+    prompts = [problem(Chain(6), seed=3, prompt_id=number) for number in range(150)]
+    sampler = sampler_for(shape)
+    for point in kl_study([old] * 4, shape=shape, sampler=sampler, prompts=prompts, length=6):
+        for value in (point.stale_kl, point.recomputed_kl, point.conventional_kl):
+            assert value == pytest.approx(0, abs=1e-9)
+        assert point.stale_ess == pytest.approx(1, abs=1e-6)
+    moving = [{name: old[name] + step / 3 * (new[name] - old[name]) for name in old} for step in range(4)]
+    points = kl_study(moving, shape=shape, sampler=sampler, prompts=prompts, length=6)
+    assert [point.lag for point in points] == [0, 1, 2]
+    assert points[0].conventional_kl == pytest.approx(0, abs=1e-9)
+    assert points[2].conventional_kl > points[1].conventional_kl > 1e-4
+    assert points[2].recomputed_kl < points[2].conventional_kl
+    assert points[2].stale_kl < points[2].conventional_kl
+
+
+def test_a_kl_study_needs_a_token_per_update(policy):
+    shape, old, _ = policy
+    with pytest.raises(ValueError, match="length must be at least 3 for 4 checkpoints, got 2"):
+        kl_study([old] * 4, shape=shape, sampler=sampler_for(shape), prompts=[(1,) * 7], length=2)
 
 
 # ------------------------------------------------------------------------------------------------- tasks

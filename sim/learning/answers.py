@@ -81,6 +81,10 @@ class Answers:
         for old in [one for one in self._weights if one < oldest]:
             del self._weights[old], self._ahead[old]
 
+    def weights(self, version: int) -> Weights:
+        """Return the weights of a version that was published and has not been forgotten."""
+        return self._weights[version]
+
     def answer(self, rollout_id: int) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float32]]:
         """Return prompt, words and log-probabilities (nats) of a finished rollout, and free its cache."""
         draft = self._drafts[rollout_id]

@@ -16,15 +16,18 @@ from pipelinerl.trace import Trace
 from sim.learning.loop import Learner, one_thread
 
 
-def relearn(trace: Trace) -> str:
-    """Return the SHA-256 of the weights that a recorded run has learned.
+def relearn(trace: Trace) -> Learner:
+    """Learn what a recorded run has learned, and keep the weights of every version.
 
-    Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. Equal to
-    ``weights_sha256`` of the run's summary, to the last bit, unless rollouts were preempted: traces do not say that,
-    and a cache that is filled again by the same weights differs in its last bits.
+    Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
+    are those of the run to the last bit (``weights_sha256`` of its summary), unless rollouts were preempted: traces do
+    not say that, and a cache that is filled again by the same weights differs in its last bits.
 
     Args:
         trace: The trace of a run with the table ``policy``.
+
+    Returns:
+        The learner as it was at the end of the run.
 
     Raises:
         ConfigError: If the run had no policy.
@@ -54,4 +57,4 @@ def relearn(trace: Trace) -> str:
                     learner.train(command)
                 case PublishWeights() as command:
                     learner.publish(command.version, oldest=0)
-    return learner.fingerprint()
+    return learner

@@ -66,7 +66,7 @@ class Sampler:
         self._shape = shape
         self._prompt_tokens = prompt_tokens
         self._max_tokens = shape.positions - prompt_tokens
-        self._temperature = temperature
+        self.temperature = temperature
         self._seed = seed
         self._keep_caches = keep_caches
 
@@ -82,7 +82,7 @@ class Sampler:
                 loaded = [pending.popleft() for _ in range(min(len(free), len(pending)))]
                 self._load(weights, rows, free[: len(loaded)], loaded)
             logit_MV = decode(weights, self._shape, rows.cache, word_M=rows.word_M, position_M=rows.position_M)
-            rows.sample((logit_MV / self._temperature).log_softmax(-1))
+            rows.sample((logit_MV / self.temperature).log_softmax(-1))
         rows.harvest(keep_caches=self._keep_caches)
 
     def _load(self, weights: Weights, rows: _Rows, free: list[int], drafts: list[Draft]) -> None:
