@@ -166,17 +166,27 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
 ) -> None:
-    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?"""
-    from pipelinerl.runfolder import TRACE_FILE
+    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?
+
+    Of a run that learned, also: does its trace give the learned weights, to the last bit?
+    """
+    from pipelinerl.runfolder import SUMMARY_FILE, TRACE_FILE
     from pipelinerl.trace import Trace
     from pipelinerl.trace import replay as replay_trace
 
-    result = replay_trace(Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder))
-    if result.difference is None:
-        typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
-        return
-    typer.echo(f"different: {result.difference}")
-    raise typer.Exit(1)
+    trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
+    result = replay_trace(trace)
+    if result.difference is not None:
+        typer.echo(f"different: {result.difference}")
+        raise typer.Exit(1)
+    typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+    if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
+        recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+        now = _load("sim.learning.relearn", extra="learn").relearn(trace).fingerprint()
+        if now != recorded:
+            typer.echo(f"different: learned weights {now}, recorded {recorded}")
+            raise typer.Exit(1)
+        typer.echo(f"identical: learned weights, SHA-256 {now[:16]}...")
 
 
 @app.command()

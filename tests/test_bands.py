@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+
 import numpy as np
 import pytest
 import tomli_w
@@ -41,6 +44,12 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     assert result.exit_code == 0, result.output
     drawn = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
     assert {"learning.png", "lag_and_ess.pdf", "reward.png", "ess.png"} <= drawn
+    learned = tmp_path / "out" / "as_given" / "pipeline" / "seed_0"
+    fitted = CliRunner().invoke(cli.app, ["drift", str(learned), "--check", str(learned)])
+    assert fitted.exit_code == 0, fitted.output
+    assert fitted.stdout.startswith("[drift]\nexponent = ")
+    assert "# seed_0: ESS " in fitted.stdout
+    assert tomllib.loads(fitted.stdout)["drift"]["rates"][0] >= 0
     (arms,) = read_comparison(tmp_path / "out").scenarios.values()
     assert arms[1].folders == ("as_given/G=2/seed_0", "as_given/G=2/seed_1")
 
@@ -56,3 +65,21 @@ def test_one_seed_has_no_band():
     mean, half = mean_and_band(np.array([[1.0, 2.0]]))
     assert mean.tolist() == [1.0, 2.0]
     assert np.isnan(half).all()
+
+
+def test_replay_of_a_run_that_learned_learns_again(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))
+    out = tmp_path / "out"
+    command = ["simulate", str(tmp_path / "run.toml"), "--out", str(out), "--trace", "full"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    assert "mean reward" in result.stdout
+    result = CliRunner().invoke(cli.app, ["replay", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "identical: learned weights" in result.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps({**summary, "weights_sha256": "other"}))
+    result = CliRunner().invoke(cli.app, ["replay", str(out)])
+    assert result.exit_code == 1
+    assert "different: learned weights" in result.stdout
