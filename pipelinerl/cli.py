@@ -202,17 +202,18 @@ def drift(
     as_json: JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
-    from pipelinerl.drift import fit_drift, modelled_ess
+    from pipelinerl.drift import LearnedRun, fit_drift, modelled_ess
 
     readers = _load("analysis.runs", extra="plot")
-    steps = []
+    learned = []
     for run in readers.read_runs(folders):
         columns = run.metrics
-        size = len(next(iter(columns.values()), ()))
-        steps += [
-            {name: float(one[row]) for name, one in columns.items() if one[row] == one[row]} for row in range(size)
+        steps = [
+            {name: float(one[row]) for name, one in columns.items() if one[row] == one[row]}
+            for row in range(len(next(iter(columns.values()), ())))
         ]
-    model = fit_drift(steps)
+        learned.append(LearnedRun(steps, run.profile.lag_histogram.total))
+    model = fit_drift(learned)
     checks = []
     for run in readers.read_runs(check) if check else []:
         band = modelled_ess(model, run.profile.lag_histogram.total)

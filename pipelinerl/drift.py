@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Self
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
@@ -37,6 +37,8 @@ EXPONENTS = tuple(np.round(np.arange(0.3, 2.51, 0.05), 2).tolist())
 """Exponents that are tried (no unit)."""
 LEAST_ESS = 1e-3
 """ESS below which a lag of a step says nothing: a few tokens outweigh all others."""
+BLOCK_STEPS = 64
+"""Steps over which the rate counts as the same while the exponent is fitted (count)."""
 LAG_PREFIX = "ess/lag_"
 """Metrics of a step that hold the ESS of the tokens of a lag."""
 
@@ -68,14 +70,26 @@ class EssBand:
     """Of a step whose rate is at the lowest quantile."""
 
 
-def fit_drift(steps: Sequence[Mapping[str, float]]) -> DriftModel:
-    """Fit a model to the metrics of a run, real or simulated with a policy.
+@dataclass(frozen=True, slots=True)
+class LearnedRun:
+    """What a run that learned tells of its importance weights."""
 
-    Each step gives an effective variance for each lag that its tokens had. For every exponent the rate of a step is
-    the mean of variance / lag^exponent; the exponent is taken that leaves the least squared error of the ESS.
+    steps: Sequence[Mapping[str, float]]
+    """Metrics per optimizer step (the lines of ``metrics.jsonl``), with ``ess/lag_1`` and so on."""
+    tokens_by_lag: Sequence[float]
+    """Trained tokens of lag 0, 1, 2, ... over the whole run: how much the ESS of each lag is worth."""
+
+
+def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
+    """Fit a model to runs that learned, real or simulated with a policy.
+
+    Each step gives an effective variance for each lag that its tokens had. For every exponent the rate of a block of
+    ``BLOCK_STEPS`` steps is the mean of variance / lag^exponent, and the exponent is taken that leaves the least
+    squared error of the ESS; lags weigh by their tokens. (Blocks, because a step of conventional RL has one lag only,
+    and tells nothing of the exponent.) The rates that are kept are those of single steps, at that exponent.
 
     Args:
-        steps: Metrics per optimizer step (the lines of ``metrics.jsonl``), with ``ess/lag_1`` and so on.
+        runs: At least one.
 
     Returns:
         The model.
@@ -83,21 +97,25 @@ def fit_drift(steps: Sequence[Mapping[str, float]]) -> DriftModel:
     Raises:
         ConfigError: If no step has an ESS of a lag above 0.
     """
-    found = [points for points in map(_points, steps) if points]
-    if not found:
+    blocks = [block for run in runs for block in _blocks(run)]
+    if not blocks:
         raise ConfigError("a drift model needs metrics with the ESS of a lag above 0 (ess/lag_1, ...), got none")
-    best: tuple[float, float, list[float]] | None = None
-    for exponent in EXPONENTS:
-        error, rates = 0.0, []
-        for points in found:
-            lag_N, ess_N = np.array(list(points), dtype=float), np.array(list(points.values()))
-            rate = float(np.mean(-np.log(ess_N) / lag_N**exponent))
-            error += float(np.mean((np.exp(-rate * lag_N**exponent) - ess_N) ** 2))
-            rates.append(rate)
-        if best is None or error < best[0]:
-            best = (error, exponent, rates)
-    assert best is not None
-    return DriftModel(exponent=best[1], rates=np.quantile(best[2], QUANTILES).tolist())
+
+    def rate(points: NDArray[np.float64], exponent: float) -> float:
+        lag_N, ess_N, weight_N = points[1:]
+        return float(np.average(-np.log(ess_N) / lag_N**exponent, weights=weight_N))
+
+    def squared_error(exponent: float) -> float:
+        total = 0.0
+        for block in blocks:
+            lag_N, ess_N, weight_N = block[1:]
+            modelled_N = np.exp(-rate(block, exponent) * lag_N**exponent)
+            total += float((weight_N * (modelled_N - ess_N) ** 2).sum())
+        return total
+
+    exponent = min(EXPONENTS, key=squared_error)
+    rates = [rate(block[:, block[0] == step], exponent) for block in blocks for step in np.unique(block[0]).tolist()]
+    return DriftModel(exponent=exponent, rates=np.quantile(rates, QUANTILES).tolist())
 
 
 def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
@@ -123,9 +141,21 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
     return EssBand(mean=math.fsum(ess) / len(ess), low=ess[-1], high=ess[0])
 
 
-def _points(step: Mapping[str, float]) -> dict[int, float]:
-    """Return the ESS by lag of a step, lags above 0 only, where it says something."""
-    points = {
-        int(name.removeprefix(LAG_PREFIX)): float(value) for name, value in step.items() if name.startswith(LAG_PREFIX)
-    }
-    return {lag: min(1.0, ess) for lag, ess in points.items() if lag > 0 and ess > LEAST_ESS}
+def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
+    """Return step, lag, ESS and weight of what the steps of each block say, shape [4, N] per block."""
+    weight_G = np.asarray(run.tokens_by_lag, dtype=float)
+    blocks = []
+    for start in range(0, len(run.steps), BLOCK_STEPS):
+        points = [
+            (float(start + place), float(lag), min(1.0, ess), weight_G[lag])
+            for place, step in enumerate(run.steps[start : start + BLOCK_STEPS])
+            for lag, ess in _ess_by_lag(step)
+            if 0 < lag < len(weight_G) and weight_G[lag] > 0 and ess > LEAST_ESS
+        ]
+        if points:
+            blocks.append(np.array(points).T)
+    return blocks
+
+
+def _ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
+    return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]

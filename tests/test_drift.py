@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.drift import DriftModel, fit_drift, modelled_ess
+from pipelinerl.drift import DriftModel, LearnedRun, fit_drift, modelled_ess
 from pipelinerl.errors import ConfigError
 from pipelinerl.ess import ess_of_log_weights
 from pipelinerl.runfile import load_run
@@ -39,16 +39,28 @@ def test_log_normal_weights_have_the_modelled_ess():
     assert modelled_ess(DriftModel(exponent=1.0, rates=[0.2]), [0, 1, 1]).mean == pytest.approx(measured, abs=0.01)
 
 
-@given(
-    exponent=st.sampled_from([0.5, 1.0, 1.5, 2.0]),
-    rates=st.lists(st.floats(1e-4, 0.05), min_size=1, max_size=20),
-)
-def test_a_fit_finds_the_model_that_made_the_metrics(exponent, rates):
-    steps = [{f"ess/lag_{lag}": math.exp(-rate * lag**exponent) for lag in (1, 2, 5, 9)} for rate in rates]
-    model = fit_drift(steps)
-    assert model.exponent == pytest.approx(exponent)
-    assert model.rates[2] == pytest.approx(float(np.median(rates)), rel=1e-6)
-    assert list(model.rates) == sorted(model.rates)
+LAGS = (1, 2, 5, 9)
+TOKENS = [10, 10, 10, 0, 0, 10, 0, 0, 0, 10]
+
+
+@given(exponent=st.sampled_from([0.5, 1.0, 1.5, 2.0]), rate=st.floats(1e-4, 0.05))
+def test_a_fit_finds_the_model_that_made_the_metrics(exponent, rate):
+    """Whether every step has all lags, as in pipelined RL, or one, as in conventional RL."""
+    ess = [{f"ess/lag_{lag}": math.exp(-rate * lag**exponent)} for lag in LAGS]
+    together = ess[0] | ess[1] | ess[2] | ess[3]
+    for steps in (ess * 20, [together] * 80):
+        model = fit_drift([LearnedRun(steps, TOKENS)])
+        assert model.exponent == pytest.approx(exponent)
+        assert model.rates == pytest.approx([rate] * 5, rel=1e-6)
+
+
+def test_the_rates_are_quantiles_over_the_steps():
+    """Rates 1 to 11 hundredths: their 10, 30, 50, 70 and 90 % quantiles are 2, 4, 6, 8 and 10 hundredths."""
+    steps = [{f"ess/lag_{lag}": math.exp(-number / 100 * lag) for lag in LAGS} for number in range(1, 12)]
+    many = [LearnedRun([step] * 64, TOKENS) for step in steps]
+    model = fit_drift(many)
+    assert model.exponent == pytest.approx(1.0)
+    assert model.rates == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.10], rel=1e-3)
 
 
 @given(
@@ -68,7 +80,7 @@ def test_the_band_holds_the_mean_and_more_lag_never_raises_it(exponent, rates, t
 @pytest.mark.parametrize("steps", [[], [{"reward/mean": 1.0}], [{"ess/lag_0": 1.0}]])
 def test_without_lag_there_is_nothing_to_fit(steps):
     with pytest.raises(ConfigError, match="a drift model needs metrics"):
-        fit_drift(steps)
+        fit_drift([LearnedRun(steps, [1, 1])])
 
 
 @pytest.mark.parametrize("tokens", [[], [0, 0], [1, -1], [[1]]])
