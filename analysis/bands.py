@@ -32,8 +32,10 @@ SMOOTHED_STEPS = 8
 def learning(arms: Arms) -> Figure:
     """Draw reward against time, reward against samples, and samples against time (Fig. 5).
 
-    Curves are trailing means of 8 optimizer steps, averaged over seeds; bands are 95 % confidence intervals of that
-    mean (Student's t), where there are several seeds. A curve ends where its first seed does.
+    Curves are trailing means of 8 optimizer steps, from the 8th on, averaged over seeds; bands are 95 % confidence
+    intervals of that mean (Student's t), where there are several seeds. A curve ends where its first seed does, and
+    the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the policy that
+    sampled them: conventional RL's is up to G steps ahead of it.
 
     Args:
         arms: At least one arm of at least one run, all with metrics.
@@ -41,21 +43,23 @@ def learning(arms: Arms) -> Figure:
     Returns:
         Three panels, a line per arm in each.
     """
-    time_scale, unit = handy_time(max(float(run.steps["time_s"][-1]) for runs in arms.values() for run in runs))
+    ends_s = [float(run.steps["time_s"][-1]) for runs in arms.values() for run in runs]
+    shown_s = min(max(ends_s), 3 * min(ends_s))
+    time_scale, unit = handy_time(shown_s)
     scale, word = handy_scale(max(float(run.steps["samples"].sum()) for runs in arms.values() for run in runs))
     figure, [[by_time, by_samples, throughput]] = make_panels(PAGE_IN, 2.0, columns=3)
     for (name, runs), style in _styled(arms):
-        time_S = [run.steps["time_s"] / time_scale for run in runs]
-        samples_S = [np.cumsum(run.steps["samples"]) / scale for run in runs]
-        reward_S = [_trailing_mean(run.metrics[REWARD]) for run in runs]
+        time_S = [_from_eighth(run.steps["time_s"] / time_scale) for run in runs]
+        samples_S = [_from_eighth(np.cumsum(run.steps["samples"]) / scale) for run in runs]
+        reward_S = [_from_eighth(_trailing_mean(run.metrics[REWARD])) for run in runs]
         _draw(by_time, time_S, reward_S, style, name)
         _draw(by_samples, samples_S, reward_S, style, name)
         _draw(throughput, time_S, samples_S, style, name)
-    by_time.set(xlabel=f"time ({unit})", ylabel="mean reward (per rollout)")
-    by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)")
-    throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)")
+    by_time.set(xlabel=f"time ({unit})", ylabel="mean reward (per rollout)", xlim=(0, shown_s / time_scale))
+    by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)", xlim=(0, None))
+    throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)", xlim=(0, shown_s / time_scale))
+    throughput.set(ylim=(0, None))
     for axes in (by_time, by_samples, throughput):
-        axes.set(xlim=(0, None), ylim=(0, None))
         axes.grid()
     add_legend(figure, by_time, _note(arms))
     return figure
@@ -73,13 +77,13 @@ def lag_and_ess(arms: Arms) -> Figure:
     """
     figure, [[largest, mean, ess]] = make_panels(PAGE_IN, 2.0, columns=3)
     for (name, runs), style in _styled(arms):
-        step_S = [run.steps["step"] for run in runs]
-        _draw(largest, step_S, [_trailing_mean(run.steps["lag_max"]) for run in runs], style, name)
-        _draw(mean, step_S, [_trailing_mean(run.steps["lag_mean"]) for run in runs], style, name)
-        _draw(ess, step_S, [_trailing_mean(run.metrics[ESS_RAW]) for run in runs], style, name)
-    largest.set(ylabel="largest lag (optimizer steps)", ylim=(0, None))
+        step_S = [_from_eighth(run.steps["step"]) for run in runs]
+        _draw(largest, step_S, [_from_eighth(_trailing_max(run.steps["lag_max"])) for run in runs], style, name)
+        _draw(mean, step_S, [_from_eighth(_trailing_mean(run.steps["lag_mean"])) for run in runs], style, name)
+        _draw(ess, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style, name)
+    largest.set(ylabel="largest lag of 8 steps\n(optimizer steps)", ylim=(0, None))
     mean.set(ylabel="mean lag (optimizer steps)", ylim=(0, None))
-    ess.set(ylabel="effective sample size\n(share of the tokens)")
+    ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(None, 1.02))
     for axes in (largest, mean, ess):
         axes.set(xlabel="optimizer step", xlim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -128,6 +132,18 @@ def _trailing_mean(value: FloatArray) -> FloatArray:
     start = np.maximum(end - SMOOTHED_STEPS, 0)
     mean: FloatArray = (total[end] - total[start]) / (end - start)
     return mean
+
+
+def _trailing_max(value: FloatArray) -> FloatArray:
+    """Return the largest of each value and the 7 before it, as many as there are."""
+    padded = np.concatenate([np.full(SMOOTHED_STEPS - 1, -np.inf), value])
+    largest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, SMOOTHED_STEPS).max(axis=1)
+    return largest
+
+
+def _from_eighth(value: FloatArray) -> FloatArray:
+    """Return what has 8 optimizer steps behind it; of a run that is hardly longer, everything."""
+    return value[SMOOTHED_STEPS - 1 :] if len(value) > 2 * SMOOTHED_STEPS else value
 
 
 def _note(arms: Arms) -> list[Line2D]:
