@@ -77,22 +77,22 @@ def print_comparison(comparison: dict[str, Any], name: str) -> None:
     summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
     flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)
     rate = "tok/flash" if flashes else "tok/s"
-    for column in ("speed-up", rate, "s/step", "lag", "max", "gen", "train", "publ", "wait"):
+    learned = bool(summaries) and all("reward" in summary for summary in summaries)
+    shares = ("reward", "ESS") if learned else ("gen", "train", "publ", "wait")
+    for column in ("speed-up", rate, "s/step", "lag", "max", *shares):
         table.add_column(column, justify="right", no_wrap=True)
     for scenario in comparison["scenarios"]:
         table.add_section()
         table.add_row(f"[bold]{escape(scenario['name'])}[/bold]")
         for arm in scenario["arms"]:
-            table.add_row(*_comparison_row(arm, flashes))
+            table.add_row(*_comparison_row(arm, flashes, learned))
     console = Console()
     console.print(table)
-    console.print(
-        "Speed-up in trained tokens/s; mean and max lag in optimizer steps; the rest: shares of the trainer's time.",
-        style="dim",
-    )
+    rest = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
+    console.print(f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {rest}.", style="dim")
 
 
-def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
+def _comparison_row(arm: dict[str, Any], flashes: bool, learned: bool) -> list[str]:
     summary = arm["summary"]
     seconds, duration_s = summary["seconds"], summary["duration_s"] or 1.0
     shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
@@ -104,7 +104,11 @@ def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
         f"{summary['duration_s'] / steps:.4g}" if steps else "-",
         f"{summary['lag']['mean']:.2f}",
         f"{summary['lag']['max']}",
-        *(f"{share:.0%}" if share else "-" for share in shares),
+        *(
+            (f"{summary['reward']['last']:.3f}", f"{summary['ess']['mean']:.3f}")
+            if learned
+            else (f"{share:.0%}" if share else "-" for share in shares)
+        ),
     ]
 
 

@@ -42,6 +42,8 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))
     result = CliRunner().invoke(cli.app, ["compare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
+    assert "ESS" in result.stdout
+    assert "mean reward of the last tenth" in " ".join(result.stdout.split())
     drawn = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
     assert {"learning.png", "lag_and_ess.pdf", "reward.png", "ess.png"} <= drawn
     learned = tmp_path / "out" / "as_given" / "pipeline" / "seed_0"
