@@ -33,9 +33,9 @@ def learning(arms: Arms) -> Figure:
     """Draw reward against time, reward against samples, and samples against time (Fig. 5).
 
     Curves are trailing means of 8 optimizer steps, from the 8th on, averaged over seeds; bands are 95 % confidence
-    intervals of that mean (Student's t), where there are several seeds. A curve ends where its first seed does, and
-    the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the policy that
-    sampled them: conventional RL's is up to G steps ahead of it.
+    intervals of that mean (Student's t) of three seeds or more, the range of two. A curve ends where its first seed
+    does, and the time axis at three times the fastest run. The reward is that of the rollouts trained on, so of the
+    policy that sampled them: conventional RL's is up to G steps ahead of it.
 
     Args:
         arms: At least one arm of at least one run, all with metrics.
@@ -59,6 +59,8 @@ def learning(arms: Arms) -> Figure:
     by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)", xlim=(0, None))
     throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)", xlim=(0, shown_s / time_scale))
     throughput.set(ylim=(0, None))
+    for axes in (by_time, by_samples):
+        axes.set(ylim=_room(axes))
     for axes in (by_time, by_samples, throughput):
         axes.grid()
     add_legend(figure, by_time, _note(arms))
@@ -93,7 +95,9 @@ def lag_and_ess(arms: Arms) -> Figure:
 
 
 def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return the mean over seeds and the half width of its 95 % confidence interval, nan for one seed.
+    """Return the mean over seeds and the half width of its 95 % confidence interval.
+
+    Of two seeds half their difference instead, since their interval would be thirteen times that; of one, nan.
 
     Args:
         value_SN: A value per seed and place, shape [S, N].
@@ -105,6 +109,9 @@ def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
     mean: FloatArray = value_SN.mean(axis=0)
     if seeds == 1:
         return mean, np.full_like(mean, math.nan)
+    if seeds == 2:
+        apart: FloatArray = np.abs(value_SN[0] - value_SN[1]) / 2
+        return mean, apart
     quantile = STUDENT_T[seeds - 1] if seeds <= len(STUDENT_T) else 2.0
     half: FloatArray = quantile * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
     return mean, half
@@ -123,6 +130,14 @@ def _draw(axes: Axes, x_S: Sequence[FloatArray], y_S: Sequence[FloatArray], styl
     mean, half = mean_and_band(np.stack(curves))
     axes.plot(grid, mean, color=style.color, linestyle=style.dash, label=name)
     axes.fill_between(grid, mean - half, mean + half, color=style.color, alpha=0.18, linewidth=0)
+
+
+def _room(axes: Axes) -> tuple[float, float]:
+    """Return limits that show every mean in full, and of the bands what has room beside it."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    low, high = float(values.min()), float(values.max())
+    margin = 0.25 * (high - low) or 0.1
+    return low - margin, high + margin
 
 
 def _trailing_mean(value: FloatArray) -> FloatArray:
@@ -151,4 +166,5 @@ def _note(arms: Arms) -> list[Line2D]:
     seeds = min(len(runs) for runs in arms.values())
     if seeds == 1:
         return []
-    return [Line2D([], [], color=INK, alpha=0.18, linewidth=5, label=f"95 % interval of the mean, {seeds} seeds")]
+    label = "range of 2 seeds" if seeds == 2 else f"95 % interval of the mean, {seeds} seeds"
+    return [Line2D([], [], color=INK, alpha=0.18, linewidth=5, label=label)]

@@ -63,6 +63,12 @@ def test_the_band_is_students_95_percent_interval_of_the_mean():
     assert half == pytest.approx([4.30 / 3**0.5, 0.0])
 
 
+def test_two_seeds_have_their_range():
+    mean, half = mean_and_band(np.array([[1.0, 2.0], [4.0, 2.0]]))
+    assert mean.tolist() == [2.5, 2.0]
+    assert half.tolist() == [1.5, 0.0]
+
+
 def test_one_seed_has_no_band():
     mean, half = mean_and_band(np.array([[1.0, 2.0]]))
     assert mean.tolist() == [1.0, 2.0]
