@@ -122,9 +122,9 @@ class Answers:
             recompute: Whether these weights compute the keys and values of these tokens again.
         """
         drafts = [self._cut(one.rollout_id, num) for one, num in zip(sequences, num_tokens, strict=True)]
-        if recompute:
-            for draft in drafts:
-                draft.cache = None
+        for draft in drafts:
+            assert recompute or draft.cache is not None  # the sampler keeps caches wherever engines do
+            draft.cache = None if recompute else draft.cache
         self._sampler.complete(self._weights[version], drafts)
         for sequence, draft in zip(sequences, drafts, strict=True):
             sequence.finish_at(draft.length)
