@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import matplotlib
 from matplotlib.figure import Figure
 
-from analysis import figures, learning
+from analysis import bands, figures, learning
 from analysis.runs import Comparison, RateCurves, Run, rate_points
 from analysis.style import DPI, RC
 from pipelinerl.errors import ConfigError
@@ -27,6 +28,7 @@ def save_figures(
     *,
     comparison: Comparison | None = None,
     curves: RateCurves | None = None,
+    seeds: Mapping[str, Sequence[Run]] = MappingProxyType({}),
 ) -> list[Path]:
     """Write every figure that the data allow.
 
@@ -35,6 +37,7 @@ def save_figures(
         folder: Where to; made if it does not exist.
         comparison: Adds the speed-ups by scenario.
         curves: Adds the analytic model to throughput against lag; the runs must then know their tokens/flash.
+        seeds: The runs of every arm of a comparison, by arm. Adds learning curves with bands, where runs have learned.
 
     Returns:
         The files, two per figure.
@@ -52,6 +55,9 @@ def save_figures(
         drawn["throughput_against_max_lag"] = figures.throughput_against_max_lag(points, curves, unit)
     if comparison is not None:
         drawn["speedup_by_scenario"] = figures.speedup_by_scenario(comparison)
+    if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
+        drawn["learning"] = bands.learning(seeds)
+        drawn["lag_and_ess"] = bands.lag_and_ess(seeds)
     if not drawn:
         raise ConfigError("figures need a run, a comparison or analytic curves, got none")
     folder = Path(folder)

@@ -153,6 +153,8 @@ class Arm:
     """Its run folder, relative to the comparison's."""
     speedup: float
     """Its trained tokens per second over those of the baseline arm (no unit)."""
+    folders: tuple[str, ...]
+    """The run folders of all its seeds, ``folder`` first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,7 @@ def read_comparison(folder: str | Path) -> Comparison:
                 max_lag=arm.number("summary.lag.max"),
                 folder=arm.text("folder"),
                 speedup=arm.number("speedup"),
+                folders=_folders(arm),
             )
             for arm in scenario.tables("arms")
         )
@@ -269,6 +272,13 @@ def read_comparison(folder: str | Path) -> Comparison:
     if not any(scenarios.values()):
         raise ConfigError(f"{data.path} has no arm yet")
     return Comparison(baseline=data.text("baseline"), scenarios=scenarios)
+
+
+def _folders(arm: JsonTable) -> tuple[str, ...]:
+    """Return the run folders of an arm: one, or one per seed."""
+    if "repeats" not in arm.data:
+        return (arm.text("folder"),)
+    return tuple(one.text("folder") for one in arm.tables("repeats"))
 
 
 def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:

@@ -212,17 +212,65 @@ def replay(
         Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
     ],
 ) -> None:
-    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?"""
-    from pipelinerl.runfolder import TRACE_FILE
+    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?
+
+    Of a run that learned, also: does its trace give the learned weights, to the last bit?
+    """
+    from pipelinerl.runfolder import SUMMARY_FILE, TRACE_FILE
     from pipelinerl.trace import Trace
     from pipelinerl.trace import replay as replay_trace
 
-    result = replay_trace(Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder))
-    if result.difference is None:
-        typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+    trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
+    result = replay_trace(trace)
+    if result.difference is not None:
+        typer.echo(f"different: {result.difference}")
+        raise typer.Exit(1)
+    typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+    if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
+        recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+        now = _load("sim.learning.relearn", extra="learn").relearn(trace).fingerprint()
+        if now != recorded:
+            typer.echo(f"different: learned weights {now}, recorded {recorded}")
+            raise typer.Exit(1)
+        typer.echo(f"identical: learned weights, SHA-256 {now[:16]}...")
+
+
+@app.command()
+def drift(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Folders of runs that learned, real or simulated.", show_default=False),
+    ],
+    check: Annotated[
+        list[Path],
+        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; may be given several times."),
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
+    from pipelinerl.drift import LearnedRun, fit_drift, modelled_ess
+
+    readers = _load("analysis.runs", extra="plot")
+    learned = []
+    for run in readers.read_runs(folders):
+        columns = run.metrics
+        steps = [
+            {name: float(one[row]) for name, one in columns.items() if one[row] == one[row]}
+            for row in range(len(next(iter(columns.values()), ())))
+        ]
+        learned.append(LearnedRun(steps, run.profile.lag_histogram.total))
+    model = fit_drift(learned)
+    checks = []
+    for run in readers.read_runs(check) if check else []:
+        band = modelled_ess(model, run.profile.lag_histogram.total)
+        measured = run.number("ess.mean")
+        checks.append({"run": run.name, "modelled": band.mean, "measured": measured, "error": band.mean - measured})
+    if as_json:
+        _print_json({**model.model_dump(), "checks": checks})
         return
-    typer.echo(f"different: {result.difference}")
-    raise typer.Exit(1)
+    typer.echo(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
+    for one in checks:
+        typer.echo(f"# {one['run']}: ESS {one['modelled']:.3f} modelled, {one['measured']:.3f} measured")
 
 
 @app.command()
@@ -402,7 +450,8 @@ def _draw(folders: list[Path], figures: Path) -> list[Path]:
     config = load_run(folder / arms[0].folder / RUN_FILE)
     paper_mode = _load("analysis.paper_mode", extra="plot")
     curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
-    paths = report.save_figures(runs, figures, comparison=comparison, curves=curves)
+    seeds = {arm.name: [readers.read_run(folder / one) for one in arm.folders] for arm in arms}
+    paths = report.save_figures(runs, figures, comparison=comparison, curves=curves, seeds=seeds)
     return paths
 
 

@@ -7,8 +7,10 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.coefficients import Level, checked_coefficients
+from pipelinerl.drift import DriftModel
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.planconfig import PlanConfig
+from pipelinerl.policyconfig import PolicyConfig
 from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import TrainConfig
 
@@ -331,6 +333,8 @@ class CompareConfig(StrictModel):
     """The circumstances to compare them in: hardware coefficients, length tails."""
     baseline: str
     """Name of the arm that speed-ups refer to."""
+    seeds: list[Annotated[int, Field(ge=0)]] = []
+    """Every arm runs once with each of these seeds, in every scenario. None: once, with the seed of the run file."""
 
     @model_validator(mode="after")
     def _names_are_unique_and_known(self) -> Self:
@@ -339,6 +343,8 @@ class CompareConfig(StrictModel):
             if len(set(names)) < len(names):
                 raise ValueError(f"{what} must have different names, got {names}")
         names = [arm.name for arm in self.arms]
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be different, got {self.seeds}")
         if self.baseline not in names:
             raise ValueError(f"baseline must be the name of an arm, got {self.baseline!r}; allowed: {names}")
         return self
@@ -359,6 +365,12 @@ class RunConfig(StrictModel):
     """What is generated."""
     hardware: HardwareConfig
     """How fast the cluster is."""
+    policy: PolicyConfig | None = None
+    """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
+    ``group_size`` and ``length.max``: prompts, lengths and rewards are those of the policy and its task."""
+    drift: DriftModel | None = None
+    """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
+    effective sample size, labelled as modelled."""
     compare: CompareConfig | None = None
     """What ``compare`` runs."""
     plan: PlanConfig | None = None

@@ -7,6 +7,9 @@ With w = pi/mu of a token, A its advantage and sg[.] what no gradient flows thro
 
 =============  =====================================================  ==================================
 reinforce      ``-sg[min(c, w)] A log pi``                            arXiv:2509.19128, eq. 5
+plain          ``-A log pi``                                          none: as if all were on-policy
+sequence       ``-sg[min(c, W)] A log pi``,                           exact for whole sequences as c grows
+               W = product of w over its sequence
 ppo_clip       ``-min(w A, clip(w, 1 - low, 1 + high) A)``            arXiv:1707.06347, eq. 7
 cispo          ``-sg[clip(w, 1 - low, 1 + high)] A log pi``           arXiv:2506.13585
 gspo           ``-min(s A, clip(s, 1 - low, 1 + high) A) / n``,       arXiv:2507.18071, eq. 5 and 7
@@ -71,6 +74,10 @@ def policy_loss(
     match config.kind:
         case "reinforce":
             return reinforce(logprob_N, **tokens, truncation=config.truncation)
+        case "plain":
+            return plain(logprob_N, **tokens)
+        case "sequence":
+            return sequence_weighted(logprob_N, **tokens, **sequences, truncation=config.truncation)
         case "ppo":
             return ppo_clip(logprob_N, **tokens, clip_low=low, clip_high=high)
         case "cispo":
@@ -106,6 +113,59 @@ def reinforce(
     _check(truncation > 0, "truncation must be above 0", truncation)
     weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(max=truncation)
     return -weight_N * advantage_N.detach() * logprob_N
+
+
+def plain(logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
+    """Return -A log pi: REINFORCE as if pi had sampled every token, biased by whatever mu differs from it.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats); not used.
+        advantage_N: A of each token, shape [N].
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    return -advantage_N.detach() * logprob_N
+
+
+def sequence_weighted(
+    logprob_N: torch.Tensor,
+    *,
+    behaviour_logprob_N: torch.Tensor,
+    advantage_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    num_sequences: int,
+    truncation: float,
+) -> torch.Tensor:
+    """Return -sg[min(c, W)] A log pi with W the product of the token ratios of the whole sequence.
+
+    Without truncation this is the unbiased importance-weighted gradient; its variance grows with length and lag.
+
+    Args:
+        logprob_N: log pi of each token, shape [N] (nats), with gradient.
+        behaviour_logprob_N: log mu of each token, shape [N] (nats).
+        advantage_N: A of each token, shape [N].
+        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
+        num_sequences: S (count).
+        truncation: Largest weight c (no unit).
+
+    Returns:
+        Loss of each token, shape [N].
+
+    Raises:
+        ValueError: If shapes differ or ``truncation`` is not above 0.
+    """
+    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    _check_sequences(logprob_N, sequence_N, num_sequences)
+    _check(truncation > 0, "truncation must be above 0", truncation)
+    log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
+    weight_S = _ratio(_sequence_sum(log_ratio_N, sequence_N, num_sequences)).clamp(max=truncation)
+    return -weight_S[sequence_N] * advantage_N.detach() * logprob_N
 
 
 def ppo_clip(

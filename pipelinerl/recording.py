@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config import RunConfig, UtilisationDecode
+from pipelinerl.drift import modelled_ess
 from pipelinerl.events import Command, Event
 from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.trace import TraceWriter
@@ -125,6 +127,9 @@ class Recording:
         decode = config.hardware.decode
         if isinstance(decode, UtilisationDecode):
             summary["tokens_per_flash"] = summary["tokens_per_s"] * decode.flash_s
+        lags = self._accountant.profile_summary()["lag_histogram"]["total"] if config.drift is not None else [0]
+        if config.drift is not None and any(lags):
+            summary["ess_modelled"] = asdict(modelled_ess(config.drift, lags))
         return about | summary
 
     def _step_done(self, row: StepRow) -> None:

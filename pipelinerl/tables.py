@@ -36,11 +36,19 @@ def print_summary(summary: dict[str, Any], name: str) -> None:
     table.add_row("bottleneck", summary["bottleneck"])
     rollouts = summary["rollouts"]
     table.add_row("rollouts", ", ".join(f"{rollouts[key]:,} {key}" for key in rollouts if rollouts[key]))
+    if "reward" in summary:
+        table.add_row(
+            "mean reward", f"{summary['reward']['first']:.3f} at first, {summary['reward']['last']:.3f} at last"
+        )
     if "ess" in summary:
         ess, mismatch = summary["ess"], summary["mismatch"]
         floor = f", at lag 0 {mismatch['kl_at_lag_0']:.1e}" if "kl_at_lag_0" in mismatch else ""
         table.add_row("effective sample size", f"mean {ess['mean']:.3f}, min {ess['min']:.3f} (raw, per token)")
         table.add_row("KL, engine to trainer", f"{mismatch['kl']:.1e}{floor} (nats per token)")
+    if "ess_modelled" in summary:
+        band = summary["ess_modelled"]
+        text = f"mean {band['mean']:.3f}, {band['low']:.3f} to {band['high']:.3f} (per token)"
+        table.add_row("modelled effective sample size", text)
     if "updates" in summary:
         updates = summary["updates"]
         parts = ", ".join(f"{name} {1e3 * updates[f'{name}_s']:.1f} ms" for name in ("pause", "transfer", "resume"))
@@ -69,19 +77,19 @@ def print_comparison(comparison: dict[str, Any], name: str) -> None:
     summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
     flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)
     rate = "tok/flash" if flashes else "tok/s"
-    for column in ("speed-up", rate, "s/step", "lag", "max", "gen", "train", "publ", "wait"):
+    learned = bool(summaries) and all("reward" in summary for summary in summaries)
+    shares = ("reward", "ESS") if learned else ("gen", "train", "publ", "wait")
+    for column in ("speed-up", rate, "s/step", "lag", "max", *shares):
         table.add_column(column, justify="right", no_wrap=True)
     for scenario in comparison["scenarios"]:
         table.add_section()
         table.add_row(f"[bold]{escape(scenario['name'])}[/bold]")
         for arm in scenario["arms"]:
-            table.add_row(*_comparison_row(arm, flashes))
+            table.add_row(*_comparison_row(arm, flashes, learned))
     console = Console()
     console.print(table)
-    console.print(
-        "Speed-up in trained tokens/s; mean and max lag in optimizer steps; the rest: shares of the trainer's time.",
-        style="dim",
-    )
+    rest = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
+    console.print(f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {rest}.", style="dim")
 
 
 def print_validation(report: dict[str, Any]) -> None:
@@ -153,12 +161,13 @@ def _validation_cells(row: dict[str, Any]) -> list[str]:
         predicted,
         band,
         error,
+        "" if row["alone"] is None else f"{row['alone']:,.4g}",
         ", ".join(row["inputs"]),
         str(len(row["fitted_to"])),
     ]
 
 
-def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
+def _comparison_row(arm: dict[str, Any], flashes: bool, learned: bool) -> list[str]:
     summary = arm["summary"]
     seconds, duration_s = summary["seconds"], summary["duration_s"] or 1.0
     shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
@@ -170,7 +179,11 @@ def _comparison_row(arm: dict[str, Any], flashes: bool) -> list[str]:
         f"{summary['duration_s'] / steps:.4g}" if steps else "-",
         f"{summary['lag']['mean']:.2f}",
         f"{summary['lag']['max']}",
-        *(f"{share:.0%}" if share else "-" for share in shares),
+        *(
+            (f"{summary['reward']['last']:.3f}", f"{summary['ess']['mean']:.3f}")
+            if learned
+            else (f"{share:.0%}" if share else "-" for share in shares)
+        ),
     ]
 
 

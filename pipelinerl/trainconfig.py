@@ -60,10 +60,10 @@ class OptimizerConfig(StrictModel):
 class LossConfig(StrictModel):
     """The policy gradient. ``pipelinerl/losses.py`` has the formulas."""
 
-    kind: Literal["reinforce", "ppo", "cispo", "gspo", "topr"] = "reinforce"
-    """``reinforce``: truncated importance weights (eq. 5)."""
+    kind: Literal["reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr"] = "reinforce"
+    """``reinforce``: truncated importance weights (eq. 5). ``plain``: none. ``sequence``: of whole sequences."""
     truncation: float = Field(default=5.0, gt=0)
-    """Largest importance weight (no unit), reinforce only. Paper symbol c."""
+    """Largest importance weight (no unit): reinforce, sequence. Paper symbol c."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """How far below 1 a ratio counts (no unit): ppo, cispo, gspo."""
     clip_high: float = Field(default=0.2, ge=0)

@@ -31,11 +31,13 @@ class Cell:
     config: RunConfig
     folder: str
     """Relative to the folder of the comparison."""
+    seed: int | None = None
+    """Which of ``compare.seeds``; None: there are none."""
 
     @property
     def name(self) -> str:
         """What error messages call it."""
-        return _cell_name(self.scenario, self.arm)
+        return _cell_name(self.scenario, self.arm) + ("" if self.seed is None else f", seed {self.seed}")
 
 
 CellResult = tuple[Cell, dict[str, Any], str | None]
@@ -55,7 +57,7 @@ def default_comparison(config: RunConfig) -> CompareConfig:
 
 
 def plan_cells(config: RunConfig) -> list[Cell]:
-    """Return every arm in every scenario; all share the seed, hence prompts, answers and delays.
+    """Return every arm in every scenario, with each seed; all share the seeds, hence prompts, answers and delays.
 
     Args:
         config: The base; its ``compare`` table says what to vary.
@@ -74,9 +76,12 @@ def plan_cells(config: RunConfig) -> list[Cell]:
             name = _cell_name(scenario.name, arm.name)
             with _naming(name):
                 data = with_overrides(base, [*scenario.set, *arm.set])
-            cell_config = parse_run(data, name=name)
             folder = f"{_file_name(scenario.name)}/{_file_name(arm.name)}"
-            cells.append(Cell(scenario.name, arm.name, cell_config, folder))
+            if not comparison.seeds:
+                cells.append(Cell(scenario.name, arm.name, parse_run(data, name=name), folder))
+            for seed in comparison.seeds:
+                cell_config = parse_run({**data, "seed": seed}, name=name)
+                cells.append(Cell(scenario.name, arm.name, cell_config, f"{folder}/seed_{seed}", seed))
     folders = [cell.folder for cell in cells]
     for folder in folders:
         if folders.count(folder) > 1:
@@ -160,20 +165,24 @@ def _run_cell(cell: Cell, out: Path | None) -> CellResult:
 
 
 def _side_by_side(cells: list[Cell], summaries: dict[str, dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Return the arms of each scenario with their speed-up in tokens/s over the baseline of the scenario."""
+    """Return the arms of each scenario with their speed-up in tokens/s over the baseline of scenario and seed.
+
+    With several seeds an arm is shown by the first that ended, and ``repeats`` names them all.
+    """
     scenarios: list[dict[str, Any]] = []
     for name in dict.fromkeys(cell.scenario for cell in cells):
         done = [cell for cell in cells if cell.scenario == name and cell.folder in summaries]
-        rates = {cell.arm: summaries[cell.folder]["tokens_per_s"] for cell in done}
-        arms = [
-            {
-                "name": cell.arm,
-                "folder": cell.folder,
-                "speedup": rates[cell.arm] / rates[baseline] if rates.get(baseline) else None,
-                "summary": summaries[cell.folder],
-            }
-            for cell in done
-        ]
+        rates = {(cell.arm, cell.seed): summaries[cell.folder]["tokens_per_s"] for cell in done}
+        arms: list[dict[str, Any]] = []
+        for cell in done:
+            base_rate = rates.get((baseline, cell.seed))
+            speedup = rates[cell.arm, cell.seed] / base_rate if base_rate else None
+            if not arms or arms[-1]["name"] != cell.arm:
+                summary = summaries[cell.folder]
+                arms.append({"name": cell.arm, "folder": cell.folder, "speedup": speedup, "summary": summary})
+            if cell.seed is not None:
+                repeats = arms[-1].setdefault("repeats", [])
+                repeats.append({"seed": cell.seed, "folder": cell.folder, "speedup": speedup})
         scenarios.append({"name": name, "arms": arms})
     return scenarios
 

@@ -46,7 +46,7 @@ from simpy.events import EventPriority
 from pipelinerl.events import VersionSpans, WeightUpdate, joined
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
-from sim.sequence import EngineHost, Sequence
+from sim.sequence import EngineHost, Sequence, TokenSource
 
 NOT_PLANNED = -1
 """Tick of a wake-up that does not exist."""
@@ -64,6 +64,8 @@ class EngineSettings:
     """Capacity (tokens); None: unlimited."""
     pause_ticks: int
     """Ticks the engine stands still to load weights."""
+    tokens: TokenSource | None = None
+    """What decides lengths while they are generated; None: rollouts come with their lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class Engine:
         self._context_ticks = settings.decode.context_ticks
         self._capacity = UNLIMITED if settings.kv_cache_tokens is None else settings.kv_cache_tokens
         self._num_slots = len(settings.decode.batch_ticks) - 1
+        self._tokens = settings.tokens
         # Boundary: the last one, and what the batch looked like when it was left.
         self._tick = 0
         self._step = 0  # decode steps done
@@ -258,6 +261,8 @@ class Engine:
             self._join_batch(waiting.popleft())
 
     def _join_batch(self, sequence: Sequence) -> None:
+        if self._tokens is not None:
+            self._tokens.begin(sequence, self.version)
         sequence.order = order = self._next_order
         self._next_order += 1
         sequence.start_step = step = self._step
@@ -313,7 +318,17 @@ class Engine:
             for sequence in self._running.values():
                 tokens = sequence.tokens_to_prefill + self._step - sequence.start_step
                 self._prefill_ticks += self._prefill.ticks(tokens)
+        if self._tokens is not None and self._running:
+            self._go_on(self._tokens, recompute=update.weight_update is WeightUpdate.RECOMPUTE)
         self._host.weights_loaded(self._index, update.version, still_ticks)
+
+    def _go_on(self, tokens: TokenSource, *, recompute: bool) -> None:
+        """Have a policy decide anew, with the weights just loaded, when what is in the batch finishes."""
+        running = list(self._running.values())
+        num_tokens = [one.spans.num_tokens + self._step - one.start_step for one in running]
+        tokens.go_on(running, num_tokens, self.version, recompute=recompute)
+        self._finishes = [(one.start_step + one.num_left, one.order, one) for one in running]
+        heapq.heapify(self._finishes)
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
@@ -375,6 +390,8 @@ class Engine:
                 if context + batch > self._capacity or batch > self._num_slots:
                     return at
                 # Look through this boundary: all that happens at it is that this rollout joins.
+                if self._tokens is not None:
+                    self._tokens.begin(sequence, self.version)
                 prefill_ticks = self._prefill.ticks(tokens)
                 self._join = (to_request, at)
                 steps = finish_step - step - to_request

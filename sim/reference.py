@@ -141,6 +141,9 @@ class StepByStepEngine:
         """Let waiting rollouts join, first come first served, while they fit."""
         while self._waiting and self._fits(self._waiting[0]):
             sequence = self._waiting.pop(0)
+            if self._settings.tokens is not None:
+                sequence.keep(self._spans(sequence))
+                self._settings.tokens.begin(sequence, self.version)
             self._running.append(sequence)
             self._prefill_ticks += self._settings.prefill.ticks(self._cached(sequence))
 
@@ -175,6 +178,10 @@ class StepByStepEngine:
             self._still_since = None
         if weight_update is WeightUpdate.RECOMPUTE:
             self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
+        if self._settings.tokens is not None and self._running:
+            num_tokens = [len(self._tokens(one)) for one in self._running]
+            recompute = weight_update is WeightUpdate.RECOMPUTE
+            self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=recompute)
         self._host.weights_loaded(self._index, self.version, still_ticks)
 
     # -------------------------------------------------------------------------------------- planning

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.recording import Recording
+from pipelinerl.runfolder import METRICS_FILE, check_vacant
 from sim.world import World
 
 
@@ -41,12 +44,48 @@ def simulate(
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
     """
     world = World(config)  # before anything is written: it finds what is wrong with the input
+    if config.policy is not None:
+        return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
     try:
         with _interruptible(world), no_garbage_collection():
             world.run(recording.recorder)
     finally:
         summary = recording.finish()
+    return summary
+
+
+def _simulate_learning(
+    config: RunConfig, *, out: Path | None, trace: bool, on_step: Callable[[StepRow], None] | None
+) -> dict[str, Any]:
+    """Simulate a run whose answers come from a policy that learns; as ``simulate``, and ``metrics.jsonl`` besides."""
+    try:
+        from sim.learning.loop import Learner, one_thread  # noqa: PLC0415 - torch only where a policy learns
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"[policy] needs {error.name}: pip install 'pipelinerl[learn]'") from None
+
+    if out is not None:
+        check_vacant(out)  # not after the base model has been made
+    with one_thread(), ExitStack() as files:
+        learner = Learner(config)
+        world = World(config, policy=learner)
+        metrics_file: TextIO | None = None
+
+        def step_done(row: StepRow) -> None:
+            metrics = learner.take_metrics(row)
+            if metrics_file is not None:
+                metrics_file.write(json.dumps({"step": row.step, **metrics}) + "\n")
+            if on_step is not None:
+                on_step(row)
+
+        recording = Recording(config, out=out, trace=trace, on_step=step_done)
+        if out is not None:
+            metrics_file = files.enter_context((out / METRICS_FILE).open("w", encoding="utf-8", buffering=1))
+        try:
+            with _interruptible(world):
+                world.run(recording.recorder)
+        finally:
+            summary = recording.finish(learner.summary())
     return summary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from typing import Protocol
 
 from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
@@ -43,6 +44,21 @@ class Sequence:
         self.spans = spans
         self.num_left = self.length - spans.num_tokens
         self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
+
+    def finish_at(self, length: int) -> None:
+        """Have it finish with so many tokens: what a policy has decided."""
+        self.length = length
+        self.num_left = length - self.spans.num_tokens
+
+
+class TokenSource(Protocol):
+    """What decides the lengths of rollouts while they are generated: a policy. Without one they are known before."""
+
+    def begin(self, sequence: Sequence, version: int) -> None:
+        """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
+
+    def go_on(self, sequences: Several[Sequence], num_tokens: Several[int], version: int, *, recompute: bool) -> None:
+        """Set the lengths of the rollouts of a batch, with the tokens each has, that goes on with other weights."""
 
 
 class EngineHost(Protocol):

@@ -22,7 +22,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
@@ -50,22 +50,54 @@ from pipelinerl.scheduler import Scheduler, make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
+from sim.learning.tasks import checked_task
 from sim.lengths import Group, Workload, grown_length, growth_factor
-from sim.sequence import EngineHost, Sequence, SimulatedEngine
+from sim.sequence import EngineHost, Sequence, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
+class PolicyInTheLoop(Protocol):
+    """A policy that learns while the world runs (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
+
+    @property
+    def answers(self) -> Asked:
+        """What engines ask for lengths, and is told of rollouts on their way."""
+
+    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
+        """Return the reward of a rollout whose last token is there."""
+
+    def forget(self, rollout_id: int) -> None:
+        """Forget a rollout that will not be trained on."""
+
+    def publish(self, version: int, *, oldest: int) -> None:
+        """Keep the trainer's weights for the engines; no engine has a version before ``oldest``."""
+
+    def train(self, command: StartTraining) -> None:
+        """Train on a micro-batch; raise RunFailedError if that diverges."""
+
+
+class Asked(TokenSource, Protocol):
+    """A token source that is told which prompt a rollout answers."""
+
+    def ask(self, rollout_id: int, prompt_id: int) -> None:
+        """Note a rollout that is on its way to an engine."""
+
+
 class World:
     """One simulated run."""
 
-    def __init__(self, config: RunConfig, *, engine_factory: EngineFactory = Engine) -> None:
+    def __init__(
+        self, config: RunConfig, *, engine_factory: EngineFactory = Engine, policy: PolicyInTheLoop | None = None
+    ) -> None:
         """Build the cluster; nothing runs yet.
 
         Args:
             config: What to simulate.
             engine_factory: Makes the engines: in closed form, or step by step.
+            policy: What answers, rewards and learning come from; None: from chance, and nothing learns. A world
+                that is not going to run needs none.
 
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
@@ -75,7 +107,11 @@ class World:
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         self._workload = Workload(config.workload, seed=config.seed)
-        _check_capacity(config, hardware.kv_cache_tokens, self._workload)
+        self._policy = policy
+        if config.policy is None:
+            _check_capacity(config, hardware.kv_cache_tokens, self._workload)
+        else:
+            self._policy_prompt_tokens = checked_task(config).prompt_tokens
         self._clock = Clock()
         self._scheduler: Scheduler = make_scheduler(
             config.scheduler,
@@ -92,6 +128,7 @@ class World:
             prefill=prefill_cost(hardware.prefill),
             kv_cache_tokens=hardware.kv_cache_tokens,
             pause_ticks=to_ticks(hardware.weights.pause_s),
+            tokens=None if policy is None else policy.answers,
         )
         self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
@@ -120,6 +157,7 @@ class World:
         self._score_ticks = to_ticks(hardware.latency.reward_s + hardware.latency.preprocess_s)
         self._generating = config.colocated  # colocated only: in the generation phase
         self._stop: StopReason | None = None
+        self._failure: RunFailedError | None = None
         self._interrupted = False
         self._done = self._clock.event()
 
@@ -141,6 +179,8 @@ class World:
         for index, engine in enumerate(self._engines):
             for rollout_id, spans in engine.end():
                 self._recorder.event(now_s, RolloutAborted(rollout_id, index, spans))
+        if self._failure is not None:
+            raise self._failure
         if self._stop is None:
             raise RunFailedError("interrupted; what was finished is kept")
         if self._stop is StopReason.STALLED:
@@ -159,6 +199,8 @@ class World:
         """Report a finished rollout; its score follows."""
         if self._aborting:
             self._aborting.discard(rollout_id)
+        if self._policy is not None:
+            self._sequences[rollout_id].reward = self._policy.finished(rollout_id, spans)
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         if self._score_ticks:
             Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
@@ -169,7 +211,7 @@ class World:
         """Report a rollout that ended early."""
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
-            del self._sequences[rollout_id]
+            self._forget(rollout_id)
         self._deliver(RolloutAborted(rollout_id, engine, spans))
 
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
@@ -204,7 +246,7 @@ class World:
                 self._publish(command)
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:
-                    del self._sequences[rollout_id]
+                    self._forget(rollout_id)
             case AbortRollout():
                 self._aborting.add(command.rollout_id)
                 self._engines[command.engine].abort(command.rollout_id)
@@ -222,6 +264,14 @@ class World:
         rollout_id = command.rollout_id
         engine = self._engines[command.engine]
         group_id, member = divmod(rollout_id, self._group_size)
+        if self._policy is not None:
+            self._policy.answers.ask(rollout_id, command.prompt_id)
+            sequence = self._sequences.get(rollout_id)
+            if sequence is None:
+                sequence = Sequence(rollout_id, self._policy_prompt_tokens, self._config.workload.length.max)
+                self._sequences[rollout_id] = sequence
+            engine.submit(sequence, self._now + self._delays.group(group_id)[member])
+            return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
         sequence = self._sequences.get(rollout_id)
@@ -246,6 +296,13 @@ class World:
         return grown_length(tokens, factor=factor, max_tokens=length.max)
 
     def _start_training(self, command: StartTraining) -> None:
+        if self._policy is not None:
+            try:
+                self._policy.train(command)
+            except RunFailedError as error:
+                self._failure = error
+                self._end()
+                return
         switch_ticks = self._to_training_ticks if self._generating else 0
         if self._generating and self._config.scheduler.partial_rollouts:
             for engine in self._engines:
@@ -263,11 +320,18 @@ class World:
 
     def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
+        if self._policy is not None:
+            self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self._deliver(published))
         arrival = self._now + self._transfer_ticks
         for engine in self._engines:
             engine.update(command.version, command.weight_update, arrival)
+
+    def _forget(self, rollout_id: int) -> None:
+        del self._sequences[rollout_id]
+        if self._policy is not None:
+            self._policy.forget(rollout_id)
 
     def _after(self, ticks: int, call: Callable[[Wake], None]) -> None:
         Wake(self._clock, ticks, WORLD_PRIORITY, 0, call)

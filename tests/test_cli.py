@@ -167,8 +167,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "an unknown table": (
         ("schedule.max_lag=3",),
-        "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, hardware, "
-        "optimizer_steps, plan, scheduler, seed, train, workload",
+        "tiny.toml: schedule is an unknown key; did you mean scheduler? allowed: cluster, compare, drift, hardware, "
+        "optimizer_steps, plan, policy, scheduler, seed, train, workload",
     ),
     "a wrong type": (
         ("scheduler.train_batch_size=many",),

@@ -106,6 +106,33 @@ def test_every_arm_meets_every_scenario_in_order_with_the_seed_of_the_base() -> 
     assert {cell.config.compare for cell in cells} == {None}
 
 
+def test_with_seeds_every_arm_runs_once_with_each() -> None:
+    cells = plan_cells(run(arms=[PIPELINE, CONVENTIONAL], baseline="pipeline", seeds=[5, 1]))
+    assert [(cell.arm, cell.seed, cell.config.seed, cell.folder) for cell in cells] == [
+        ("pipeline", 5, 5, "as_given/pipeline/seed_5"),
+        ("pipeline", 1, 1, "as_given/pipeline/seed_1"),
+        ("conventional", 5, 5, "as_given/conventional/seed_5"),
+        ("conventional", 1, 1, "as_given/conventional/seed_1"),
+    ]
+    assert cells[1].name == "scenario 'as given', arm 'pipeline', seed 1"
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_an_arm_of_several_seeds_is_shown_by_the_first_and_names_them_all(tmp_path: Path) -> None:
+    config = run(arms=[PIPELINE, CONVENTIONAL], baseline="conventional", seeds=[5, 1])
+    result = compare(config, out=tmp_path)
+    first, second = result["scenarios"][0]["arms"]
+    assert (first["name"], first["folder"]) == ("pipeline", "as_given/pipeline/seed_5")
+    assert [(one["seed"], one["folder"]) for one in first["repeats"]] == [
+        (5, "as_given/pipeline/seed_5"),
+        (1, "as_given/pipeline/seed_1"),
+    ]
+    assert first["speedup"] == first["repeats"][0]["speedup"] != first["repeats"][1]["speedup"]
+    assert [one["speedup"] for one in second["repeats"]] == [1.0, 1.0]  # each seed beside its own baseline
+    assert first["summary"]["seed"] == 5
+    assert json.loads((tmp_path / "comparison.json").read_text()) == result
+
+
 def test_without_overrides_a_cell_is_the_run_itself() -> None:
     (cell,) = plan_cells(run(arms=[PIPELINE], baseline="pipeline"))
     assert cell == Cell("as given", "pipeline", run(), "as_given/pipeline")
@@ -132,6 +159,7 @@ def test_by_default_the_run_is_compared_with_conventional_rl() -> None:
         ],
         "scenarios": [{"name": "as given", "set": []}],
         "baseline": "conventional G=32",
+        "seeds": [],
     }
     assert [cell.folder for cell in plan_cells(run())] == [
         "as_given/pipeline_as_given",

@@ -103,10 +103,31 @@ EVERY_KEY: dict[str, Any] = {
         "switch": {"to_training_s": 1.0, "to_generation_s": 2.0},
         "latency": {"dispatch_s": 0.01, "dispatch_jitter_s": 0.02, "reward_s": 0.03, "preprocess_s": 0.04},
     },
+    "policy": {
+        "task": "reverse",
+        "size": 12,
+        "layers": 3,
+        "width": 24,
+        "heads": 2,
+        "temperature": 0.9,
+        "learning_rate": 3e-4,
+        "gradient_clip": 0.5,
+        "loss": {
+            "kind": "cispo",
+            "truncation": 2.0,
+            "clip_low": 0.1,
+            "clip_high": 0.3,
+            "kl_coefficient": 0.0,
+            "value_coefficient": 0.0,
+        },
+        "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
+    },
+    "drift": {"exponent": 1.5, "rates": [0.01, 0.02]},
     "compare": {
         "arms": [{"name": "as it is", "set": []}, {"name": "lag 1", "set": ["scheduler.max_lag=1"]}],
         "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
         "baseline": "lag 1",
+        "seeds": [3, 5],
     },
     "plan": {
         "schedulers": ["pipeline", "one_step_off"],
@@ -229,7 +250,7 @@ def test_every_key_is_read_as_written() -> None:
 
 def test_every_key_of_the_configuration_is_in_this_test() -> None:
     tables = [EVERY_KEY, *EVERY_KEY.values(), EVERY_KEY["workload"]["length"], *EVERY_KEY["hardware"].values()]
-    tables += EVERY_KEY["train"].values()
+    tables += [*EVERY_KEY["train"].values(), EVERY_KEY["policy"]["warm_start"]]
     tables += [*DECODES, *EVERY_KEY["compare"]["arms"]]
     keys = [set(one) for one in tables if isinstance(one, dict)]
     models = list(models_of(RunConfig))
@@ -559,6 +580,11 @@ COUNTS = (
     "plan.simulate_steps",
     "hardware.decode.experts",
     "hardware.decode.experts_per_token",
+    "policy.size",
+    "policy.layers",
+    "policy.width",
+    "policy.heads",
+    "policy.warm_start.batch_size",
     "train.task.max_prompt_tokens",
     "train.trainer.pack_tokens",
     "train.engine.cpu_kv_cache_gib",
@@ -575,6 +601,8 @@ MAY_BE_ZERO = {
     "train.trainer.zero_stage",
     "train.engine.restarts",
     "train.evaluation.problems",
+    "policy.warm_start.steps",
+    "policy.warm_start.seed",
 }
 
 
@@ -613,6 +641,10 @@ TABLES = [
     "hardware.latency",
     "compare",
     "plan",
+    "drift",
+    "policy",
+    "policy.loss",
+    "policy.warm_start",
     "train",
     *(f"train.{name}" for name, value in EVERY_KEY["train"].items() if isinstance(value, dict)),
 ]
@@ -650,7 +682,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, hardware, optimizer_steps, plan, scheduler, seed, train, workload",
+        "cluster, compare, drift, hardware, optimizer_steps, plan, policy, scheduler, seed, train, workload",
     ),
     (
         ("hardware.decode.step=3",),
@@ -804,6 +836,14 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (
         ("compare={baseline='a', arms=[{name='a'}], scenarios=[{name='s'}, {name='t'}, {name='s'}]}",),
         "compare.scenarios must have different names, got ['s', 't', 's']",
+    ),
+    (
+        ('compare={baseline="a", arms=[{name="a"}], seeds=[1, 2, 1]}',),
+        "compare.seeds must be different, got [1, 2, 1]",
+    ),
+    (
+        ('compare={baseline="a", arms=[{name="a"}], seeds=[-1]}',),
+        "compare.seeds.0 must be at least 0, got -1",
     ),
     (
         ("compare={baseline='c', arms=[{name='a'}, {name='b'}]}",),

@@ -17,7 +17,7 @@ from pipelinerl.trainconfig import LossConfig  # noqa: E402
 
 LN2 = math.log(2)
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
-KINDS = ("reinforce", "ppo", "cispo", "gspo", "topr")
+KINDS = ("reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr")
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 SEEDS = st.integers(0, 2**31)
 relaxed = settings(deadline=None, max_examples=50)  # the first call into torch may take long
@@ -138,6 +138,8 @@ def token_formula(kind, logprob_N, mu_N, advantage_N):
     match kind:
         case "reinforce":
             return min(5.0, w) * a * logprob_N
+        case "plain":
+            return a * logprob_N
         case "cispo":
             return min(max(w, 0.8), 1.2) * a * logprob_N
         case "ppo":
@@ -151,6 +153,8 @@ def sequence_formula(kind, logprob_T, mu_T, advantage):
         case "gspo":
             s = torch.exp((logprob_T - mu_T).mean())
             return min(s * advantage, torch.clamp(s, 0.8, 1.2) * advantage)
+        case "sequence":
+            return min(5.0, math.exp((logprob_T - mu_T).sum().item())) * advantage * logprob_T.sum()
         case "topr":
             weight = 1.0 if advantage >= 0 else min(1.0, math.exp((logprob_T - mu_T).sum().item()))
             return weight * advantage * logprob_T.sum()
@@ -189,7 +193,7 @@ def test_no_gradient_reaches_the_reference_or_the_reward() -> None:
     assert gradient(losses.value_loss(logprob_N, reward_N=other_N), other_N) == (None,)
 
 
-@pytest.mark.parametrize("kind", ["reinforce", "cispo", "topr"])
+@pytest.mark.parametrize("kind", ["reinforce", "plain", "sequence", "cispo", "topr"])
 def test_no_gradient_flows_through_the_weight(kind) -> None:
     """The loss is linear in log pi once the weight is a constant: loss = gradient times log pi."""
     logprob_N, tokens = of_sequences([3, 2, 1], seed=2)
@@ -380,13 +384,15 @@ def call(loss, **changes):
         "cispo": CLIP,
         "gspo": {**CLIP, "sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
         "topr": {"sequence_N": torch.tensor([0, 0]), "num_sequences": 1},
+        "plain": {},
+        "sequence_weighted": {"sequence_N": torch.tensor([0, 0]), "num_sequences": 1, "truncation": 5.0},
     }[loss]
     return getattr(losses, loss)(
         **{"logprob_N": two, "behaviour_logprob_N": two, "advantage_N": two, **right, **changes}
     )
 
 
-@pytest.mark.parametrize("loss", ["reinforce", "ppo_clip", "cispo", "gspo", "topr"])
+@pytest.mark.parametrize("loss", ["reinforce", "plain", "sequence_weighted", "ppo_clip", "cispo", "gspo", "topr"])
 def test_shapes_that_differ_are_refused(loss) -> None:
     with pytest.raises(ValueError, match=r"^logprob_N must be one-dimensional, got shape \(1, 2\)$"):
         call(loss, logprob_N=tensor([[0.0, 0.0]]))
@@ -395,7 +401,7 @@ def test_shapes_that_differ_are_refused(loss) -> None:
             call(loss, **{name: tensor([0.0])})
 
 
-@pytest.mark.parametrize("loss", ["gspo", "topr"])
+@pytest.mark.parametrize("loss", ["gspo", "topr", "sequence_weighted"])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -423,6 +429,8 @@ def test_wrong_clipping_is_refused(loss) -> None:
 def test_a_wrong_truncation_is_refused(truncation) -> None:
     with pytest.raises(ValueError, match=f"^truncation must be above 0, got {truncation}$"):
         call("reinforce", truncation=truncation)
+    with pytest.raises(ValueError, match=f"^truncation must be above 0, got {truncation}$"):
+        call("sequence_weighted", truncation=truncation)
 
 
 def test_wrong_shapes_of_reference_value_and_reward_are_refused() -> None:

@@ -1,0 +1,161 @@
+"""Effective sample size without a policy: how fast importance weights spread with lag, fitted to a run that learned.
+
+The model. Let w = pi/mu be the weight of a token of lag g, and mu what it was sampled from. Then E[w] = 1, and the
+ESS of many such tokens is 1 / E[w^2]. If log w is normal with variance s, its mean is -s/2 (since E[w] = 1) and
+E[w^2] = exp(s): the ESS is exp(-s). Weights of real policies have longer tails than that, so s is not the measured
+variance of log w but what the measured ESS says, s = -log ESS ("effective variance"), and it is taken to grow as a
+power of lag:
+
+    s(g) = rate * g^exponent          1: a random walk of the weights; 2: a steady direction
+
+Tokens of several lags, shares p_g of a batch, have E[w^2] = sum_g p_g exp(s(g)), hence
+
+    ESS = 1 / sum_g p_g exp(rate * g^exponent)
+
+The rate changes while a policy learns, fast at first. The model keeps quantiles of it over the steps of the run;
+they give a band. It holds for the learning rate, batch size, loss and policy that it was fitted to, and for nothing
+else: what it says is labelled as modelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, model_validator
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.strictmodel import StrictModel
+
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Quantiles of the rate that a model keeps (share of the optimizer steps)."""
+EXPONENTS = tuple(np.round(np.arange(0.3, 2.51, 0.05), 2).tolist())
+"""Exponents that are tried (no unit)."""
+LEAST_ESS = 1e-3
+"""ESS below which a lag of a step says nothing: a few tokens outweigh all others."""
+BLOCK_STEPS = 64
+"""Steps over which the rate counts as the same while the exponent is fitted (count)."""
+LAG_PREFIX = "ess/lag_"
+"""Metrics of a step that hold the ESS of the tokens of a lag."""
+
+
+class DriftModel(StrictModel):
+    """How the effective variance of log w grows with lag: a fit to a run that learned."""
+
+    exponent: float = Field(ge=0)
+    """Power of lag: 1 for a random walk of the weights, 2 for a steady direction (no unit)."""
+    rates: list[Annotated[float, Field(ge=0)]] = Field(min_length=1)
+    """Effective variance at lag 1: quantiles over the optimizer steps of the run, rising (nats squared)."""
+
+    @model_validator(mode="after")
+    def _rates_rise(self) -> Self:
+        if self.rates != sorted(self.rates):
+            raise ValueError(f"rates must rise, got {self.rates}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class EssBand:
+    """A modelled effective sample size (share of the tokens)."""
+
+    mean: float
+    """Mean over optimizer steps."""
+    low: float
+    """Of a step whose rate is at the highest quantile."""
+    high: float
+    """Of a step whose rate is at the lowest quantile."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedRun:
+    """What a run that learned tells of its importance weights."""
+
+    steps: Sequence[Mapping[str, float]]
+    """Metrics per optimizer step (the lines of ``metrics.jsonl``), with ``ess/lag_1`` and so on."""
+    tokens_by_lag: Sequence[float]
+    """Trained tokens of lag 0, 1, 2, ... over the whole run: how much the ESS of each lag is worth."""
+
+
+def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
+    """Fit a model to runs that learned, real or simulated with a policy.
+
+    Each step gives an effective variance for each lag that its tokens had. For every exponent the rate of a block of
+    ``BLOCK_STEPS`` steps is the mean of variance / lag^exponent, and the exponent is taken that leaves the least
+    squared error of the ESS; lags weigh by their tokens. (Blocks, because a step of conventional RL has one lag only,
+    and tells nothing of the exponent.) The rates that are kept are those of single steps, at that exponent.
+
+    Args:
+        runs: At least one.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: If no step has an ESS of a lag above 0.
+    """
+    blocks = [block for run in runs for block in _blocks(run)]
+    if not blocks:
+        raise ConfigError("a drift model needs metrics with the ESS of a lag above 0 (ess/lag_1, ...), got none")
+
+    def rate(points: NDArray[np.float64], exponent: float) -> float:
+        lag_N, ess_N, weight_N = points[1:]
+        return float(np.average(-np.log(ess_N) / lag_N**exponent, weights=weight_N))
+
+    def squared_error(exponent: float) -> float:
+        total = 0.0
+        for block in blocks:
+            lag_N, ess_N, weight_N = block[1:]
+            modelled_N = np.exp(-rate(block, exponent) * lag_N**exponent)
+            total += float((weight_N * (modelled_N - ess_N) ** 2).sum())
+        return total
+
+    exponent = min(EXPONENTS, key=squared_error)
+    rates = [rate(block[:, block[0] == step], exponent) for block in blocks for step in np.unique(block[0]).tolist()]
+    return DriftModel(exponent=exponent, rates=np.quantile(rates, QUANTILES).tolist())
+
+
+def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
+    """Return the ESS of batches whose tokens have these lags.
+
+    Args:
+        model: A fitted model.
+        tokens_by_lag: Tokens of lag 0, 1, 2, ... (any unit).
+
+    Returns:
+        Mean and band; each in (0, 1].
+
+    Raises:
+        ValueError: If there are no tokens, or a count is negative.
+    """
+    tokens_G = np.asarray(tokens_by_lag, dtype=float)
+    if tokens_G.ndim != 1 or not tokens_G.sum() > 0 or (tokens_G < 0).any():
+        raise ValueError(f"tokens_by_lag must hold tokens, none of them below 0, got shape {tokens_G.shape}")
+    share_G = tokens_G / tokens_G.sum()
+    growth_G = np.arange(len(tokens_G), dtype=float) ** model.exponent
+    with np.errstate(over="ignore"):
+        ess = [float(1.0 / (share_G * np.exp(rate * growth_G)).sum()) for rate in model.rates]
+    return EssBand(mean=math.fsum(ess) / len(ess), low=ess[-1], high=ess[0])
+
+
+def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
+    """Return step, lag, ESS and weight of what the steps of each block say, shape [4, N] per block."""
+    weight_G = np.asarray(run.tokens_by_lag, dtype=float)
+    blocks = []
+    for start in range(0, len(run.steps), BLOCK_STEPS):
+        points = [
+            (float(start + place), float(lag), min(1.0, ess), weight_G[lag])
+            for place, step in enumerate(run.steps[start : start + BLOCK_STEPS])
+            for lag, ess in _ess_by_lag(step)
+            if 0 < lag < len(weight_G) and weight_G[lag] > 0 and ess > LEAST_ESS
+        ]
+        if points:
+            blocks.append(np.array(points).T)
+    return blocks
+
+
+def _ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
+    return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]

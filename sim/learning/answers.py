@@ -1,0 +1,186 @@
+"""The answers of a run: which weights sample which token, generated ahead of simulated time.
+
+Theory of operation. An engine must know when the next rollout in its batch finishes, so an answer is generated to its
+end as soon as it joins a batch, by the weights that the engine then has (``begin``). When other weights arrive, what
+lies beyond the tokens that the engine has made by then is thrown away and generated again (``go_on``): what an engine
+does that samples token by token. With ``keep`` the keys and values of the earlier tokens stay those of the weights
+that computed them. Wherever an engine fills a cache anew (``recompute``; a rollout that was aborted or preempted joins
+again), its weights compute them again.
+
+Rollouts start in the order of their numbers, so a whole batch of those to come is generated with the first that is
+missing, once per version. Answers are functions of their rollout, prompt and weights (``sampling``), so none of this
+can be seen in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl.events import VersionSpans
+from sim.learning.policy import Weights
+from sim.learning.sampling import ROWS, Draft, Sampler
+from sim.learning.tasks import TokenTask, problem
+from sim.sequence import Sequence
+
+JOINED_BEFORE = -1
+"""In place of the tokens that a rollout had when it joined: if it joins again, its cache is computed again."""
+PROMPTS_KEPT = 10_000
+"""Prompts that are remembered (count)."""
+
+
+class Answers:
+    """Keeps the answers that are asked for and not yet trained on or given up.
+
+    Args:
+        sampler: Completes answers.
+        task: Draws prompts.
+        seed: Seed of the run.
+        group_size: Rollouts per prompt (count).
+        max_tokens: Longest answer (tokens).
+        look_ahead: Rollouts that usually start between two weight updates (count).
+        weights: Weights of version 0.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        task: TokenTask,
+        seed: int,
+        group_size: int,
+        max_tokens: int,
+        look_ahead: int,
+        weights: Weights,
+    ) -> None:
+        self._sampler = sampler
+        self._task = task
+        self._seed = seed
+        self._group_size = group_size
+        self._max_tokens = max_tokens
+        self._look_ahead = -(-look_ahead // ROWS) * ROWS  # a sampler's rows cost the same, used or not
+        self._weights = {0: weights}
+        self._prompts: dict[int, tuple[int, ...]] = {}  # by number; any may be missing
+        self._prompt_ids: dict[int, int] = {}  # of rollouts that are asked for
+        self._drafts: dict[int, Draft] = {}  # of rollouts that have joined a batch
+        self._made_by: dict[int, tuple[int, int]] = {}  # version that made the last tokens of each, and its tokens then
+        self._ahead: dict[int, dict[int, Draft]] = {0: {}}  # by version, of those that may join next
+
+    # ------------------------------------------------------------------------------------ from the world
+
+    def ask(self, rollout_id: int, prompt_id: int) -> None:
+        """Note a rollout that is on its way to an engine."""
+        self._prompt_ids[rollout_id] = prompt_id
+
+    def publish(self, version: int, weights: Weights, *, oldest: int) -> None:
+        """Keep the weights of a version, and forget those before ``oldest``, which no engine has any more."""
+        self._weights[version], self._ahead[version] = weights, {}
+        for old in [one for one in self._weights if one < oldest]:
+            del self._weights[old], self._ahead[old]
+
+    def weights(self, version: int) -> Weights:
+        """Return the weights of a version that was published and has not been forgotten."""
+        return self._weights[version]
+
+    def answer(self, rollout_id: int) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float32]]:
+        """Return prompt, words and log-probabilities (nats) of a finished rollout, and free its cache."""
+        draft = self._drafts[rollout_id]
+        draft.cache = None
+        return draft.prompt, draft.word_L[: draft.length], draft.logprob_L[: draft.length]
+
+    def forget(self, rollout_id: int) -> None:
+        """Forget a rollout that nobody wants any more."""
+        self._prompt_ids.pop(rollout_id, None)
+        self._drafts.pop(rollout_id, None)
+        self._made_by.pop(rollout_id, None)
+
+    # ----------------------------------------------------------------------------------- from the engines
+
+    def begin(self, sequence: Sequence, version: int) -> None:
+        """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
+        rollout_id, num_tokens = sequence.rollout_id, sequence.spans.num_tokens
+        if self._made_by.get(rollout_id) != (version, num_tokens):
+            if num_tokens:
+                draft = self._cut(rollout_id, num_tokens)
+                draft.cache = None
+                self._sampler.complete(self._weights[version], [draft])
+            else:
+                draft = self._fresh(rollout_id, version)
+            self._drafts[rollout_id], self._made_by[rollout_id] = draft, (version, num_tokens)
+        sequence.finish_at(self._drafts[rollout_id].length)
+
+    def go_on(self, sequences: Several[Sequence], num_tokens: Several[int], version: int, *, recompute: bool) -> None:
+        """Set the lengths of the rollouts of a batch that has other weights from now on.
+
+        Args:
+            sequences: The rollouts.
+            num_tokens: Tokens each has, at least 1.
+            version: Version of the weights.
+            recompute: Whether these weights compute the keys and values of these tokens again.
+        """
+        drafts = [self._cut(one.rollout_id, num) for one, num in zip(sequences, num_tokens, strict=True)]
+        for draft in drafts:
+            assert recompute or draft.cache is not None  # the sampler keeps caches wherever engines do
+            draft.cache = None if recompute else draft.cache
+        self._sampler.complete(self._weights[version], drafts)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            sequence.finish_at(draft.length)
+            self._made_by[draft.rollout_id] = (version, JOINED_BEFORE)
+
+    # -------------------------------------------------------------------------------------- from a trace
+
+    def restore(self, spans: Mapping[int, VersionSpans], *, recompute: bool) -> None:
+        """Generate rollouts again as engines have reported them.
+
+        Args:
+            spans: Which version sampled which tokens of each.
+            recompute: Whether every change of version computed the keys and values anew.
+        """
+        for rollout_id in spans:
+            prompt = self._prompt(self._prompt_ids[rollout_id])
+            self._drafts[rollout_id] = Draft(rollout_id, prompt, self._max_tokens)
+        for place in range(max(len(one.ends) for one in spans.values())):
+            by_version: dict[int, list[Draft]] = {}
+            for rollout_id, one in spans.items():
+                if place < len(one.ends):
+                    draft = self._cut(rollout_id, one.ends[place - 1] if place else 0)
+                    draft.cache = None if recompute else draft.cache
+                    by_version.setdefault(one.versions[place], []).append(draft)
+            for version, drafts in by_version.items():
+                self._sampler.complete(self._weights[version], drafts)
+
+    # ---------------------------------------------------------------------------------------- generation
+
+    def _cut(self, rollout_id: int, num_tokens: int) -> Draft:
+        draft = self._drafts[rollout_id]
+        draft.num_kept = num_tokens
+        return draft
+
+    def _fresh(self, rollout_id: int, version: int) -> Draft:
+        """Return the answer of a rollout that starts; generate those that will probably start next with it."""
+        ahead, prompt_id = self._ahead[version], self._prompt_ids[rollout_id]
+        prompt = self._prompt(prompt_id)
+        found = ahead.pop(rollout_id, None)
+        if found is not None and found.prompt == prompt:
+            return found
+        draft = Draft(rollout_id, prompt, self._max_tokens)
+        drafts = [draft]
+        group = rollout_id // self._group_size
+        for number in range(rollout_id + 1, rollout_id + self._look_ahead):
+            if number not in ahead and number not in self._drafts:
+                probable = self._prompt_ids.get(number, prompt_id + number // self._group_size - group)
+                ahead[number] = Draft(number, self._prompt(probable), self._max_tokens)
+                drafts.append(ahead[number])
+        self._sampler.complete(self._weights[version], drafts)
+        return draft
+
+    def _prompt(self, prompt_id: int) -> tuple[int, ...]:
+        prompt = self._prompts.get(prompt_id)
+        if prompt is None:
+            if len(self._prompts) > PROMPTS_KEPT:
+                self._prompts.clear()
+            prompt = self._prompts[prompt_id] = problem(self._task, seed=self._seed, prompt_id=prompt_id)
+        return prompt

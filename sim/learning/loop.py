@@ -1,0 +1,272 @@
+"""The trainer of a policy in the loop: what the world asks for when it carries out the scheduler's commands.
+
+Simulated time decides what is trained on and which weights sample what; the gradient of a micro-batch is computed
+when its training starts, at the weights of that version, and the optimizer step is made with the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelinerl.accounting import StepRow
+from pipelinerl.advantages import leave_one_out
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import RunFailedError
+from pipelinerl.ess import RatioStats
+from pipelinerl.events import StartTraining, VersionSpans, WeightUpdate
+from pipelinerl.losses import policy_loss
+from sim.learning.answers import Answers
+from sim.learning.policy import Weights, forward
+from sim.learning.sampling import Sampler
+from sim.learning.tasks import checked_task
+from sim.learning.warmstart import base_model, policy_shape
+
+# Legend of shapes: B rollouts of a micro-batch; T positions; N flat tokens of answers.
+
+BETAS = (0.9, 0.95)
+"""Adam's decays (no unit)."""
+
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+"""Mean rewards whose time is told (no unit)."""
+REACHED_STEPS = 8
+"""Steps that the mean reward is taken over, to tell when it was reached (count)."""
+
+
+class Learner:
+    """A policy, its optimizer, and the answers it gives. One per run.
+
+    Args:
+        config: A run with the table ``policy``.
+
+    Raises:
+        ConfigError: If task and policy do not fit the run.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        policy = config.policy
+        assert policy is not None
+        self._policy = policy
+        self._task = checked_task(config)
+        self._group_size = config.workload.group_size
+        self._batch_size = config.scheduler.train_batch_size
+        self.prompt_tokens = self._task.prompt_tokens
+        max_tokens = config.workload.length.max
+        positions = self.prompt_tokens + max_tokens
+        self._shape = policy_shape(policy, positions=positions)
+        self._weights: Weights = base_model(policy, positions=positions)
+        for one in self._weights.values():
+            one.requires_grad_()
+        self._optimizer = torch.optim.Adam(self._weights.values(), lr=policy.learning_rate, betas=BETAS)
+        keeps = not config.colocated and config.scheduler.weight_update is WeightUpdate.KEEP
+        steps = config.scheduler.optimizer_steps_per_rl_step if config.colocated else 1
+        self.answers = Answers(
+            Sampler(
+                self._shape,
+                prompt_tokens=self.prompt_tokens,
+                temperature=policy.temperature,
+                seed=config.seed,
+                keep_caches=keeps,
+            ),
+            task=self._task,
+            seed=config.seed,
+            group_size=self._group_size,
+            max_tokens=max_tokens,
+            look_ahead=steps * self._batch_size,
+            weights=self._snapshot(),
+        )
+        self._spans: dict[int, VersionSpans] = {}
+        self._rewards: dict[int, float] = {}
+        self._ratios = RatioStats(truncation=policy.loss.truncation)
+        self._steps: list[dict[str, float]] = []
+        self._times_s: list[float] = []  # when each optimizer step was done
+
+    # ------------------------------------------------------------------------------------ from the world
+
+    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
+        """Return the reward of a rollout whose last token is there."""
+        prompt, word_L, _ = self.answers.answer(rollout_id)
+        assert len(word_L) == spans.num_tokens  # engine and policy agree
+        self._spans[rollout_id] = spans
+        self._rewards[rollout_id] = float(self._task.is_right(prompt, word_L.tolist()))
+        return self._rewards[rollout_id]
+
+    def forget(self, rollout_id: int) -> None:
+        """Forget a rollout that will not be trained on."""
+        self.answers.forget(rollout_id)
+        self._spans.pop(rollout_id, None)
+        self._rewards.pop(rollout_id, None)
+
+    def publish(self, version: int, *, oldest: int) -> None:
+        """Keep the trainer's weights for the engines, as a version; no engine has one before ``oldest``."""
+        self.answers.publish(version, self._snapshot(), oldest=oldest)
+
+    def train(self, command: StartTraining) -> None:
+        """Accumulate the gradient of a micro-batch; make the optimizer step if it completes the batch.
+
+        Raises:
+            RunFailedError: If loss or gradient is not finite.
+        """
+        rollout_ids = sorted(command.rollout_ids)  # sums do not depend on the order in which rollouts finished
+        loss = self._loss(rollout_ids, command.version)
+        if not math.isfinite(value := float(loss.detach())):
+            raise self._diverged("the loss", value, command.version)
+        loss.backward()
+        for rollout_id in rollout_ids:
+            self.forget(rollout_id)
+        if command.completes_step:
+            norm = float(torch.nn.utils.clip_grad_norm_(self._weights.values(), self._policy.gradient_clip))
+            if not math.isfinite(norm):
+                raise self._diverged("the norm of the gradient", norm, command.version)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    # ------------------------------------------------------------------------------------------- results
+
+    def take_metrics(self, row: StepRow) -> dict[str, float]:
+        """Return what is to be logged of an optimizer step that is done, and begin the next."""
+        metrics = {
+            "reward/mean": row.reward_mean,
+            "length/mean": row.length_mean,
+            "lag/mean": row.lag_mean,
+            "lag/max": float(row.lag_max),
+            **self._ratios.metrics(),
+        }
+        self._ratios = RatioStats(truncation=self._policy.loss.truncation)
+        self._steps.append(metrics)
+        self._times_s.append(row.time_s)
+        return metrics
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a learning run adds to summary.json."""
+        if not self._steps:
+            return {}
+        columns = {
+            name: [step[name] for step in self._steps]
+            for name in ("reward/mean", "ess/token_raw", "ess/token_truncated", "ess/sequence_raw", "mismatch/kl")
+        }
+        by_lag: dict[int, list[float]] = {}
+        for step in self._steps:
+            for name, value in step.items():
+                if name.startswith("ess/lag_"):
+                    by_lag.setdefault(int(name.removeprefix("ess/lag_")), []).append(value)
+        tail = columns["reward/mean"][-max(1, len(self._steps) // 10) :]
+        floor = [step["mismatch/kl_at_lag_0"] for step in self._steps if "mismatch/kl_at_lag_0" in step]
+        mismatch = {"kl": _mean(columns["mismatch/kl"])}
+        if floor:
+            mismatch["kl_at_lag_0"] = _mean(floor)
+        return {
+            "ess": {
+                "mean": _mean(columns["ess/token_raw"]),
+                "min": min(columns["ess/token_raw"]),
+                "truncated_mean": _mean(columns["ess/token_truncated"]),
+                "sequence_mean": _mean(columns["ess/sequence_raw"]),
+                "by_lag": {str(lag): _mean(by_lag[lag]) for lag in sorted(by_lag)},
+            },
+            "mismatch": mismatch,
+            "reward": {
+                "first": columns["reward/mean"][0],
+                "last": _mean(tail),
+                "max": max(columns["reward/mean"]),
+                "reached": self._reached(columns["reward/mean"]),
+            },
+            "weights_sha256": self.fingerprint(),
+        }
+
+    def _reached(self, rewards: Sequence[float]) -> dict[str, dict[str, float]]:
+        """Return when the mean reward of the last few steps first was at each level."""
+        reached: dict[str, dict[str, float]] = {}
+        for step in range(REACHED_STEPS, len(rewards) + 1):
+            mean = _mean(rewards[step - REACHED_STEPS : step])
+            for level in LEVELS:
+                if mean >= level and f"{level:g}" not in reached:
+                    samples = float(step * self._batch_size)
+                    reached[f"{level:g}"] = {"time_s": self._times_s[step - 1], "samples": samples}
+        return reached
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of the trained weights."""
+        digest = hashlib.sha256()
+        for name in sorted(self._weights):
+            digest.update(self._weights[name].detach().numpy().tobytes())
+        return digest.hexdigest()
+
+    # --------------------------------------------------------------------------------------------- parts
+
+    def _loss(self, rollout_ids: Sequence[int], version: int) -> torch.Tensor:
+        """Return the loss of a micro-batch, and take note of its importance weights."""
+        answers = [self.answers.answer(rollout_id) for rollout_id in rollout_ids]
+        lengths = [len(words) for _, words, _ in answers]
+        first = self.prompt_tokens
+        word_BT = torch.zeros(len(answers), first + max(lengths), dtype=torch.int64)
+        for place, (prompt, words, _) in enumerate(answers):
+            word_BT[place, :first] = torch.tensor(prompt)
+            word_BT[place, first : first + len(words)] = torch.from_numpy(words)
+        logit_BTV, _ = forward(self._weights, self._shape, word_BT[:, :-1])
+        logprob_BTV = (logit_BTV[:, first - 1 :] / self._policy.temperature).log_softmax(-1)
+        logprob_BT = logprob_BTV.gather(2, word_BT[:, first:, None])[..., 0]
+        length_B = torch.tensor(lengths)
+        is_token_BT = torch.arange(max(lengths)) < length_B[:, None]
+        logprob_N = logprob_BT[is_token_BT]
+        behaviour_logprob_N = torch.from_numpy(np.concatenate([logprobs for _, _, logprobs in answers]))
+        sequence_N = torch.repeat_interleave(torch.arange(len(answers)), length_B)
+        log_ratio_N = logprob_N.detach() - behaviour_logprob_N
+        if not bool(torch.isfinite(log_ratio_N).all()):
+            raise self._diverged("an importance weight", float("nan"), version)
+        self._note_ratios(rollout_ids, log_ratio_N, lengths, version)
+        loss_N = policy_loss(
+            self._policy.loss,
+            logprob_N=logprob_N,
+            behaviour_logprob_N=behaviour_logprob_N,
+            advantage_N=self._advantages(rollout_ids)[sequence_N],
+            sequence_N=sequence_N,
+            num_sequences=len(answers),
+        )
+        return loss_N.sum() / self._batch_size
+
+    def _advantages(self, rollout_ids: Sequence[int]) -> torch.Tensor:
+        """Return the advantage of each rollout: groups are trained whole, so siblings stand side by side."""
+        rewards = [self._rewards[rollout_id] for rollout_id in rollout_ids]
+        size = self._group_size
+        groups = [leave_one_out(rewards[start : start + size]) for start in range(0, len(rewards), size)]
+        return torch.from_numpy(np.concatenate(groups).astype(np.float32))
+
+    def _note_ratios(
+        self, rollout_ids: Sequence[int], log_ratio_N: torch.Tensor, lengths: Sequence[int], version: int
+    ) -> None:
+        for rollout_id, log_ratio_T in zip(
+            rollout_ids, np.split(log_ratio_N.numpy(), np.cumsum(lengths)[:-1]), strict=True
+        ):
+            spans = self._spans[rollout_id]
+            counts = np.diff(spans.ends, prepend=0)
+            self._ratios.add(log_ratio_T, version - np.repeat(spans.versions, counts))
+
+    def _snapshot(self) -> Weights:
+        return {name: one.detach().clone() for name, one in self._weights.items()}
+
+    def _diverged(self, what: str, value: float, version: int) -> RunFailedError:
+        return RunFailedError(
+            f"diverged: {what} is {value} in optimizer step {version + 1}; the policy cannot learn at this lag, "
+            "or policy.learning_rate is too large"
+        )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: the matrices are small, and more threads may change the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,60 @@
+"""Learn again from a trace alone: neither engines nor a scheduler, only what they reported and decided."""
+
+from __future__ import annotations
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.events import (
+    DiscardRollouts,
+    PublishWeights,
+    RolloutFinished,
+    StartRollout,
+    StartTraining,
+    VersionSpans,
+    WeightUpdate,
+)
+from pipelinerl.trace import Trace
+from sim.learning.loop import Learner, one_thread
+
+
+def relearn(trace: Trace) -> Learner:
+    """Learn what a recorded run has learned, and keep the weights of every version.
+
+    Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
+    are those of the run to the last bit (``weights_sha256`` of its summary), unless rollouts were preempted: traces do
+    not say that, and a cache that is filled again by the same weights differs in its last bits.
+
+    Args:
+        trace: The trace of a run with the table ``policy``.
+
+    Returns:
+        The learner as it was at the end of the run.
+
+    Raises:
+        ConfigError: If the run had no policy.
+        TraceError: If the trace is broken.
+    """
+    if trace.config.policy is None:
+        raise ConfigError("the trace is of a run without [policy]: there is nothing to learn again")
+    recompute = trace.config.scheduler.weight_update is not WeightUpdate.KEEP
+    finished: dict[int, VersionSpans] = {}
+    with one_thread():
+        learner = Learner(trace.config)
+        for record in trace.records():
+            match record.event or record.command:
+                case StartRollout() as command:
+                    learner.answers.ask(command.rollout_id, command.prompt_id)
+                case RolloutFinished() as event:
+                    finished[event.rollout_id] = event.spans
+                case DiscardRollouts() as command:
+                    for rollout_id in command.rollout_ids:
+                        finished.pop(rollout_id, None)
+                        learner.forget(rollout_id)
+                case StartTraining() as command:
+                    spans = {rollout_id: finished.pop(rollout_id) for rollout_id in command.rollout_ids}
+                    learner.answers.restore(spans, recompute=recompute)
+                    for rollout_id in command.rollout_ids:
+                        learner.finished(rollout_id, spans[rollout_id])
+                    learner.train(command)
+                case PublishWeights() as command:
+                    learner.publish(command.version, oldest=0)
+    return learner

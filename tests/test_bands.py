@@ -1,0 +1,93 @@
+"""Means and bands of several seeds, and the figures drawn with them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import numpy as np
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from analysis.bands import mean_and_band
+from analysis.runs import read_comparison
+from pipelinerl import cli
+
+ARMS = [
+    {"name": "pipeline"},
+    {"name": "G=2", "set": ["scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2"]},
+]
+LEARNING = {
+    "optimizer_steps": 3,
+    "cluster": {"accelerators": 2, "generation_accelerators": 1},
+    "scheduler": {"train_batch_size": 4, "generation_batch_size": 4},
+    "workload": {"group_size": 2, "length": {"kind": "fixed", "max": 8}},
+    "policy": {
+        "task": "reverse",
+        "size": 3,
+        "layers": 1,
+        "width": 8,
+        "heads": 1,
+        "learning_rate": 1e-3,
+        "warm_start": {"steps": 2},
+    },
+    "hardware": {"decode": {"kind": "affine", "step_s": 0.1}, "training": {"token_s": 1e-3}},
+    "compare": {"arms": ARMS, "baseline": "G=2", "seeds": [0, 1]},
+}
+
+
+def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))
+    result = CliRunner().invoke(cli.app, ["compare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "ESS" in result.stdout
+    assert "mean reward of the last tenth" in " ".join(result.stdout.split())
+    drawn = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
+    assert {"learning.png", "lag_and_ess.pdf", "reward.png", "ess.png"} <= drawn
+    learned = tmp_path / "out" / "as_given" / "pipeline" / "seed_0"
+    fitted = CliRunner().invoke(cli.app, ["drift", str(learned), "--check", str(learned)])
+    assert fitted.exit_code == 0, fitted.output
+    assert fitted.stdout.startswith("[drift]\nexponent = ")
+    assert "# seed_0: ESS " in fitted.stdout
+    assert tomllib.loads(fitted.stdout)["drift"]["rates"][0] >= 0
+    (arms,) = read_comparison(tmp_path / "out").scenarios.values()
+    assert arms[1].folders == ("as_given/G=2/seed_0", "as_given/G=2/seed_1")
+
+
+def test_the_band_is_students_95_percent_interval_of_the_mean():
+    """1, 2, 3: mean 2, standard deviation 1; t(2) = 4.30, so 2 +- 4.30 / sqrt(3)."""
+    mean, half = mean_and_band(np.array([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]]))
+    assert mean.tolist() == [2.0, 5.0]
+    assert half == pytest.approx([4.30 / 3**0.5, 0.0])
+
+
+def test_two_seeds_have_their_range():
+    mean, half = mean_and_band(np.array([[1.0, 2.0], [4.0, 2.0]]))
+    assert mean.tolist() == [2.5, 2.0]
+    assert half.tolist() == [1.5, 0.0]
+
+
+def test_one_seed_has_no_band():
+    mean, half = mean_and_band(np.array([[1.0, 2.0]]))
+    assert mean.tolist() == [1.0, 2.0]
+    assert np.isnan(half).all()
+
+
+def test_replay_of_a_run_that_learned_learns_again(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))
+    out = tmp_path / "out"
+    command = ["simulate", str(tmp_path / "run.toml"), "--out", str(out), "--trace", "full"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    assert "mean reward" in result.stdout
+    result = CliRunner().invoke(cli.app, ["replay", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "identical: learned weights" in result.stdout
+    summary = json.loads((out / "summary.json").read_text())
+    (out / "summary.json").write_text(json.dumps({**summary, "weights_sha256": "other"}))
+    result = CliRunner().invoke(cli.app, ["replay", str(out)])
+    assert result.exit_code == 1
+    assert "different: learned weights" in result.stdout
