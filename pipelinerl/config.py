@@ -454,6 +454,11 @@ class RunConfig(StrictModel):
                 "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got "
                 f"on_stale={scheduler.on_stale.value!r}"
             )
+        if self.plan is not None and self.plan.min_ess is not None and self.drift is None:
+            raise ValueError(
+                "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), "
+                f"got min_ess={self.plan.min_ess:g}"
+            )
         capacity = self.hardware.kv_cache_tokens
         longest = self.workload.prompt_tokens + self.workload.length.max
         if capacity is not None and longest > capacity:

@@ -141,6 +141,11 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
     return EssBand(mean=math.fsum(ess) / len(ess), low=ess[-1], high=ess[0])
 
 
+def ess_at_lag(model: DriftModel, lag: float) -> float:
+    """Return the modelled ESS of tokens of one lag, or about it, in optimizer steps: the mean over the rates."""
+    return math.fsum(math.exp(-rate * lag**model.exponent) for rate in model.rates) / len(model.rates)
+
+
 def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
     """Return step, lag, ESS and weight of what the steps of each block say, shape [4, N] per block."""
     weight_G = np.asarray(run.tokens_by_lag, dtype=float)

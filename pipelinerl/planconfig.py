@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pipelinerl.strictmodel import StrictModel
 
@@ -38,9 +38,7 @@ class PlanConfig(StrictModel):
     mean_lag_limit: float | None = Field(default=None, ge=0)
     """Largest mean lag allowed (optimizer steps)."""
     min_ess: float | None = Field(default=None, gt=0, lt=1)
-    """Least effective sample size allowed, modelled as exp(-``log_ratio_std_per_step``^2 * mean lag)."""
-    log_ratio_std_per_step: float | None = Field(default=None, gt=0)
-    """Standard deviation of a token's log probability ratio after one optimizer step, measured by the user."""
+    """Least effective sample size allowed, that of the mean lag under the drift model of ``[drift]``."""
     gpu_hours: float | None = Field(default=None, gt=0)
     """GPU-hours that ``optimizer_steps`` may take."""
     budget: float | None = Field(default=None, gt=0)
@@ -51,12 +49,3 @@ class PlanConfig(StrictModel):
     """Survivors of the screening that are simulated (count)."""
     simulate_steps: int = Field(default=200, ge=1)
     """Optimizer steps of each simulation (count)."""
-
-    @model_validator(mode="after")
-    def _a_limit_has_what_it_needs(self) -> Self:
-        if self.min_ess is not None and self.log_ratio_std_per_step is None:
-            raise ValueError(
-                "min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
-                f"one optimizer step, as nothing else here knows how far weights drift, got min_ess={self.min_ess:g}"
-            )
-        return self

@@ -11,6 +11,7 @@ import numpy as np
 from pipelinerl.analytic import lengths_from
 from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.config import RunConfig
+from pipelinerl.drift import DriftModel, ess_at_lag
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware import coefficients, kv_cache_tokens, training_memory
 from pipelinerl.planconfig import PlanConfig
@@ -40,30 +41,28 @@ class Limits:
     lag: int | None
     mean_lag: float | None
     min_ess: float | None
-    log_ratio_std: float | None
+    drift: DriftModel | None
     gpu_hours: float | None
     budget: float | None
     price: float | None
     """Of a GPU-hour (USD), where known."""
 
     def ess(self, lag_mean: float) -> float | None:
-        """Return the modelled effective sample size: log ratios of variance sigma^2 per step of lag, log-normal."""
-        return None if self.log_ratio_std is None else math.exp(-(self.log_ratio_std**2) * lag_mean)
+        """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
+        return None if self.drift is None else ess_at_lag(self.drift, lag_mean)
 
     def broken(self, lag_mean: float, gpu_hours: float, *, slack: float = 1.0) -> Reason | None:
         """Return the first limit that a mean lag and a number of GPU-hours break, if any."""
-        checks = (
-            (Reason.MEAN_LAG, lag_mean, self.mean_lag),
-            (Reason.ESS, lag_mean, self._mean_lag_for_ess()),
-            (Reason.GPU_HOURS, gpu_hours, self.gpu_hours),
-            (Reason.BUDGET, gpu_hours * (self.price or 0.0), self.budget),
-        )
-        return next((reason for reason, value, most in checks if most is not None and value > most * slack), None)
-
-    def _mean_lag_for_ess(self) -> float | None:
-        if self.min_ess is None or self.log_ratio_std is None:
-            return None
-        return -math.log(self.min_ess) / self.log_ratio_std**2
+        ess = self.ess(lag_mean / slack)
+        if self.mean_lag is not None and lag_mean > self.mean_lag * slack:
+            return Reason.MEAN_LAG
+        if self.min_ess is not None and ess is not None and ess < self.min_ess:
+            return Reason.ESS
+        if self.gpu_hours is not None and gpu_hours > self.gpu_hours * slack:
+            return Reason.GPU_HOURS
+        if self.budget is not None and gpu_hours * (self.price or 0.0) > self.budget * slack:
+            return Reason.BUDGET
+        return None
 
 
 class Memory:
@@ -144,7 +143,7 @@ def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
         lag=plan.lag_limit if plan.lag_limit is not None else config.scheduler.max_lag,
         mean_lag=plan.mean_lag_limit,
         min_ess=plan.min_ess,
-        log_ratio_std=plan.log_ratio_std_per_step,
+        drift=config.drift,
         gpu_hours=plan.gpu_hours,
         budget=plan.budget,
         price=price,

@@ -141,7 +141,6 @@ EVERY_KEY: dict[str, Any] = {
         "lag_limit": 8,
         "mean_lag_limit": 3.5,
         "min_ess": 0.5,
-        "log_ratio_std_per_step": 0.1,
         "gpu_hours": 100.0,
         "budget": 300.0,
         "price_per_gpu_hour": 2.5,
@@ -817,8 +816,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),
     (
         ("plan.min_ess=0.5",),
-        "plan.min_ess needs log_ratio_std_per_step, the standard deviation of a token's log probability ratio after "
-        "one optimizer step, as nothing else here knows how far weights drift, got min_ess=0.5",
+        "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), got "
+        "min_ess=0.5",
     ),
     (("compare={baseline='a'}",), "compare.arms is missing"),
     (("compare={baseline='a', arms=5}",), "compare.arms must be a list, got 5"),

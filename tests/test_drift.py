@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.drift import DriftModel, LearnedRun, fit_drift, modelled_ess
+from pipelinerl.drift import DriftModel, LearnedRun, ess_at_lag, fit_drift, modelled_ess
 from pipelinerl.errors import ConfigError
 from pipelinerl.ess import ess_of_log_weights
 from pipelinerl.runfile import load_run
@@ -110,3 +110,11 @@ def test_a_model_that_cannot_be_is_one_line(overrides, line):
     with pytest.raises(ConfigError) as caught:
         load_run(QUICKSTART, overrides)
     assert str(caught.value) == line
+
+
+def test_the_ess_of_one_lag_is_that_of_a_batch_of_this_lag() -> None:
+    model = DriftModel(exponent=1.3, rates=[0.01, 0.02, 0.05])
+    for lag in (0, 1, 4, 9):
+        batch = [0.0] * lag + [1.0]
+        assert ess_at_lag(model, lag) == pytest.approx(modelled_ess(model, batch).mean)
+    assert ess_at_lag(model, 4) > ess_at_lag(model, 4.5) > ess_at_lag(model, 5)

@@ -378,15 +378,15 @@ def test_a_mean_lag_limit_holds_for_what_is_recommended() -> None:
 
 
 def test_min_ess_is_a_bound_on_the_mean_lag() -> None:
-    """exp(-0.5^2 * lag) >= 0.7 up to a lag of 1.43."""
-    result = plan(run("plan.min_ess=0.7", "plan.log_ratio_std_per_step=0.5"))
+    """exp(-0.25 * lag) >= 0.7 up to a lag of 1.43."""
+    result = plan(run("plan.min_ess=0.7", "drift.exponent=1.0", "drift.rates=[0.25]"))
     best = result["recommended"]
     assert best["ess"] == pytest.approx(math.exp(-0.25 * best["lag_mean"]))
     assert best["ess"] >= 0.7
 
 
 def test_limits_are_checked_in_order_and_exactly() -> None:
-    limits = Limits(lag=None, mean_lag=2.0, min_ess=None, log_ratio_std=None, gpu_hours=10.0, budget=30.0, price=4.0)
+    limits = Limits(lag=None, mean_lag=2.0, min_ess=None, drift=None, gpu_hours=10.0, budget=30.0, price=4.0)
     assert limits.broken(2.0, 7.5) is None
     assert limits.broken(2.1, 20.0) is Reason.MEAN_LAG
     assert limits.broken(2.0, 10.1) is Reason.GPU_HOURS
