@@ -450,7 +450,9 @@ def _draw(folders: list[Path], figures: Path) -> list[Path]:
     config = load_run(folder / arms[0].folder / RUN_FILE)
     paper_mode = _load("analysis.paper_mode", extra="plot")
     curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
-    seeds = {arm.name: [readers.read_run(folder / one) for one in arm.folders] for arm in arms}
+    seeds = {}
+    if all(run.has_ess for run in runs):  # they have learned
+        seeds = {arm.name: [readers.read_run(folder / one) for one in arm.folders] for arm in arms}
     paths = report.save_figures(runs, figures, comparison=comparison, curves=curves, seeds=seeds)
     return paths
 
