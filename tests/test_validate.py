@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.published import Mode, PublishedRun
 from pipelinerl.tables import validation_markdown
-from sim.inference import STEP, Points, Table, seconds_band
+from sim.inference import STEP, Points, Table, seconds_band, simulated_table
 from sim.published import as_run_config, as_subject
 from sim.run import simulate
 from sim.validate import Prediction, Unusable, report, shipped_runs, validate
@@ -190,6 +190,18 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
     between = re.search(r"<!-- table -->\n(.*)<!-- end -->", page, flags=re.DOTALL)
     assert between is not None
     assert between[1] == validation_markdown(result)
+
+
+@pytest.mark.slow
+def test_areals_curve_follows_from_one_rate_and_one_length_tail():
+    """Throughput over that at eta = 0, of all six points with the same two numbers, is within 15 % at each."""
+    runs = [one for one in shipped_runs() if one.id.startswith("areal_eta")]
+    tables = [simulated_table(as_subject(one, runs), training_given=False) for one in runs]
+    ratio_P, mean_P = (axis.ravel() for axis in np.meshgrid(np.linspace(-1.4, 1.4, 29), np.linspace(-2, 1.2, 33)))
+    seconds_KP = np.exp([table.at(ratio_P, mean_P, STEP) for table in tables])
+    measured_K = np.array([one.tok_s_total for one in runs])
+    error_KP = (seconds_KP[0] / seconds_KP) / (measured_K / measured_K[0])[:, None] - 1
+    assert np.abs(error_KP).max(axis=0).min() <= 0.15
 
 
 def test_every_mode_has_a_row_that_is_simulated():
