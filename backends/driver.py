@@ -7,7 +7,7 @@ so events are handled one after the other, as in the simulated world, and no loc
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
-``_generate``     its engine                       H per engine (scheduler)            finished, aborted, failed
+``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
 ``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
@@ -123,7 +123,8 @@ class Driver:
             on_update=self.metrics.updated,
             on_restart=self.metrics.restarted,
         )
-        self._preprocessing = Preprocessing(reference, spawn=self._spawn)
+        limit = config.scheduler.ready_queue_limit
+        self._preprocessing = Preprocessing(reference, limit=limit, spawn=self._spawn)
         self._resumed = state is not None
         self._resume_from, self._export_to, self._meet = resume_from, export_to, meet
         self._generating = True  # colocated only: the engines have the memory
@@ -424,6 +425,7 @@ class Driver:
         if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens")
             return
+        await self._preprocessing.room()
         await seat.may_generate.wait()
         await seat.up.wait()
         if self._stop is not None:
@@ -481,6 +483,8 @@ class Driver:
             reward = await self._answers.earned(data)
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
+            return
+        if self._frozen:  # a cancellation that comes with the reward is lost: nobody would end what comes next
             return
         reference_logprob_T = await self._preprocessing.reference_logprobs(data)
         if self._frozen:

@@ -4,13 +4,16 @@ Theory of operation. Finished rollouts wait in a list. Whenever the reference mo
 one batch. So it runs beside generation and training, and what it costs a rollout is time before it is ready. With
 ``kl_coefficient = 0`` there is no reference model and nothing waits.
 
+The scheduler bounds what is in flight and what is ready, not what lies between. So when the reference model falls
+behind, no rollout is submitted to an engine until it has taken its next batch.
+
 A reference model that is lost is started again and asked the same batch again, ``RESTARTS`` times in a run; nobody
 but the rollouts that wait notices. After that the run ends.
 
 ===================  =============================================================================
 what                 limit
 ===================  =============================================================================
-rollouts that wait   those that the scheduler lets be in flight; each waits once
+rollouts that wait   ``limit``, and what is in flight or being rewarded when it is reached
 batches at a time    one
 seconds of a batch   the reference model's own (``ReferenceSettings.timeout_s``)
 restarts             ``RESTARTS``
@@ -41,13 +44,20 @@ class Preprocessing:
 
     Args:
         reference: Not yet started; None: nothing to do.
+        limit: Rollouts that may wait before generation has to (count).
         spawn: Starts a task; the run ends if it fails.
     """
 
     def __init__(
-        self, reference: Reference | None, *, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+        self,
+        reference: Reference | None,
+        *,
+        limit: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self._reference, self._spawn = reference, spawn
+        self._reference, self._limit, self._spawn = reference, limit, spawn
+        self._room = asyncio.Event()
+        self._room.set()
         self._waiting: list[tuple[RolloutData, asyncio.Future[NDArray[np.float32]]]] = []
         self._busy = False
         self._restarts_left = RESTARTS
@@ -58,6 +68,10 @@ class Preprocessing:
         if self._reference is not None:
             await self._reference.start()
 
+    async def room(self) -> None:
+        """Wait until fewer rollouts wait than may."""
+        await self._room.wait()
+
     async def reference_logprobs(self, data: RolloutData) -> NDArray[np.float32] | None:
         """Return the log-probability of each answer token under the reference model, shape [T] (nats).
 
@@ -67,6 +81,8 @@ class Preprocessing:
             return None
         future: asyncio.Future[NDArray[np.float32]] = asyncio.get_running_loop().create_future()
         self._waiting.append((data, future))
+        if len(self._waiting) >= self._limit:
+            self._room.clear()
         if not self._busy:
             self._busy = True
             self._spawn(self._work(self._reference))
@@ -76,6 +92,7 @@ class Preprocessing:
         """Serve until nothing waits."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
+            self._room.set()
             try:
                 logprobs = await self._asked(reference, [data for data, _ in batch])
             except ReferenceLostError as error:
