@@ -61,6 +61,8 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
         ray.init(log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
+    # Ray prints on stdout that an actor died, whatever it is told: there the summary goes, and the loss is told anyway.
+    ray._private.worker._worker_logs_enabled = False
     with contextlib.suppress(ValueError):  # not the main thread
         # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
