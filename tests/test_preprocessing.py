@@ -249,14 +249,13 @@ def test_a_reference_lost_while_the_trainer_works_loses_no_step(tmp_path):
 def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
     config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
     parts = parts_of(config)
-    parts.reference = Mortal(dies_in=set(), batch_s=0.001)
+    parts.reference = Mortal(dies_in=set(), batch_s=0.05)
 
     class LastStep(Killer):
         async def save(self, folder):
-            await asyncio.sleep(0.05)  # rollouts go on being scored
-            parts.reference.die()
             parts.reference.starts = 1
-            await asyncio.sleep(0.05)
+            parts.reference.die()  # in a batch
+            await asyncio.sleep(0.1)
             await super().save(folder)
 
     parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
