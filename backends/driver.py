@@ -7,8 +7,8 @@ so events are handled one after the other, as in the simulated world, and no loc
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
-``_generate``     its engine                       H per engine (scheduler)            finished, aborted, failed
-``_score``        a thread for the reward          ``reward_timeout_s``                scored, failed
+``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
+``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
 ``_update``       its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
@@ -37,11 +37,12 @@ from typing import Any, TypeVar, assert_never
 
 from backends.answers import Answers
 from backends.fleet import Fleet, Seat
-from backends.interface import Engine, Sample, Trainer, Weights
+from backends.interface import Engine, Reference, Sample, Trainer, Weights
+from backends.preprocessing import Preprocessing
 from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import BackendError, EngineLostError, RunFailedError, TrainerLostError
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.events import (
     AbortRollout,
     Command,
@@ -79,6 +80,7 @@ class Driver:
         config: What to run; ``config.train`` is there.
         engines: As many as ``config.num_engines``.
         trainer: The trainer.
+        reference: The model at the start; there if ``loss.kl_coefficient`` is above 0.
         task: Problems and rewards.
         codec: Text to tokens and back.
         recorder: Told every event and command, in order.
@@ -95,6 +97,7 @@ class Driver:
         *,
         engines: Sequence[Engine],
         trainer: Trainer,
+        reference: Reference | None = None,
         task: Task,
         codec: Codec,
         recorder: Recorder,
@@ -106,6 +109,7 @@ class Driver:
     ) -> None:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
+        assert (reference is not None) is (config.train.loss.kl_coefficient > 0)
         self._config, self._train_config = config, config.train
         self._trainer, self._recorder = trainer, recorder
         self._answers = Answers(config, task, codec)
@@ -119,6 +123,8 @@ class Driver:
             on_update=self.metrics.updated,
             on_restart=self.metrics.restarted,
         )
+        limit = config.scheduler.ready_queue_limit
+        self._preprocessing = Preprocessing(reference, limit=limit, spawn=self._spawn)
         self._resumed = state is not None
         self._resume_from, self._export_to, self._meet = resume_from, export_to, meet
         self._generating = True  # colocated only: the engines have the memory
@@ -137,7 +143,7 @@ class Driver:
 
         Raises:
             RunFailedError: If the scheduler gave up, or the run was interrupted; a checkpoint has been written.
-            BackendError: If the trainer, or too many engines, were lost.
+            BackendError: If the trainer, the reference model, or too many engines, were lost.
         """
         state, limit = self._state, self._config.scheduler.discard_limit
         before = "interrupted before the first optimizer step"
@@ -183,13 +189,13 @@ class Driver:
         raise self._failure or RunFailedError(interrupted)
 
     async def _bring_up(self) -> None:
-        """Start trainer and engines; on going on, with the weights that the engines had."""
+        """Start trainer, reference model and engines; on going on, with the weights that the engines had."""
         state = self._state
         if self._config.colocated:  # one after the other: each takes the memory that the other has left
-            await self._start_trainer()
+            await asyncio.gather(self._start_trainer(), self._preprocessing.start())
             await self._fleet.start()
         else:
-            await asyncio.gather(self._start_trainer(), self._fleet.start())
+            await asyncio.gather(self._start_trainer(), self._preprocessing.start(), self._fleet.start())
         if self._meet is not None:
             await self._meet()
         scheduler = self._config.scheduler
@@ -268,10 +274,10 @@ class Driver:
 
     async def _wind_up(self) -> None:
         """End what is in progress, keep a checkpoint, and say how the run ended."""
+        self._preprocessing.close()
         if self._failure is not None:
             self._frozen = True
-            if isinstance(self._failure, EngineLostError) and not self._config.colocated and self._meet is None:
-                await self._keep_without_engines()
+            await self._keep_in_spite_of(self._failure)
             raise self._failure
         if self._stop is None:  # interrupted
             await self._freeze()
@@ -295,11 +301,18 @@ class Driver:
         await self._freeze()
         await self._keep()
 
-    async def _keep_without_engines(self) -> None:
-        """Keep a checkpoint although the engines are lost: the trainer needs none of them."""
+    async def _keep_in_spite_of(self, failure: BaseException) -> None:
+        """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
+        waits = self._config.colocated or self._meet is not None
+        if not isinstance(failure, ReferenceLostError) and (waits or not isinstance(failure, EngineLostError)):
+            return
         if self._trainer_task is not None:
-            await asyncio.wait({self._trainer_task})
+            limit_s = self._train_config.trainer.step_timeout_s if waits else None
+            _, unfinished = await asyncio.wait({self._trainer_task}, timeout=limit_s)
+            if unfinished:  # an engine was lost, too
+                return
         with contextlib.suppress(TrainerLostError):
+            await self._to_saving()
             await self._keep()
 
     async def _freeze(self) -> None:
@@ -309,10 +322,8 @@ class Driver:
             done: set[asyncio.Task[None]] = set()
             while not done and (self._failure is None or self._stop is not None):  # else it may wait for a lost engine
                 done, _ = await asyncio.wait({self._trainer_task}, timeout=TRAINER_POLL_S)
-        if self._config.colocated and self._generating and self._failure is None:
-            await self._fleet.shutdown()  # nothing is generated any more
-            await self._trainer.reload()
-            self._generating = False
+        if self._failure is None:
+            await self._to_saving()
 
     async def _shut_down(self) -> None:
         self._frozen = True
@@ -320,10 +331,10 @@ class Driver:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        ends = await asyncio.gather(self._trainer.shutdown(), self._fleet.shutdown(), return_exceptions=True)
-        for error in ends:
+        parts = (self._trainer, self._preprocessing, self._fleet)
+        for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
             if error is not None:
-                LOG.warning("the trainer could not be shut down: %s", error)
+                LOG.warning("trainer or reference model could not be shut down: %s", error)
 
     async def _keep(self) -> None:
         """Write a checkpoint: the trainer's part first, then the rest in one instant."""
@@ -414,6 +425,7 @@ class Driver:
         if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens")
             return
+        await self._preprocessing.room()
         await seat.may_generate.wait()
         await seat.up.wait()
         if self._stop is not None:
@@ -472,9 +484,12 @@ class Driver:
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
             return
+        if self._frozen:  # a cancellation that comes with the reward is lost: nobody would end what comes next
+            return
+        reference_logprob_T = await self._preprocessing.reference_logprobs(data)
         if self._frozen:
             return
-        data.reward = reward
+        data.reward, data.reference_logprob_T = reward, reference_logprob_T
         self._state.scoring.discard(rollout_id)
         self._deliver(RolloutScored(rollout_id, reward))
 
@@ -532,6 +547,13 @@ class Driver:
             await self._trainer.offload()
             await self._fleet.wake()
             self._generating = True
+
+    async def _to_saving(self) -> None:
+        """Colocated: have the trainer take the memory to save from; nothing is generated any more."""
+        if self._config.colocated and self._generating:
+            await self._fleet.shutdown()
+            await self._trainer.reload()
+            self._generating = False
 
     async def _update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> None:
         pause_s = await self._fleet.update(seat, weights, weight_update)

@@ -1,9 +1,9 @@
-"""An engine and a trainer in memory, for tests and for trying a run file out: no model, no process, no GPU.
+"""Engine, reference model and trainer in memory, for tests and for trying a run file out: no model, process, GPU.
 
 Theory of operation. ``FakeEngine`` makes decode steps: every sequence in progress gets one random token, then the
 next step begins; updates, as real ones, come between two steps. The log-probability of a token under version v is
 ``-1 - DRIFT * v``, whatever the token: so the importance weight of a token of lag g is exp(-DRIFT * g), exactly.
-``FakeTrainer`` counts optimizer steps, and its weights are that count.
+``FakeTrainer`` counts optimizer steps, and its weights are that count. ``FakeReference`` is version 0.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.interface import Generated, GenerateRequest, Sample, TrainResult, UpdateTimes, Weights
-from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
 from pipelinerl.events import VersionSpans, WeightUpdate
 
 DRIFT = 0.01
@@ -180,6 +181,46 @@ class FakeEngine:
         return EngineLostError("engine lost: it does not run")
 
 
+class FakeReference:
+    """Keeps the promises of ``interface.Reference``.
+
+    Args:
+        batch_s: Seconds of a batch, whatever its size.
+    """
+
+    def __init__(self, *, batch_s: float = 0.0) -> None:
+        self.num_started = 0
+        self.batches: list[int] = []
+        """Samples of each batch (count), in order."""
+        self._batch_s = batch_s
+        self._lost = True
+
+    async def start(self) -> None:
+        """Begin."""
+        self.num_started += 1
+        self._lost = False
+
+    def die(self) -> None:
+        """Be lost, as a process that is killed."""
+        self._lost = True
+
+    async def logprobs(self, samples: list[Sample]) -> list[NDArray[np.float32]]:
+        """Return log-probabilities of answer tokens; see ``interface.Reference``."""
+        self._check()
+        await asyncio.sleep(self._batch_s)
+        self._check()
+        self.batches.append(len(samples))
+        return [np.full(len(sample.answer_T), logprob(0), dtype=np.float32) for sample in samples]
+
+    async def shutdown(self) -> None:
+        """End."""
+        self.die()
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ReferenceLostError("reference model lost: it does not run")
+
+
 class FakeTrainer:
     """Keeps the promises of ``interface.Trainer``.
 
@@ -187,13 +228,17 @@ class FakeTrainer:
         train_batch_size: Sequences per optimizer step (count), checked.
         train_s: Seconds per micro-batch.
         publish_s: Seconds per publication.
+        kl_coefficient: As ``loss.kl_coefficient``: above 0, samples must have reference log-probabilities.
     """
 
-    def __init__(self, *, train_batch_size: int, train_s: float = 0.0, publish_s: float = 0.0) -> None:
+    def __init__(
+        self, *, train_batch_size: int, train_s: float = 0.0, publish_s: float = 0.0, kl_coefficient: float = 0.0
+    ) -> None:
         self.version = 0
         self.trained: list[tuple[int, ...]] = []
         """Rollouts of each optimizer step, in order."""
         self._batch, self._train_s, self._publish_s = train_batch_size, train_s, publish_s
+        self._kl_coefficient = kl_coefficient
         self._accumulated: list[int] = []
 
     async def start(self) -> None:
@@ -209,6 +254,8 @@ class FakeTrainer:
         now = logprob(self.version)
         result = [np.full(len(sample.answer_T), now, dtype=np.float32) for sample in samples]
         metrics = {"loss": -sum(sample.advantage for sample in samples) / self._batch}
+        if self._kl_coefficient:
+            metrics["kl_loss"] = self._kl_coefficient * sum(_divergence(one, now) for one in samples) / self._batch
         if completes_step:
             self.trained.append(tuple(self._accumulated))
             self._accumulated = []
@@ -246,6 +293,14 @@ class FakeTrainer:
 
     async def shutdown(self) -> None:
         """Do nothing: no process runs."""
+
+
+def _divergence(sample: Sample, now: float) -> float:
+    """Return the sum of exp(d) - d - 1 over an answer, d = log ref - log pi (nats)."""
+    if sample.reference_logprob_T is None:
+        raise BackendError(f"rollout {sample.rollout_id} has no reference log-probabilities")
+    difference_T = sample.reference_logprob_T - now
+    return float((np.exp(difference_T) - difference_T - 1).sum())
 
 
 class FakeCodec:

@@ -1,16 +1,17 @@
-"""What the driver asks of engines and trainer, and the values that cross.
+"""What the driver asks of engines, reference model and trainer, and the values that cross.
 
-``fake.py`` keeps these promises in memory, ``vllm_engine.py`` and ``deepspeed_trainer.py`` for real;
+``fake.py`` keeps these promises in memory, ``vllm_engine.py``, ``reference.py`` and ``deepspeed_trainer.py`` for real;
 ``tests/contract.py`` holds both to them. All calls are coroutines: the driver waits for many at a time.
 
-=====================  ===================================================================================
-``Engine.generate``    one answer, from its first token to its last; ends early when aborted
-``Engine.update``      new weights between two decode steps; what happens to the sequences in progress is
-                       ``weight_update``
-``Trainer.train``      one micro-batch, and the optimizer step after the last one of a step
-``Trainer.publish``    makes the weights ready; engines may load them when it has returned
-``Trainer.send``       runs beside the engines' ``update`` and feeds them
-=====================  ===================================================================================
+======================  ==================================================================================
+``Engine.generate``     one answer, from its first token to its last; ends early when aborted
+``Engine.update``       new weights between two decode steps; what happens to the sequences in progress is
+                        ``weight_update``
+``Reference.logprobs``  log-probabilities of finished answers under the model at the start
+``Trainer.train``       one micro-batch, and the optimizer step after the last one of a step
+``Trainer.publish``     makes the weights ready; engines may load them when it has returned
+``Trainer.send``        runs beside the engines' ``update`` and feeds them
+======================  ==================================================================================
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class Sample:
     """What the answer earned. Paper symbol R."""
     advantage: float
     """Reward minus the group's leave-one-out baseline."""
+    reference_logprob_T: NDArray[np.float32] | None = None
+    """Log-probability of each under the model at the start, at the same temperature (nats). None: not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,29 @@ class TrainResult:
     metrics: dict[str, float]
     """Numbers to log: ``loss`` and other losses, divided by the batch, so that those of the micro-batches of one step
     add up; after the optimizer step also ``gradient_norm`` and ``learning_rate``."""
+
+
+class Reference(Protocol):
+    """The model at the start, frozen: what a policy is kept near to."""
+
+    async def start(self) -> None:
+        """Load the model; after a loss, start again.
+
+        Raises:
+            ReferenceLostError: If it cannot be loaded.
+        """
+
+    async def logprobs(self, samples: list[Sample]) -> list[NDArray[np.float32]]:
+        """Return the log-probability of each answer token, per sample, in order, shape [T] (nats).
+
+        Rewards, advantages and behaviour log-probabilities of the samples are not read.
+
+        Raises:
+            ReferenceLostError: If the model has died, failed or hangs; ``shutdown`` and ``start`` may help.
+        """
+
+    async def shutdown(self) -> None:
+        """End all processes; a second call does nothing."""
 
 
 class Trainer(Protocol):

@@ -43,6 +43,8 @@ class PackedRow:
     """Advantage of each: its sample's."""
     reward_M: NDArray[np.float32]
     """Reward of each: its sample's."""
+    reference_logprob_M: NDArray[np.float32] | None
+    """Log-probability of each under the reference model (nats). None: not computed."""
 
     def split(self, value_M: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
         """Return a value of each answer token by sample: index of the sample -> shape [T]."""
@@ -65,7 +67,8 @@ def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list
         Per rank its rows, at least one. The tokens of two ranks differ by at most as much as two rows do.
 
     Raises:
-        ValueError: If a sample is longer than ``pack_tokens``, or its prompt is empty.
+        ValueError: If a sample is longer than ``pack_tokens``, its prompt is empty, or its reference log-probabilities
+            are not one for each answer token, or missing though another sample has them.
     """
     length_B = [len(sample.prompt_P) + len(sample.answer_T) for sample in samples]
     for sample, length in zip(samples, length_B, strict=True):
@@ -76,6 +79,12 @@ def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list
             )
         if not len(sample.prompt_P):
             raise ValueError(f"prompt_P must have at least one token, rollout {sample.rollout_id} has none")
+    with_reference = any(sample.reference_logprob_T is not None for sample in samples)
+    for sample in samples if with_reference else ():
+        given, wanted = sample.reference_logprob_T, sample.answer_T.shape
+        if given is None or given.shape != wanted:
+            has = "none" if given is None else f"shape {given.shape}"
+            raise ValueError(f"reference_logprob_T must have shape {wanted}, rollout {sample.rollout_id} has {has}")
     longest_first = sorted(range(len(samples)), key=lambda index: (-length_B[index], index))
     rows_per_rank = max(1, -(-sum(length_B) // (pack_tokens * num_ranks)))
     while (rows := _fill(longest_first, length_B, pack_tokens, rows_per_rank * num_ranks)) is None:
@@ -103,11 +112,12 @@ def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
     if not packed:
         nothing, no_number = np.zeros(0, np.int64), np.zeros(0, np.float32)
         token = np.zeros(1, np.int64)
-        return PackedRow((), token, token, nothing, nothing, nothing, no_number, no_number, no_number)
+        return PackedRow((), token, token, nothing, nothing, nothing, *([no_number] * 4))
     prompt_S = np.array([len(sample.prompt_P) for sample in packed])
     answer_S = np.array([len(sample.answer_T) for sample in packed])
     start_S = np.cumsum(prompt_S + answer_S) - (prompt_S + answer_S)
     first_S = np.cumsum(answer_S) - answer_S
+    references = [one.reference_logprob_T for one in packed if one.reference_logprob_T is not None]  # all or none
     sequence_M = np.repeat(np.arange(len(packed)), answer_S)
     within_M = np.arange(len(sequence_M)) - first_S[sequence_M]
     return PackedRow(
@@ -120,4 +130,5 @@ def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
         behaviour_logprob_M=np.concatenate([sample.behaviour_logprob_T for sample in packed]),
         advantage_M=np.array([sample.advantage for sample in packed], np.float32)[sequence_M],
         reward_M=np.array([sample.reward for sample in packed], np.float32)[sequence_M],
+        reference_logprob_M=np.concatenate(references) if references else None,
     )

@@ -2,7 +2,8 @@
 
 A placement group sets the accelerators of ``cluster`` aside. Pipeline: a bundle of ``tensor_parallel`` accelerators
 for every engine, then one of one accelerator for every rank. Conventional: one bundle of one accelerator for every
-engine and the rank that takes turns with it, each of which asks for half of it. On CPU an accelerator is a core.
+engine and the rank that takes turns with it, each of which asks for half of it. Where there is a reference model, a
+replica of it goes halves with every rank. On CPU an accelerator is a core.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed_trainer import DeepSpeedTrainer
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
+from backends.reference import RayReference, ReferenceSettings
 from backends.trainer_rank import RankSettings
 from backends.vllm_engine import VLLMEngine
 from backends.vllm_process import VLLMSettings
@@ -59,6 +61,8 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
         ray.init(log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
+    # Ray prints on stdout that an actor died, whatever it is told: there the summary goes, and the loss is told anyway.
+    ray._private.worker._worker_logs_enabled = False
     with contextlib.suppress(ValueError):  # not the main thread
         # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -164,10 +168,10 @@ def make_trainer(config: RunConfig, group: PlacementGroup, folder: Path) -> Deep
     """Return the trainer of a run, not yet started; it publishes into ``folder``."""
     train = config.train
     assert train is not None
-    ranks = config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
+    bundles = _rank_bundles(config)
     settings = RankSettings(
         rank=0,
-        num_ranks=ranks,
+        num_ranks=len(bundles),
         device=train.device,
         model_path=train.model.path,
         optimizer=train.optimizer,
@@ -179,13 +183,44 @@ def make_trainer(config: RunConfig, group: PlacementGroup, folder: Path) -> Deep
         transport=transport(config),  # type: ignore[arg-type]
         weights_folder=str(folder),
     )
-    first = 0 if config.colocated else config.num_engines
     return DeepSpeedTrainer(
-        settings,
-        **_accelerators(config, 0.5 if config.colocated else 1.0),
-        placement_group=group,
-        bundle_indices=range(first, first + ranks),
+        settings, **_accelerators(config, _rank_share(config)), placement_group=group, bundle_indices=bundles
     )
+
+
+def make_reference(config: RunConfig, group: PlacementGroup) -> RayReference | None:
+    """Return the reference model of a run, not yet started; None if its loss needs none."""
+    train = config.train
+    assert train is not None
+    if not train.loss.kl_coefficient:
+        return None
+    settings = ReferenceSettings(
+        device=train.device,
+        model_path=train.model.path,
+        temperature=train.sampling.temperature,
+        pack_tokens=train.trainer.pack_tokens,
+        timeout_s=train.trainer.step_timeout_s,
+    )
+    options = {
+        **_accelerators(config, _rank_share(config)),
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+    }
+    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in _rank_bundles(config)]
+    return RayReference(settings, [{**options, "scheduling_strategy": place} for place in places])
+
+
+def _rank_bundles(config: RunConfig) -> range:
+    """Return the bundle of each trainer rank."""
+    ranks = config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
+    first = 0 if config.colocated else config.num_engines
+    return range(first, first + ranks)
+
+
+def _rank_share(config: RunConfig) -> float:
+    """Return how much of its accelerator a rank asks Ray for: it may share it with an engine, and a reference model."""
+    assert config.train is not None
+    share = 0.5 if config.colocated else 1.0
+    return share / 2 if config.train.loss.kl_coefficient else share
 
 
 def nccl_meeting(

@@ -37,6 +37,7 @@ class RolloutData:
     logprobs: list[float] = field(default_factory=list)
     spans: VersionSpans = NO_TOKENS
     reward: float = math.nan
+    reference_logprob_T: NDArray[np.float32] | None = None
 
     def extend(self, generated: Generated) -> None:
         """Append what an engine has generated."""
@@ -53,6 +54,7 @@ class RolloutData:
             behaviour_logprob_T=np.array(self.logprobs, dtype=np.float32),
             reward=self.reward,
             advantage=advantage,
+            reference_logprob_T=self.reference_logprob_T,
         )
 
 

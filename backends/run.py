@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
-from backends.interface import Engine, Trainer
+from backends.interface import Engine, Reference, Trainer
 from backends.metricslog import MetricsLog
 from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
@@ -33,6 +33,7 @@ def drive(
     *,
     engines: Sequence[Engine],
     trainer: Trainer,
+    reference: Reference | None = None,
     task: Task,
     codec: Codec,
     out: Path,
@@ -49,6 +50,7 @@ def drive(
         config: What to run; ``config.train`` is there.
         engines: As many as ``config.num_engines``; started and shut down here.
         trainer: Started and shut down here.
+        reference: The model at the start; there if ``loss.kl_coefficient`` is above 0. Started and shut down here.
         task: Problems and rewards.
         codec: Text to tokens and back.
         out: The run's folder; new, or that of ``checkpoint``.
@@ -62,7 +64,8 @@ def drive(
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
-        BackendError: If the trainer, or too many engines, were lost; the folder holds what happened until then.
+        BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
+            happened until then.
     """
 
     def step_done(row: StepRow) -> None:
@@ -78,6 +81,7 @@ def drive(
         config,
         engines=engines,
         trainer=trainer,
+        reference=reference,
         task=task,
         codec=codec,
         recorder=recording.recorder,
@@ -110,7 +114,8 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
     Raises:
         ConfigError: If the input is wrong; nothing has been started or written then.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
-        BackendError: If the trainer, or too many engines, were lost; the folder holds what happened until then.
+        BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
+            happened until then.
     """
     codec = check(config)
     assert config.train is not None
@@ -119,7 +124,15 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    from backends.placement import make_engines, make_trainer, nccl_meeting, ray_cluster, transport, weights_folder
+    from backends.placement import (
+        make_engines,
+        make_reference,
+        make_trainer,
+        nccl_meeting,
+        ray_cluster,
+        transport,
+        weights_folder,
+    )
 
     with ray_cluster(config) as group, weights_folder(config) as folder:
         engines, trainer = make_engines(config, group), make_trainer(config, group, folder)
@@ -127,6 +140,7 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
             config,
             engines=engines,
             trainer=trainer,
+            reference=make_reference(config, group),
             task=task,
             codec=codec,
             out=out,

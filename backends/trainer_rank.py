@@ -9,7 +9,6 @@ is marked as the boundary by hand, and the loss is multiplied by the number of r
 
 ========================  ==============================================================================
 policy                    DeepSpeed's: parameters, gradients and optimizer states split by ZeRO's stage
-reference model           with ``kl_coefficient``: the model at the start, frozen, whole on each rank
 value head                with ``value_coefficient``: trained with the policy, never published or exported
 published weights         rank 0 only: a copy in the host's memory (nccl) or in files (file)
 ========================  ==============================================================================
@@ -89,7 +88,6 @@ class TrainerRank:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
-        self._reference: PolicyModel | None = None
         self._published: list[Path] = []
         self._sender: Any = None  # an NcclSender, whose module loads vLLM
         self._group = ""
@@ -133,10 +131,6 @@ class TrainerRank:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         value_head = settings.loss.value_coefficient > 0
         model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
-        if settings.loss.kl_coefficient > 0:
-            reference = load_policy(settings.model_path, device=settings.device).to(self._device)
-            self._reference = PolicyModel(reference, temperature=settings.temperature, value_head=False)
-            self._reference.requires_grad_(requires_grad=False)
         optimizer = self._optimizer(model)
         factor = learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps)
         self._engine, *_ = deepspeed.initialize(
@@ -206,6 +200,7 @@ class TrainerRank:
 
         Raises:
             BackendError: If the gradient is not finite. The step is lost then, and without ZeRO the parameters too.
+            ValueError: If rows lack the reference log-probabilities that ``kl_coefficient`` needs.
         """
         logprob: dict[int, NDArray[np.float32]] = {}
         sums: defaultdict[str, Any] = defaultdict(float)
@@ -231,9 +226,8 @@ class TrainerRank:
         config, size = self._settings.loss, self._settings.train_batch_size
         inputs = row_tensors(row, self._device)
         reward_M = torch.tensor(row.reward_M, device=self._device)
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_logprob_M, _ = self._reference(**inputs)
+        if config.kl_coefficient > 0 and row.reference_logprob_M is None:
+            raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0, got None")
         logprob_M, value_M = self._engine(**inputs)
         loss_M = policy_loss(
             config,
@@ -244,7 +238,8 @@ class TrainerRank:
             num_sequences=len(row.sample_index_S),
         )
         parts = {"policy_loss": loss_M.sum() / size}
-        if self._reference is not None:
+        if config.kl_coefficient > 0:
+            reference_logprob_M = torch.tensor(row.reference_logprob_M, device=self._device)
             kl_M = kl_to_reference(logprob_M, reference_logprob_N=reference_logprob_M)
             parts["kl_loss"] = config.kl_coefficient * kl_M.sum() / size
         if value_M is not None:
@@ -333,16 +328,12 @@ class TrainerRank:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
         if self._settings.device == "gpu":
             self._engine.offload_states()
-            if self._reference is not None:
-                self._reference.to("cpu")
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Move everything back."""
         if self._settings.device == "gpu":
             self._engine.reload_states()
-            if self._reference is not None:
-                self._reference.to(self._device)
 
     def shutdown(self) -> None:
         """Remove the published files and give up the model. The process is to end then."""

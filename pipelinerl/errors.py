@@ -31,5 +31,9 @@ class EngineLostError(BackendError):
     """An engine has died or hangs; its rollouts have to start again."""
 
 
+class ReferenceLostError(BackendError):
+    """The reference model has died, failed or hangs; what it was asked has to be asked again."""
+
+
 class TrainerLostError(BackendError):
     """A rank of the trainer has died or hangs; the run can only go on from a checkpoint."""

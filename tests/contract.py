@@ -1,7 +1,7 @@
-"""What every engine and every trainer keeps to, fake or real: the promises of ``backends/interface.py`` as checks.
+"""What every engine, reference model and trainer keeps to, fake or real: the promises of ``interface.py`` as checks.
 
-``test_contract.py`` runs them. Each public coroutine is one promise. They share one engine and one trainer, may run
-in any order, and leave both as they can be used by the next.
+``test_contract.py`` runs them. Each public coroutine is one promise. They share one of each, may run in any order, and
+leave them as they can be used by the next.
 """
 
 from __future__ import annotations
@@ -9,14 +9,25 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from backends.interface import Engine, Generated, GenerateRequest, Sample, Trainer, TrainResult, UpdateTimes, Weights
-from pipelinerl.errors import BackendError, EngineLostError
+from backends.interface import (
+    Engine,
+    Generated,
+    GenerateRequest,
+    Reference,
+    Sample,
+    Trainer,
+    TrainResult,
+    UpdateTimes,
+    Weights,
+)
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
 from pipelinerl.events import VersionSpans, WeightUpdate
 
 PROMPT = (3, 13, 4, 11)
@@ -251,6 +262,37 @@ def samples(seed: int = 0) -> list[Sample]:
         )
         for index, num_tokens in enumerate(int(number) for number in 1 + rng.permutation(3 * BATCH)[:BATCH])
     ]
+
+
+class ReferenceContract:
+    """A reference model that has been started."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+
+    async def every_answer_token_gets_a_log_probability_in_the_order_of_samples(self) -> None:
+        batch = samples()
+        together = await self.reference.logprobs(batch)
+        assert [value_T.shape for value_T in together] == [sample.answer_T.shape for sample in batch]
+        assert all(value_T.dtype == np.float32 and (value_T <= 0).all() for value_T in together)
+        for sample, value_T in zip(batch, together, strict=True):
+            (alone,) = await self.reference.logprobs([sample])
+            assert alone == pytest.approx(value_T, abs=ROUNDING)
+
+    async def rewards_and_advantages_are_not_read(self) -> None:
+        batch = samples()
+        others = [replace(one, reward=np.nan, advantage=np.nan, behaviour_logprob_T=one.answer_T) for one in batch]
+        first, second = await self.reference.logprobs(batch), await self.reference.logprobs(others)
+        assert (np.concatenate(first) == np.concatenate(second)).all()
+
+    async def one_that_was_shut_down_is_lost_until_it_is_started_again(self) -> None:
+        before = await self.reference.logprobs(samples())
+        await self.reference.shutdown()
+        await self.reference.shutdown()
+        with pytest.raises(ReferenceLostError, match="reference model lost: "):
+            await self.reference.logprobs(samples())
+        await self.reference.start()
+        assert np.concatenate(await self.reference.logprobs(samples())).tolist() == np.concatenate(before).tolist()
 
 
 class TrainerContract:

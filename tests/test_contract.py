@@ -1,4 +1,4 @@
-"""The promises of ``contract.py``, kept by the fakes and by vLLM and DeepSpeed: one engine and one trainer of each."""
+"""The promises of ``contract.py``, kept by the fakes and by vLLM and DeepSpeed: one engine, reference, trainer each."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.fake import DRIFT, FakeEngine, FakeTrainer
+from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import Weights
 
 pytest.register_assert_rewrite("contract")
 
 import contract  # noqa: E402
-from contract import BATCH, EngineContract, TrainerContract, promises  # noqa: E402
+from contract import BATCH, EngineContract, ReferenceContract, TrainerContract, promises  # noqa: E402
 
 NUM_SLOTS = 8
 TIMEOUT_S = 180
@@ -37,6 +37,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 @dataclass
 class World:
     engine: EngineContract
+    reference: ReferenceContract
     trainer: TrainerContract
 
 
@@ -56,6 +57,7 @@ def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.Tem
         yield world
     finally:
         run(world.engine.engine.shutdown())
+        run(world.reference.reference.shutdown())
         run(world.trainer.trainer.shutdown())
         if request.param == "real":
             import ray
@@ -64,7 +66,8 @@ def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.Tem
 
 
 async def start(world: World) -> None:
-    await asyncio.gather(world.engine.engine.start(), world.trainer.trainer.start())
+    parts = (world.engine.engine, world.reference.reference, world.trainer.trainer)
+    await asyncio.gather(*(part.start() for part in parts))
 
 
 def fake_world(folder: Path) -> World:
@@ -74,6 +77,7 @@ def fake_world(folder: Path) -> World:
     engine = FakeEngine(num_slots=NUM_SLOTS, update_s=0.01, endless=True)
     return World(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
+        ReferenceContract(FakeReference()),
         TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, folder),
     )
 
@@ -87,6 +91,7 @@ def real_world(folder: Path) -> World:
     from tiny_trainer import settings
 
     from backends.deepspeed_trainer import DeepSpeedTrainer
+    from backends.reference import RayReference, ReferenceSettings
     from backends.vllm_engine import VLLMEngine
     from backends.vllm_process import VLLMSettings
     from backends.weights_file import checksums, write_weights
@@ -110,10 +115,13 @@ def real_world(folder: Path) -> World:
         VLLMSettings(index=0, model_path=str(folder), num_slots=NUM_SLOTS, max_tokens=512, device="cpu", cpu_cores="0")
     )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
+    frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=60)
+    reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)
     return World(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
+        ReferenceContract(reference),
         TrainerContract(
             trainer, lambda weights: checksums(load_file(weights.location.removeprefix("file:"))), folder / "trainer"
         ),
@@ -129,6 +137,11 @@ def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(tmp_pa
 @pytest.mark.parametrize("promise", promises(EngineContract))
 def test_an_engine_keeps_its_promises(world: World, run: Run, promise: str) -> None:
     run(asyncio.wait_for(getattr(world.engine, promise)(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("promise", promises(ReferenceContract))
+def test_a_reference_keeps_its_promises(world: World, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(world.reference, promise)(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize("promise", promises(TrainerContract))

@@ -36,7 +36,7 @@ from books import check_books, records
 
 from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
-from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer
+from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.run import drive
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -105,14 +105,17 @@ class Parts:
     engines: list
     trainer: FakeTrainer
     task: Letters
+    reference: FakeReference | None
 
 
 def parts_of(config, *, trainer=None, task=None, step_s=0.0):
     engines = [
         FakeEngine(num_slots=config.scheduler.generation_batch_size, step_s=step_s) for _ in range(config.num_engines)
     ]
-    trainer = trainer or FakeTrainer(train_batch_size=config.scheduler.train_batch_size)
-    return Parts(engines, trainer, task or Letters())
+    kl_coefficient = config.train.loss.kl_coefficient
+    if trainer is None:
+        trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)
+    return Parts(engines, trainer, task or Letters(), FakeReference() if kl_coefficient else None)
 
 
 def run(config, out, parts, *, resume=False):
@@ -121,6 +124,7 @@ def run(config, out, parts, *, resume=False):
         config,
         engines=parts.engines,
         trainer=parts.trainer,
+        reference=parts.reference,
         task=parts.task,
         codec=FakeCodec(),
         out=out,
@@ -637,9 +641,21 @@ def test_a_broken_checkpoint_is_named(tmp_path):
     on_stale=st.sampled_from(["train", "drop", "requeue"]),
     kills=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 0.02)), max_size=3),
     raises_every=st.sampled_from([0, 5]),
+    reference_dies_s=st.none() | st.floats(0, 0.02),
 )
 def test_the_books_are_right_whatever_dies(
-    tmp_path_factory, weight_update, kind, group, micro, slots, longest, max_lag, on_stale, kills, raises_every
+    tmp_path_factory,
+    weight_update,
+    kind,
+    group,
+    micro,
+    slots,
+    longest,
+    max_lag,
+    on_stale,
+    kills,
+    raises_every,
+    reference_dies_s,
 ):
     config = config_of(
         kind=kind,
@@ -649,7 +665,7 @@ def test_the_books_are_right_whatever_dies(
         longest=longest,
         max_lag=max_lag,
         on_stale=on_stale,
-        train={"engine": {"restarts": 10}},
+        train={"engine": {"restarts": 10}, "loss": {"kl_coefficient": 0.0 if reference_dies_s is None else 0.1}},
         **({"micro_batch_size": 4} if micro else {}),
     )
     parts = parts_of(config, task=Letters(raises_every=raises_every))
@@ -658,8 +674,10 @@ def test_the_books_are_right_whatever_dies(
         async def start(self):
             for engine, delay_s in kills:
                 asyncio.get_running_loop().call_later(delay_s, parts.engines[engine].die)
+            if parts.reference is not None:
+                asyncio.get_running_loop().call_later(reference_dies_s, parts.reference.die)
 
-    parts.trainer = Kills(train_batch_size=8)
+    parts.trainer = Kills(train_batch_size=8, kl_coefficient=config.train.loss.kl_coefficient)
     out = tmp_path_factory.mktemp("chance") / "run"
     summary = run(config, out, parts)
     check_books(out, config, summary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -103,6 +105,27 @@ def test_rows_keep_the_limit_and_ranks_are_even(
 def test_a_sequence_that_fits_no_row_is_named() -> None:
     with pytest.raises(ValueError, match="got pack_tokens=4, rollout 1 has 5 tokens"):
         packed([(1, 1), (2, 3)], 4, 1)
+
+
+def test_reference_log_probabilities_go_with_their_tokens() -> None:
+    samples = [sample(0, 2, 3), sample(1, 1, 1)]
+    rows = pack(
+        [replace(one, reference_logprob_T=one.behaviour_logprob_T - 5) for one in samples], pack_tokens=7, num_ranks=2
+    )
+    for ((row,),) in (rows[:1], rows[1:]):
+        assert row.reference_logprob_M is not None
+        assert row.reference_logprob_M.tolist() == (row.behaviour_logprob_M - 5).tolist()
+    ((row,),) = pack(samples, pack_tokens=7, num_ranks=1)
+    assert row.reference_logprob_M is None
+
+
+def test_reference_log_probabilities_that_do_not_fit_are_named() -> None:
+    samples = [replace(sample(0, 2, 3), reference_logprob_T=np.zeros(3, np.float32)), sample(1, 1, 2)]
+    with pytest.raises(ValueError, match=r"^reference_logprob_T must have shape \(2,\), rollout 1 has none$"):
+        pack(samples, pack_tokens=7, num_ranks=1)
+    samples[1] = replace(samples[1], reference_logprob_T=np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"^reference_logprob_T must have shape \(2,\), rollout 1 has shape \(3,\)$"):
+        pack(samples, pack_tokens=7, num_ranks=1)
 
 
 def test_an_empty_prompt_is_named() -> None:

@@ -170,12 +170,15 @@ class Moody(Arithmetic):
 """
 
 
-def test_a_run_survives_a_killed_engine_and_rewards_that_raise(unfitted, tmp_path):
+def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_raise(unfitted, tmp_path):
     (tmp_path / "moody.py").write_text(RAISES)
     out = tmp_path / "run"
     sets = ("optimizer_steps=40", "train.task.name=moody:Moody", "train.evaluation.problems=0")
-    run = Process(unfitted, out, *sets, env={"PYTHONPATH": str(tmp_path)})
+    path = os.pathsep.join((str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])))
+    run = Process(unfitted, out, *sets, "train.loss.kl_coefficient=0.01", env={"PYTHONPATH": path})
     run.wait_for_step(5)
+    run.kill("ReferenceModel")
+    run.wait_for_step(10)
     run.kill("VLLM::EngineCore")
     status, stdout, stderr = run.end()
     assert status == 0, stderr
@@ -185,6 +188,10 @@ def test_a_run_survives_a_killed_engine_and_rewards_that_raise(unfitted, tmp_pat
     assert summary["rollouts"]["failed"] > 0
     assert "engine 0 lost" in stderr
     assert "no reward today" in stderr
+    assert "reference model died: phase=logprobs replica=0" in stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
+    assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
     assert run.left_over() == []
 
 

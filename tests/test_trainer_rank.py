@@ -27,6 +27,7 @@ from tiny_trainer import (  # noqa: E402
     settings,
     started,
     train,
+    with_reference,
 )
 
 import backends.policy_model  # noqa: E402
@@ -35,7 +36,6 @@ from backends.policy_model import PolicyModel, load_policy, row_tensors  # noqa:
 from backends.trainer_rank import TrainerRank  # noqa: E402
 from backends.weights_file import checkpoint_shapes, read_verified  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
-from pipelinerl.losses import kl_to_reference  # noqa: E402
 from pipelinerl.trainconfig import LossConfig, TrainerConfig  # noqa: E402
 
 pytestmark = [
@@ -212,16 +212,21 @@ def test_the_value_head_starts_at_zero_and_is_the_baseline(model_path: Path, zer
     assert metrics["value_loss"] < first["value_loss"]
 
 
-def test_the_reference_is_the_model_at_the_start(model_path: Path) -> None:
-    rank = started(model_path, zero_stage=3, loss=LossConfig(kl_coefficient=0.1))
-    batch = samples()
-    before, first = train(rank, batch)
-    after, second = train(rank, batch)
-    kl = kl_to_reference(
-        torch.tensor(np.concatenate(after)), reference_logprob_N=torch.tensor(np.concatenate(before))
-    ).sum()
-    assert first["kl_loss"] == pytest.approx(0, abs=1e-9)
-    assert second["kl_loss"] == pytest.approx(0.1 * float(kl) / BATCH, rel=1e-3)
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_the_step_is_that_of_a_frozen_copy_asked_within_the_step(model_path: Path, zero_stage: int) -> None:
+    expected, steps = plain_training(model_path, 3, kl_coefficient=0.5)
+    rank = started(model_path, zero_stage=zero_stage, loss=LossConfig(truncation=1.2, kl_coefficient=0.5))
+    for step, metrics in enumerate(steps):
+        _, got = train(rank, with_reference(model_path, samples(step)))
+        assert got == pytest.approx(metrics, rel=1e-3, abs=1e-9)  # at the start the divergence is 0
+    assert steps[-1]["kl_loss"] > 1e-4
+    assert largest_difference(parameters(rank), expected) < ROUNDING
+
+
+def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -> None:
+    rank = started(model_path, loss=LossConfig(kl_coefficient=0.1))
+    with pytest.raises(ValueError, match=r"^reference_logprob_T must be there with loss.kl_coefficient > 0, got None$"):
+        train(rank, samples())
 
 
 def test_activation_checkpointing_changes_nothing(
@@ -249,7 +254,8 @@ def test_a_row_without_sequences_adds_nothing(model_path: Path, kind: str) -> No
     padded, bare = (started(model_path, zero_stage=2, loss=loss) for _ in range(2))
     _, metrics = train(padded, [], completes_step=False)
     assert set(metrics.values()) == {0}
-    assert train(padded, samples())[1] == train(bare, samples())[1]
+    batch = with_reference(model_path, samples())
+    assert train(padded, batch)[1] == train(bare, batch)[1]
     assert largest_difference(parameters(padded), parameters(bare)) == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from backends.packing import pack
 from backends.policy_model import copy_policy
 from backends.schedule import learning_rate_factor
 from backends.trainer_rank import RankSettings, TrainerRank
-from pipelinerl.losses import policy_loss
+from pipelinerl.losses import kl_to_reference, policy_loss
 from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 
 TEMPERATURE = 0.7
@@ -108,9 +109,21 @@ def plain_logprob(model: Any, sample: Sample) -> torch.Tensor:
     return logits.log_softmax(-1)[torch.arange(len(sample.answer_T)), torch.tensor(sample.answer_T)]
 
 
-def plain_training(model_path: Path, num_steps: int) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """Train with torch only, one sequence after the other; return parameters and each step's metrics."""
+def with_reference(model_path: Path, batch: Sequence[Sample]) -> list[Sample]:
+    """Return samples with the log-probabilities of transformers' own model in this folder."""
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    with torch.no_grad():
+        return [replace(one, reference_logprob_T=plain_logprob(model, one).numpy()) for one in batch]
+
+
+def plain_training(
+    model_path: Path, num_steps: int, *, kl_coefficient: float = 0.0
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Train with torch only, one sequence after the other; return parameters and each step's metrics.
+
+    With ``kl_coefficient`` a frozen copy of the model is asked within the step.
+    """
+    model, frozen = (AutoModelForCausalLM.from_pretrained(model_path).eval() for _ in range(2))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1.0, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), weight_decay=OPTIMIZER.weight_decay
     )
@@ -118,7 +131,7 @@ def plain_training(model_path: Path, num_steps: int) -> tuple[dict[str, torch.Te
     metrics = []
     for step in range(num_steps):
         optimizer.zero_grad()
-        total = 0.0
+        total = divergence = 0.0
         for sample in samples(step):
             logprob_T = plain_logprob(model, sample)
             loss = policy_loss(
@@ -129,6 +142,11 @@ def plain_training(model_path: Path, num_steps: int) -> tuple[dict[str, torch.Te
                 sequence_N=torch.zeros(len(logprob_T), dtype=torch.int64),
                 num_sequences=1,
             ).sum()
+            if kl_coefficient:
+                with torch.no_grad():
+                    reference_T = plain_logprob(frozen, sample)
+                kl = kl_coefficient * kl_to_reference(logprob_T, reference_logprob_N=reference_T).sum()
+                loss, divergence = loss + kl, divergence + float(kl.detach()) / BATCH
             (loss / BATCH).backward()
             total += float(loss.detach()) / BATCH
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.gradient_clip)
@@ -136,6 +154,8 @@ def plain_training(model_path: Path, num_steps: int) -> tuple[dict[str, torch.Te
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         metrics.append({"loss": total, "gradient_norm": float(norm), "learning_rate": rate})
+        if kl_coefficient:
+            metrics[-1]["kl_loss"] = divergence
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, metrics
 
 

@@ -1,0 +1,301 @@
+"""Reference log-probabilities in a run with fakes: what waits for them, what does not, and what becomes of losses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+
+import pytest
+
+from pipelinerl.errors import ReferenceLostError, RunFailedError
+from pipelinerl.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
+from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.tasks import Problem
+from pipelinerl.trace import Trace, replay
+
+pytest.importorskip("torch")  # TensorBoard's writer is torch's
+pytest.importorskip("tensorboard")
+
+from books import check_books, records
+from test_driver import Interrupts, Killer, Shared, config_of, parts_of, run
+
+from backends.checkpoint import read_newest
+from backends.fake import DRIFT, FakeReference, logprob
+from backends.preprocessing import Preprocessing
+from backends.rollouts import RolloutData
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+KL = 0.1
+
+
+def kl_config(*, train=None, **changed):
+    return config_of(train={"loss": {"kl_coefficient": KL}, **(train or {})}, **changed)
+
+
+def times_of(out, kind):
+    return {row.event.rollout_id: row.time_s for row in records(out) if isinstance(row.event, kind)}
+
+
+def check_divergence(out, *, steps):
+    """All tokens of a step have log pi = -1 - DRIFT * version, and log ref = -1."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == steps
+    for version, line in enumerate(lines):
+        of_token = math.expm1(DRIFT * version) - DRIFT * version
+        assert line["train/kl_loss"] == pytest.approx(KL * line["length/mean"] * of_token, rel=1e-3, abs=1e-9)
+
+
+# ------------------------------------------------------------------------------------- the stage alone
+
+
+def rollout(num_tokens):
+    return RolloutData(Problem("", 0), (1,), tokens=[2] * num_tokens, logprobs=[-1.0] * num_tokens, spans=NO_TOKENS)
+
+
+def asked(reference, *, at_s):
+    """Ask for a rollout of n + 1 tokens at the n-th time; return what came, and when (s)."""
+
+    async def one(stage, number, delay_s):
+        await asyncio.sleep(delay_s)
+        logprob_T = await stage.reference_logprobs(rollout(number + 1))
+        return len(logprob_T), asyncio.get_running_loop().time()
+
+    async def all_of_them():
+        failed = asyncio.get_running_loop().create_future()
+
+        def spawn(work):
+            task = asyncio.create_task(work)
+            task.add_done_callback(lambda done: done.exception() and failed.set_exception(done.exception()))
+            return task
+
+        stage = Preprocessing(reference, limit=100, spawn=spawn)
+        await stage.start()
+        start_s = asyncio.get_running_loop().time()
+        answers = asyncio.gather(*(one(stage, number, delay_s) for number, delay_s in enumerate(at_s)))
+        await asyncio.wait({answers, failed}, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        await stage.shutdown()
+        return [(num_tokens, done_s - start_s) for num_tokens, done_s in answers.result()]
+
+    return asyncio.run(all_of_them())
+
+
+def test_what_comes_while_a_batch_is_computed_is_the_next_batch():
+    reference = FakeReference(batch_s=0.2)
+    answers = asked(reference, at_s=[0.0, 0.05, 0.1, 0.15, 0.7])
+    assert [num_tokens for num_tokens, _ in answers] == [1, 2, 3, 4, 5]
+    assert reference.batches == [1, 3, 1]
+    assert [done_s for _, done_s in answers] == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.9], abs=0.04)
+
+
+def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values():
+    async def given_up():
+        stage = Preprocessing(FakeReference(batch_s=0.05), limit=100, spawn=asyncio.create_task)
+        await stage.start()
+        first, second = (asyncio.create_task(stage.reference_logprobs(rollout(number))) for number in (1, 2))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        values = (await second).tolist()
+        third = (await stage.reference_logprobs(rollout(3))).tolist()
+        return values, third
+
+    assert asyncio.run(given_up()) == ([-1.0, -1.0], [-1.0, -1.0, -1.0])
+
+
+def test_without_a_reference_nothing_waits():
+    async def nothing():
+        stage = Preprocessing(None, limit=100, spawn=asyncio.create_task)
+        await stage.start()
+        value = await stage.reference_logprobs(rollout(3))
+        await stage.shutdown()
+        return value
+
+    assert asyncio.run(nothing()) is None
+
+
+class Mortal(FakeReference):
+    """Dies in some of its batches, by number, those that are asked again included; may not start a second time."""
+
+    def __init__(self, *, dies_in, starts=9, **changed):
+        super().__init__(**changed)
+        self.dies_in, self.starts, self.num_asked = dies_in, starts, 0
+
+    async def start(self):
+        if self.num_started == self.starts:
+            raise ReferenceLostError("reference model failed: phase=start")
+        await super().start()
+
+    async def logprobs(self, samples):
+        self.num_asked += 1
+        if self.num_asked in self.dies_in:
+            asyncio.get_running_loop().call_soon(self.die)
+        return await super().logprobs(samples)
+
+
+def test_a_lost_reference_is_started_again_and_asked_the_same_again():
+    reference = Mortal(dies_in={2}, batch_s=0.05)
+    assert [num_tokens for num_tokens, _ in asked(reference, at_s=[0.0, 0.02, 0.02])] == [1, 2, 3]
+    assert (reference.batches, reference.num_started) == ([1, 2], 2)
+
+
+@pytest.mark.parametrize("reference", [Mortal(dies_in={1, 2}), Mortal(dies_in={1, 3}), Mortal(dies_in={1}, starts=1)])
+def test_a_reference_that_is_lost_again_is_given_up_with_one_line(reference):
+    with pytest.raises(ReferenceLostError, match=r"^reference model (lost|failed): .*; go on from a checkpoint$"):
+        asked(reference, at_s=[0.0, 0.05])
+
+
+# -------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
+def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(tmp_path, kind):
+    config = kl_config(kind=kind, steps=8, longest=40, slots=16)
+    parts = parts_of(config)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    check_divergence(tmp_path / "run", steps=8)
+    scored = sum(isinstance(row.event, RolloutScored) for row in records(tmp_path / "run"))
+    assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
+
+
+def test_a_slow_reference_delays_readiness_and_not_generation(tmp_path):
+    config, out = kl_config(steps=4, slots=6, ready_queue_size=1000), tmp_path / "run"
+    parts = parts_of(config, step_s=0.002)
+    parts.reference = FakeReference(batch_s=0.3)
+    run(config, out, parts)
+    finished, scored = times_of(out, RolloutFinished), times_of(out, RolloutScored)
+    waited = [scored[one] - finished[one] for one in scored]
+    assert 0.3 <= min(waited) <= max(waited) <= 0.75  # its own batch and at most the one before it
+    assert parts.reference.batches[0] < parts.reference.batches[1]
+    first_scored = min(scored.values())
+    started = [row.time_s for row in records(out) if isinstance(row.command, StartRollout)]
+    assert sum(time_s < first_scored for time_s in started) > 3 * 6 * 2  # all slots of both engines, several times over
+    first_trained = min(row.time_s for row in records(out) if isinstance(row.command, StartTraining))
+    assert first_trained >= first_scored
+
+
+def test_generation_waits_for_a_reference_that_falls_behind(tmp_path):
+    config, out = kl_config(steps=3, slots=6, ready_queue_size=8), tmp_path / "run"
+    parts = parts_of(config, step_s=0.005)  # in a batch's time both engines could finish some 200 rollouts
+    parts.reference = FakeReference(batch_s=0.5)
+    summary = run(config, out, parts)
+    check_books(out, config, summary)
+    # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.
+    assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
+
+
+def test_a_reference_that_does_not_start_ends_the_run_with_its_line(tmp_path):
+    config = kl_config()
+    parts = parts_of(config)
+    parts.reference = Mortal(dies_in=set(), starts=0)
+    with pytest.raises(ReferenceLostError, match="reference model failed: phase=start"):
+        run(config, tmp_path / "run", parts)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_a_run_survives_one_loss_of_the_reference(tmp_path, kind):
+    config = kl_config(kind=kind, steps=8)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, kl_coefficient=KL, at=3, do=parts.reference.die)
+    summary = run(config, tmp_path / "run", parts)
+    check_books(tmp_path / "run", config, summary)
+    check_divergence(tmp_path / "run", steps=8)
+    assert parts.reference.num_started == 2
+
+
+class SharedKiller(Killer, Shared):
+    """Has the memory only while it trains."""
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("steps_per_rl_step", [1, 2])
+def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(tmp_path, kind, steps_per_rl_step):
+    config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
+    parts, out = parts_of(config), tmp_path / "run"
+    parts.reference = Mortal(dies_in={4, 5})
+    parts.trainer = SharedKiller(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
+    with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
+        run(config, out, parts)
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    parts = parts_of(config)
+    summary = run(config, out, parts, resume=True)
+    check_books(out, config, summary)
+    check_divergence(out, steps=12)
+
+
+def test_a_reference_lost_while_the_trainer_works_loses_no_step(tmp_path):
+    config = kl_config(steps=20, longest=40)
+    parts, out = parts_of(config), tmp_path / "run"
+    parts.reference = FakeReference(batch_s=0.002)
+
+    def die_for_good():
+        parts.reference.die()
+        parts.reference.start = parts.reference.shutdown
+
+    parts.trainer = Killer(train_batch_size=8, train_s=0.1, kl_coefficient=KL, at=2, do=die_for_good)
+    with pytest.raises(ReferenceLostError):
+        run(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.version == parts.trainer.version >= 3  # the step under way was finished: the checkpoint holds it
+    assert not parts.trainer._accumulated
+    summary = run(config, out, parts_of(config), resume=True)
+    check_books(out, config, summary)
+
+
+def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
+    config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
+    parts = parts_of(config)
+    parts.reference = Mortal(dies_in=set(), batch_s=0.05)
+
+    class LastStep(Killer):
+        async def save(self, folder):
+            parts.reference.starts = 1
+            parts.reference.die()  # in a batch
+            await asyncio.sleep(0.1)
+            await super().save(folder)
+
+    parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
+    summary = run(config, tmp_path / "run", parts)
+    assert summary["complete"]
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(tmp_path, kind):
+    config = kl_config(kind=kind, steps=12, slots=16)
+    parts, out = parts_of(config, step_s=0.001), tmp_path / "run"
+    parts.reference = FakeReference(batch_s=0.01)
+    interrupt = lambda: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    parts.trainer = Killer(train_batch_size=8, train_s=0.05, kl_coefficient=KL, at=3, do=interrupt)
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts)
+    state = read_newest(out, config).state
+    ready = {one: data for one, data in state.rollouts.items() if not math.isnan(data.reward)}
+    assert ready or kind == "conventional"
+    for data in ready.values():
+        assert data.reference_logprob_T.tolist() == [logprob(0)] * len(data.tokens)
+    for one in state.scoring:
+        assert state.rollouts[one].reference_logprob_T is None
+    parts = parts_of(config)
+    summary = run(config, out, parts, resume=True)
+    check_books(out, config, summary)
+    check_divergence(out, steps=12)
+
+
+def test_ctrl_c_while_rollouts_wait_for_the_reference(tmp_path):
+    config, out = kl_config(steps=6), tmp_path / "run"
+    parts = parts_of(config, task=Interrupts(when=lambda problem: problem.expected == 3))
+    parts.reference = FakeReference(batch_s=60.0)
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.scoring
+    summary = run(config, out, parts_of(config), resume=True)
+    check_books(out, config, summary)
+    check_divergence(out, steps=6)
