@@ -37,6 +37,7 @@ LEARNING = {
 }
 
 
+@pytest.mark.slow
 def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))
@@ -75,6 +76,7 @@ def test_one_seed_has_no_band():
     assert np.isnan(half).all()
 
 
+@pytest.mark.slow
 def test_replay_of_a_run_that_learned_learns_again(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "run.toml").write_text(tomli_w.dumps(LEARNING))

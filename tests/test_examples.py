@@ -149,6 +149,7 @@ def test_the_main_run_is_steady_from_end_to_end():
 # ------------------------------------------------------------------------------------ hardware by name
 
 
+@pytest.mark.slow
 def test_the_levels_of_the_example_by_name_are_ordered_and_agree_on_the_winner():
     """Same answers in all: the run lasts longer from level to level, and the pipeline is ahead in each."""
     levels = ("optimistic", "central", "pessimistic")

@@ -342,6 +342,7 @@ def test_it_learns():
 # ----------------------------------------------------------------------------------------- the KL study
 
 
+@pytest.mark.slow
 def test_the_kl_study_finds_no_divergence_without_change_and_the_right_order_with_it(policy):
     """Same weights: none of the three diverges. Weights that move: conventional data diverges most."""
     shape, old, new = policy
