@@ -233,6 +233,22 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, upd
     assert relearn(trace).fingerprint() == summary["weights_sha256"]
 
 
+def test_a_run_that_diverged_is_learned_again_up_to_there(tmp_path):
+    with pytest.raises(RunFailedError, match="diverged"):
+        learned(config_with("policy.learning_rate=1e30"), tmp_path)
+    recorded = json.loads((tmp_path / "summary.json").read_text())["weights_sha256"]
+    assert relearn(Trace(tmp_path / "trace.jsonl.gz")).fingerprint() == recorded
+
+
+def test_a_run_with_preempted_rollouts_that_cannot_be_learned_again_is_one_line(tmp_path):
+    limit = ["hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10"]
+    learned(config_with("seed=1", *limit), tmp_path)
+    with pytest.raises(
+        RunFailedError, match=r"different: rollout \d+ has \d+ tokens in the trace and \d+ when .*preempted"
+    ):
+        relearn(Trace(tmp_path / "trace.jsonl.gz"))
+
+
 def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):
     data = {key: value for key, value in BASE.items() if key != "policy"}
     simulate(parse_run(data), out=tmp_path, trace=True)
