@@ -16,6 +16,7 @@ from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.trace import Trace, replay
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
+from sim.plan import plan
 from sim.reference import StepByStepEngine
 from sim.run import simulate
 from sim.sequence import Sequence
@@ -459,6 +460,24 @@ def test_a_policy_that_cannot_be_is_one_line(override, line):
     with pytest.raises(ConfigError) as caught:
         config_with(override)
     assert str(caught.value) == line
+
+
+def test_a_base_model_that_is_not_finite_is_one_line(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        simulate(config_with("policy.warm_start.learning_rate=1e30"), out=tmp_path / "run")
+    assert str(caught.value) == (
+        "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_has_no_policy(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        plan(config_with(), out=tmp_path / "plan")
+    assert str(caught.value) == (
+        "plan simulates without [policy], with the lengths of [workload]: remove the table, and give workload.length "
+        "as a run with it has them, got policy.task='chain'"
+    )
 
 
 def test_a_run_that_diverges_says_so_and_keeps_what_it_has(tmp_path):
