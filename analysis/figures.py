@@ -335,9 +335,10 @@ def speedup_by_scenario(comparison: Comparison) -> Figure:
             (arm.speedup, row)
             for row, scenario in enumerate(scenarios)
             for arm in comparison.scenarios[scenario]
-            if arm.name == name
+            if arm.name == name and arm.speedup is not None
         ]
-        axes.plot(*zip(*cells, strict=True), style.marker, color=style.color, markeredgecolor="white", label=name)
+        if cells:
+            axes.plot(*zip(*cells, strict=True), style.marker, color=style.color, markeredgecolor="white", label=name)
     axes.set(xlabel="speed-up (ratio of trained tokens/s)", xlim=(0, None))
     axes.set(ylim=(len(scenarios) - 0.5, -0.5))
     axes.set_yticks(range(len(scenarios)), scenarios)

@@ -35,7 +35,7 @@ def save_figures(
     Args:
         runs: Drawn side by side; their names must differ. May be empty if there is a comparison or there are curves.
         folder: Where to; made if it does not exist.
-        comparison: Adds the speed-ups by scenario.
+        comparison: Adds the speed-ups by scenario, where its baseline has ended.
         curves: Adds the analytic model to throughput against lag; the runs must then know their tokens/flash.
         seeds: The runs of every arm of a comparison, by arm. Adds learning curves with bands, where runs have learned.
 
@@ -53,7 +53,9 @@ def save_figures(
     if len(runs) > 1 or curves is not None:
         points, unit = rate_points(runs)
         drawn["throughput_against_max_lag"] = figures.throughput_against_max_lag(points, curves, unit)
-    if comparison is not None:
+    if comparison is not None and any(
+        arm.speedup is not None for arms in comparison.scenarios.values() for arm in arms
+    ):
         drawn["speedup_by_scenario"] = figures.speedup_by_scenario(comparison)
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
         drawn["learning"] = bands.learning(seeds)

@@ -151,8 +151,8 @@ class Arm:
     """Largest lag of any trained token (optimizer steps)."""
     folder: str
     """Its run folder, relative to the comparison's."""
-    speedup: float
-    """Its trained tokens per second over those of the baseline arm (no unit)."""
+    speedup: float | None
+    """Its trained tokens per second over those of the baseline arm (no unit); None: that one failed."""
     folders: tuple[str, ...]
     """The run folders of all its seeds, ``folder`` first."""
 
@@ -262,7 +262,7 @@ def read_comparison(folder: str | Path) -> Comparison:
                 method=arm.text("summary.scheduler"),
                 max_lag=arm.number("summary.lag.max"),
                 folder=arm.text("folder"),
-                speedup=arm.number("speedup"),
+                speedup=None if arm.value("speedup") is None else arm.number("speedup"),
                 folders=_folders(arm),
             )
             for arm in scenario.tables("arms")

@@ -113,8 +113,7 @@ def compare(
     if not result["complete"]:
         for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
             _complain(failure)
-    speedups = [arm["speedup"] for scenario in result["scenarios"] for arm in scenario["arms"]]
-    if out is not None and speedups and None not in speedups:
+    if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
         _draw([out], out / FIGURES_FOLDER)
     raise typer.Exit(0 if result["complete"] else 1)
 
@@ -262,6 +261,8 @@ def drift(
     model = fit_drift(learned)
     checks = []
     for run in readers.read_runs(check) if check else []:
+        if not run.has_ess:
+            raise ConfigError(f"--check needs runs that learned, got {run.name}, whose metrics have no ESS")
         band = modelled_ess(model, run.profile.lag_histogram.total)
         measured = run.number("ess.mean")
         checks.append({"run": run.name, "modelled": band.mean, "measured": measured, "error": band.mean - measured})

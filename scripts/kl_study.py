@@ -55,6 +55,9 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for start in options.start:
+        missing = set(range(start, start + options.updates + 1)) - learner.answers.versions
+        if missing:
+            parser.error(f"--start {start} --updates {options.updates} needs version {min(missing)}, not published")
         weights = [learner.answers.weights(start + step) for step in range(options.updates + 1)]
         with one_thread():
             points = kl_study(weights, shape=shape, sampler=sampler, prompts=prompts, length=options.length)

@@ -15,7 +15,7 @@ from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.parallel import run_all
-from sim.run import simulate
+from sim.run import check_installed, simulate
 from sim.world import World
 
 NAME_LENGTH = 80
@@ -147,9 +147,10 @@ def compare(
 
 
 def _check_files(cells: list[Cell], out: Path | None) -> None:
-    """Check that every file that is read can be used and every folder can be written, then make the outer folder."""
+    """Check that all that is needed is there and every folder can be written, then make the outer folder."""
     for cell in cells:
         with _naming(cell.name):
+            check_installed(cell.config)
             World(cell.config)
     if out is not None:
         for folder in (out, *(out / cell.folder for cell in cells)):

@@ -66,6 +66,11 @@ def plan(
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
         RunFailedError: If no simulation ended.
     """
+    if config.policy is not None:
+        raise ConfigError(
+            "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
+            f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
+        )
     if out is not None:
         check_vacant(out)
     search = _Search(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import signal
 import threading
@@ -53,6 +54,12 @@ def simulate(
     finally:
         summary = recording.finish()
     return summary
+
+
+def check_installed(config: RunConfig) -> None:
+    """Raise ConfigError if the run needs a package that is not installed; imports nothing."""
+    if config.policy is not None and importlib.util.find_spec("torch") is None:
+        raise ConfigError("[policy] needs torch: pip install 'pipelinerl[learn]'")
 
 
 def _simulate_learning(

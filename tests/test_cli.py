@@ -623,14 +623,13 @@ def test_paper_mode_is_compared_in_flashes_with_the_analytic_curves_beside_it(
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("has_baseline", [True, False])
 def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
-    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, drawn: bool
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, has_baseline: bool
 ) -> None:
-    """Where the baseline is among the failed there is no speed-up to draw."""
-    figures = []
-    monkeypatch.setattr(analysis.report, "save_figures", lambda *_, **__: figures.append(1) or [])
-    baseline = "pipeline" if drawn else "stalls"
+    """Where the baseline is among the failed there is no speed-up to draw, but all else."""
+    monkeypatch.setattr(analysis.report, "DPI", 20)
+    baseline = "pipeline" if has_baseline else "stalls"
     arms = f'[{{ name = "pipeline" }}, {{ name = "stalls", set = {json.dumps(STALLS)} }}]'
     tiny.write_text(f'{TINY}\n[compare]\nbaseline = "{baseline}"\narms = {arms}\n')
     result = command("compare", tiny, "--out", tmp_path / "out")
@@ -638,8 +637,10 @@ def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
     assert result.err.startswith("pipelinerl: scenario 'as given', arm 'stalls': stalled: more than ")
     assert result.err.count("\n") == 1
     (row,) = [line for line in result.out.splitlines() if line.startswith("pipeline")]
-    assert row.split()[1] == ("1.00" if drawn else "-")
-    assert figures == ([1] if drawn else [])
+    assert row.split()[1] == ("1.00" if has_baseline else "-")
+    names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    assert "lag_by_step" in names
+    assert ("speedup_by_scenario" in names) == has_baseline
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -660,6 +661,20 @@ def test_the_first_scenario_with_a_finished_run_stands_for_all_in_the_figures_of
     assert drawn == [([("pipeline", 5), ("conventional", 5)], ["stalls", "goes well"], None)]
     assert (result.status, result.err.count("\n")) == (1, 2)
     assert result.err.startswith("pipelinerl: scenario 'stalls', arm 'conventional': stalled: ")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_drift_model_is_not_checked_with_a_run_that_has_not_learned(
+    command: Command, tmp_path: Path, finished: Path
+) -> None:
+    for path in finished.glob("*.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1, "ess/token_raw": 0.9, "ess/lag_1": 0.9}\n')
+    result = command("drift", tmp_path, "--check", finished)
+    assert (result.status, result.out) == (2, "")
+    assert result.err == (
+        f"pipelinerl: --check needs runs that learned, got {finished.name}, whose metrics have no ESS\n"
+    )
 
 
 # ------------------------------------------------------------------------------------------- plot
@@ -703,7 +718,7 @@ def broken_runs(folder: Path, run: Path) -> None:
     (folder / "text" / "steps.csv").write_text("step\n1\n")
     summary = json.loads((run / "summary.json").read_text())
     (folder / "comparison" / "comparison.json").write_text('{"baseline": "a", "scenarios": []}')
-    arm = {"name": "a", "folder": ".", "speedup": None, "summary": summary}
+    arm = {"name": "a", "folder": ".", "speedup": "fast", "summary": summary}
     scenarios = [{"name": "s", "arms": [arm]}]
     text = json.dumps({"baseline": "b", "scenarios": scenarios})
     (folder / "baseless" / "comparison.json").write_text(text)
@@ -725,7 +740,7 @@ def broken_runs(folder: Path, run: Path) -> None:
         (("run", "no_profile"), "cannot read {tmp}/no_profile/profile.json: No such file or directory"),
         (("run", "run"), "run folders must be different, got {tmp}/run, {tmp}/run"),
         (("comparison",), "{tmp}/comparison/comparison.json has no arm yet"),
-        (("baseless",), "{tmp}/baseless/comparison.json: speedup must be a number, got null"),
+        (("baseless",), '{tmp}/baseless/comparison.json: speedup must be a number, got "fast"'),
         (
             ("run", "comparison"),
             "DIR... must be runs or a single comparison, got 2 with {tmp}/comparison",

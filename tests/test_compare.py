@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -529,3 +530,15 @@ def test_ctrl_c_ends_a_run_at_the_step_it_was_in_and_is_free_again(tmp_path: Pat
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["optimizer_steps"], summary["complete"]) == (2, False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_torch_a_comparison_of_policies_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = ["policy.task=addition", "policy.size=2", "policy.learning_rate=1e-3"]
+    learning = {"name": "learning", "set": policy}
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError) as caught:
+        compare(run(arms=[PIPELINE, learning], baseline="pipeline"), out=tmp_path / "out")
+    assert str(caught.value) == (
+        "scenario 'as given', arm 'learning': [policy] needs torch: pip install 'pipelinerl[learn]'"
+    )
+    assert not (tmp_path / "out").exists()

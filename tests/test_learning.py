@@ -16,6 +16,7 @@ from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.trace import Trace, replay
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
+from sim.plan import plan
 from sim.reference import StepByStepEngine
 from sim.run import simulate
 from sim.sequence import Sequence
@@ -230,7 +231,25 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, upd
     summary = learned(config_with(f"scheduler.weight_update={update}"), tmp_path)
     trace = Trace(tmp_path / "trace.jsonl.gz")
     assert replay(trace).difference is None
-    assert relearn(trace).fingerprint() == summary["weights_sha256"]
+    again = relearn(trace)
+    assert again.fingerprint() == summary["weights_sha256"]
+    assert again.answers.versions == set(range(6))
+
+
+def test_a_run_that_diverged_is_learned_again_up_to_there(tmp_path):
+    with pytest.raises(RunFailedError, match="diverged"):
+        learned(config_with("policy.learning_rate=1e30"), tmp_path)
+    recorded = json.loads((tmp_path / "summary.json").read_text())["weights_sha256"]
+    assert relearn(Trace(tmp_path / "trace.jsonl.gz")).fingerprint() == recorded
+
+
+def test_a_run_with_preempted_rollouts_that_cannot_be_learned_again_is_one_line(tmp_path):
+    limit = ["hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10"]
+    learned(config_with("seed=1", *limit), tmp_path)
+    with pytest.raises(
+        RunFailedError, match=r"different: rollout \d+ has \d+ tokens in the trace and \d+ when .*preempted"
+    ):
+        relearn(Trace(tmp_path / "trace.jsonl.gz"))
 
 
 def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):
@@ -444,6 +463,24 @@ def test_a_policy_that_cannot_be_is_one_line(override, line):
     with pytest.raises(ConfigError) as caught:
         config_with(override)
     assert str(caught.value) == line
+
+
+def test_a_base_model_that_is_not_finite_is_one_line(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        simulate(config_with("policy.warm_start.learning_rate=1e30"), out=tmp_path / "run")
+    assert str(caught.value) == (
+        "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_has_no_policy(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        plan(config_with(), out=tmp_path / "plan")
+    assert str(caught.value) == (
+        "plan simulates without [policy], with the lengths of [workload]: remove the table, and give workload.length "
+        "as a run with it has them, got policy.task='chain'"
+    )
 
 
 def test_a_run_that_diverges_says_so_and_keeps_what_it_has(tmp_path):

@@ -85,6 +85,11 @@ class Answers:
         """Return the weights of a version that was published and has not been forgotten."""
         return self._weights[version]
 
+    @property
+    def versions(self) -> set[int]:
+        """Versions whose weights are kept."""
+        return set(self._weights)
+
     def answer(self, rollout_id: int) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float32]]:
         """Return prompt, words and log-probabilities (nats) of a finished rollout, and free its cache."""
         draft = self._drafts[rollout_id]

@@ -18,7 +18,7 @@ import torch
 from pipelinerl.accounting import StepRow
 from pipelinerl.advantages import leave_one_out
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import RunFailedError
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.ess import RatioStats
 from pipelinerl.events import StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.losses import policy_loss
@@ -46,7 +46,7 @@ class Learner:
         config: A run with the table ``policy``.
 
     Raises:
-        ConfigError: If task and policy do not fit the run.
+        ConfigError: If task and policy do not fit the run, or the base model is not finite.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -61,6 +61,11 @@ class Learner:
         positions = self.prompt_tokens + max_tokens
         self._shape = policy_shape(policy, positions=positions)
         self._weights: Weights = base_model(policy, positions=positions)
+        if not all(bool(torch.isfinite(one).all()) for one in self._weights.values()):
+            raise ConfigError(
+                "policy.warm_start.learning_rate is too large: the base model is not finite, got "
+                f"learning_rate={policy.warm_start.learning_rate:g}"
+            )
         for one in self._weights.values():
             one.requires_grad_()
         self._optimizer = torch.optim.Adam(self._weights.values(), lr=policy.learning_rate, betas=BETAS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.events import (
     DiscardRollouts,
     PublishWeights,
@@ -21,7 +21,7 @@ def relearn(trace: Trace) -> Learner:
 
     Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
     are those of the run to the last bit (``weights_sha256`` of its summary), unless rollouts were preempted: traces do
-    not say that, and a cache that is filled again by the same weights differs in its last bits.
+    not say that, and a cache that is filled again differs. A run that diverged is learned again up to there.
 
     Args:
         trace: The trace of a run with the table ``policy``.
@@ -31,6 +31,7 @@ def relearn(trace: Trace) -> Learner:
 
     Raises:
         ConfigError: If the run had no policy.
+        RunFailedError: If a rollout gets another length than it had: it was preempted.
         TraceError: If the trace is broken.
     """
     if trace.config.policy is None:
@@ -53,8 +54,21 @@ def relearn(trace: Trace) -> Learner:
                     spans = {rollout_id: finished.pop(rollout_id) for rollout_id in command.rollout_ids}
                     learner.answers.restore(spans, recompute=recompute)
                     for rollout_id in command.rollout_ids:
+                        _check_length(learner, rollout_id, spans[rollout_id].num_tokens)
                         learner.finished(rollout_id, spans[rollout_id])
-                    learner.train(command)
+                    try:
+                        learner.train(command)
+                    except RunFailedError:
+                        break  # the run ended here too: its weights are those of before
                 case PublishWeights() as command:
                     learner.publish(command.version, oldest=0)
     return learner
+
+
+def _check_length(learner: Learner, rollout_id: int, num_tokens: int) -> None:
+    _, words, _ = learner.answers.answer(rollout_id)
+    if len(words) != num_tokens:
+        raise RunFailedError(
+            f"different: rollout {rollout_id} has {num_tokens} tokens in the trace and {len(words)} when it is sampled "
+            "again; rollouts that were preempted, which a trace does not say, cannot be learned again"
+        )
