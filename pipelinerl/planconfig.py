@@ -38,7 +38,7 @@ class PlanConfig(StrictModel):
     mean_lag_limit: float | None = Field(default=None, ge=0)
     """Largest mean lag allowed (optimizer steps)."""
     min_ess: float | None = Field(default=None, gt=0, lt=1)
-    """Least effective sample size allowed, that of the mean lag under the drift model of ``[drift]``."""
+    """Least effective sample size allowed, as the drift model of ``[drift]`` has it."""
     gpu_hours: float | None = Field(default=None, gt=0)
     """GPU-hours that ``optimizer_steps`` may take."""
     budget: float | None = Field(default=None, gt=0)

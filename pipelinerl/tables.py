@@ -172,19 +172,32 @@ def _comparison_row(arm: dict[str, Any], flashes: bool, learned: bool) -> list[s
     seconds, duration_s = summary["seconds"], summary["duration_s"] or 1.0
     shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
     steps = summary["optimizer_steps"]
+    repeats = arm.get("repeats", [])
+    seeds = f" ({len(repeats)} seeds)" if learned and len(repeats) > 1 else ""
     return [
-        escape(arm["name"]),
+        escape(arm["name"]) + seeds,
         "-" if arm["speedup"] is None else f"{arm['speedup']:.2f}",
         f"{summary['tokens_per_flash']:.2f}" if flashes else f"{summary['tokens_per_s']:,.0f}",
         f"{summary['duration_s'] / steps:.4g}" if steps else "-",
         f"{summary['lag']['mean']:.2f}",
         f"{summary['lag']['max']}",
         *(
-            (f"{summary['reward']['last']:.3f}", f"{summary['ess']['mean']:.3f}")
+            (
+                _mean_and_spread([one["reward"] for one in repeats] or [summary["reward"]["last"]]),
+                _mean_and_spread([one["ess"] for one in repeats] or [summary["ess"]["mean"]]),
+            )
             if learned
             else (f"{share:.0%}" if share else "-" for share in shares)
         ),
     ]
+
+
+def _mean_and_spread(values: list[float]) -> str:
+    """Return the mean, and of several values the sample standard deviation."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return f"{mean:.3f}"
+    return f"{mean:.3f}±{(sum((one - mean) ** 2 for one in values) / (len(values) - 1)) ** 0.5:.3f}"
 
 
 def _method(summary: dict[str, Any]) -> str:

@@ -183,7 +183,11 @@ def _side_by_side(cells: list[Cell], summaries: dict[str, dict[str, Any]], basel
                 arms.append({"name": cell.arm, "folder": cell.folder, "speedup": speedup, "summary": summary})
             if cell.seed is not None:
                 repeats = arms[-1].setdefault("repeats", [])
-                repeats.append({"seed": cell.seed, "folder": cell.folder, "speedup": speedup})
+                repeat = {"seed": cell.seed, "folder": cell.folder, "speedup": speedup}
+                if "reward" in summaries[cell.folder]:
+                    repeat["reward"] = summaries[cell.folder]["reward"]["last"]
+                    repeat["ess"] = summaries[cell.folder]["ess"]["mean"]
+                repeats.append(repeat)
         scenarios.append({"name": name, "arms": arms})
     return scenarios
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pipelinerl.coefficients import Level
 from pipelinerl.config import RunConfig
+from pipelinerl.drift import modelled_ess
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.runfile import parse_run
 from sim.candidates import Candidate
@@ -50,6 +52,8 @@ class Outcome:
     """Share in which it publishes."""
     waiting: float
     """Share in which it does neither."""
+    ess: float | None = None
+    """Effective sample size that the run file's drift model gives the lags of the steady state."""
     failure: str | None = None
     """What went wrong; then the numbers are 0."""
 
@@ -152,4 +156,12 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
         training=sum(row.train_s for row in window) / window_s,
         publishing=sum(row.publish_s for row in window) / window_s,
         waiting=sum(row.wait_s for row in window) / window_s,
+        ess=_modelled_ess(config, window),
     )
+
+
+def _modelled_ess(config: RunConfig, window: Sequence[Step]) -> float | None:
+    if config.drift is None:
+        return None
+    by_lag = [sum(tokens) for tokens in zip_longest(*(row.tokens_by_lag for row in window), fillvalue=0)]
+    return modelled_ess(config.drift, by_lag).mean

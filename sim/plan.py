@@ -172,7 +172,7 @@ class _Search:
     def _keeps(self, outcome: Outcome) -> bool:
         lag = self.limits.lag
         in_lag = lag is None or outcome.lag_max <= lag
-        return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours) is None
+        return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
     def result(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[dict[str, Any], Candidate]:
         """Return the content of plan.json, and what is recommended.
@@ -245,7 +245,7 @@ class _Search:
         """Return those that the screening took for feasible and the simulation does not."""
         out = []
         for one in outcomes:
-            reason = self.limits.broken(one.lag_mean, one.gpu_hours)
+            reason = self.limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
             if reason is not None:
                 out.append(Rejected(one.candidate, reason, self.screener.screen(one.candidate)))
         return out
@@ -307,7 +307,7 @@ class _Search:
             "cost_per_1000_steps": cost,
             "lag_mean": outcome.lag_mean,
             "lag_max": outcome.lag_max,
-            "ess": self.limits.ess(outcome.lag_mean),
+            "ess": outcome.ess,
             "training": outcome.training,
             "publishing": outcome.publishing,
             "waiting": outcome.waiting,

@@ -32,6 +32,8 @@ class Step(NamedTuple):
     tokens: int
     lag_mean: float
     lag_max: int
+    tokens_by_lag: tuple[int, ...] = ()
+    """Tokens of lag 0, 1, 2, ... (count)."""
 
 
 class StepBooks:
@@ -42,7 +44,7 @@ class StepBooks:
         self._version = 0
         self._finished: dict[int, VersionSpans] = {}
         self._start_s = self._train_s = self._publish_s = 0.0
-        self._tokens = self._lag_tokens = self._lag_max = 0
+        self._by_lag = np.zeros(1, dtype=np.int64)  # trained tokens of this step by lag
 
     def event(self, time_s: float, event: Event) -> None:
         """Book an event reported at ``time_s``."""
@@ -79,16 +81,29 @@ class StepBooks:
         first_M = np.cumsum([0, *counts[:-1]])
         tokens_N[first_M] = np.array(ends, dtype=np.int64)[first_M]  # a rollout's first span begins at 0
         lag_N = command.version - np.array(versions, dtype=np.int64)
-        self._tokens += int(tokens_N.sum())
-        self._lag_tokens += int(lag_N @ tokens_N)
-        self._lag_max = max(self._lag_max, int(lag_N.max()))
+        added = np.bincount(lag_N, tokens_N, len(self._by_lag)).astype(np.int64)  # exact: counts below 2^53
+        added[: len(self._by_lag)] += self._by_lag
+        self._by_lag = added
 
     def _step_done(self, time_s: float) -> None:
         wait_s = max(0.0, time_s - self._start_s - self._train_s - self._publish_s)
-        lag_mean = self._lag_tokens / self._tokens
-        self.steps.append(Step(time_s, self._train_s, self._publish_s, wait_s, self._tokens, lag_mean, self._lag_max))
+        by_lag = self._by_lag
+        tokens, lag_tokens = int(by_lag.sum()), int(by_lag @ np.arange(len(by_lag)))
+        lag_max = int(by_lag.nonzero()[0][-1])
+        self.steps.append(
+            Step(
+                time_s,
+                self._train_s,
+                self._publish_s,
+                wait_s,
+                tokens,
+                lag_tokens / tokens,
+                lag_max,
+                tuple(by_lag[: lag_max + 1].tolist()),
+            )
+        )
         self._start_s, self._train_s, self._publish_s = time_s, 0.0, 0.0
-        self._tokens = self._lag_tokens = self._lag_max = 0
+        self._by_lag = np.zeros(1, dtype=np.int64)
 
 
 def simulate_steps(config: RunConfig) -> list[Step]:

@@ -206,7 +206,9 @@ def test_survivors_are_two_of_each_family_fast_ones_and_the_front() -> None:
 def test_the_short_books_say_what_the_full_ones_say(overrides: tuple[str, ...]) -> None:
     rows: list[StepRow] = []
     simulate(run(*overrides), on_step=rows.append)
-    assert simulate_steps(run(*overrides)) == [
+    short = simulate_steps(run(*overrides))
+    assert [sum(one.tokens_by_lag) for one in short] == [one.tokens for one in rows]
+    assert [one[:-1] for one in short] == [
         (one.time_s, one.train_s, one.publish_s, one.wait_s, one.tokens, one.lag_mean, one.lag_max) for one in rows
     ]
 
@@ -377,11 +379,11 @@ def test_a_mean_lag_limit_holds_for_what_is_recommended() -> None:
     assert plan(run("plan.mean_lag_limit=1.2"))["recommended"]["lag_mean"] <= 1.2
 
 
-def test_min_ess_is_a_bound_on_the_mean_lag() -> None:
-    """exp(-0.25 * lag) >= 0.7 up to a lag of 1.43."""
+def test_min_ess_bounds_the_modelled_ess_of_what_is_recommended() -> None:
+    """By Jensen's inequality 1 / E[exp(0.25 lag)] is at most exp(-0.25 E[lag])."""
     result = plan(run("plan.min_ess=0.7", "drift.exponent=1.0", "drift.rates=[0.25]"))
     best = result["recommended"]
-    assert best["ess"] == pytest.approx(math.exp(-0.25 * best["lag_mean"]))
+    assert best["ess"] < math.exp(-0.25 * best["lag_mean"])
     assert best["ess"] >= 0.7
 
 
