@@ -23,7 +23,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If a key that is needed is missing or no number.
     """
-    config = config.get("text_config", config) if "hidden_size" not in config else config
+    text = config.get("text_config")
+    config = text if "hidden_size" not in config and isinstance(text, dict) else config
     read = _Reader(config, name)
     kind = str(config.get("model_type", ""))
     _refuse_layers_without_cache(config, name)
@@ -47,7 +48,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         per_token = read.count("num_experts_per_tok")
         expert = 3 * width * read.count("moe_intermediate_size", "intermediate_size")
         shared = _shared(read, width)
-        dense_layers = read.optional("first_k_dense_replace") + len(config.get("mlp_only_layers") or ())
+        dense_only = config.get("mlp_only_layers")
+        dense_layers = read.optional("first_k_dense_replace") + len(dense_only if isinstance(dense_only, list) else ())
         if (every := read.optional("decoder_sparse_step")) > 1:
             dense_layers += layers - layers // every
         router = width * experts + (experts if kind == "deepseek_v3" else 0)  # and a bias per expert to balance them
