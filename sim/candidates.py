@@ -135,9 +135,15 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         if size * space.answers.context <= space.memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
     )
     rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step if steps <= config.optimizer_steps]
-    splits = [total] if family in COLOCATED else _splits(config, plan, tensor_parallel)
+    if family in COLOCATED:
+        splits: Sequence[int] = [total] if total % tensor_parallel == 0 else []
+    else:
+        splits = _splits(config, plan, tensor_parallel)
     if family == "pipeline":
-        queues: Sequence[int | None] = plan.ready_queue_size or [own.ready_queue_size]
+        kept = own.ready_queue_size if (own.ready_queue_size or 0) >= batch else None
+        queues: Sequence[int | None] = [kept]
+        if plan.ready_queue_size is not None:
+            queues = [size for size in plan.ready_queue_size if size >= batch]  # the scheduler takes no smaller one
         lags: Sequence[int | None] = sorted(
             {lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}
         ) or [limits.lag]

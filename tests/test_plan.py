@@ -133,6 +133,24 @@ def test_an_engine_needs_its_accelerators_and_someone_has_to_train() -> None:
     ) == [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)]
 
 
+def test_choices_that_no_run_file_may_make_are_no_candidates() -> None:
+    """Engines of 3 on 4 accelerators that all generate; queues shorter than a batch, the run file's own among them."""
+    assert labels("plan.tensor_parallel=[3]", "plan.schedulers=['conventional']") == []
+    assert labels("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]") == ["pipeline 3/1 H=8 TP=3"]
+    table = (
+        "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[1], "
+        "train_batch_size=[8, 32]}"
+    )
+    assert labels(table, "plan.ready_queue_size=[16]") == ["pipeline 2/2 H=8 queue=16"]
+    own = [one.config for one in enumerate_candidates(space_of(run(table, "scheduler.ready_queue_size=16")))]
+    assert [one.scheduler.ready_queue_limit for one in own] == [16, 64]
+
+
+def test_batches_are_whole_groups() -> None:
+    with pytest.raises(ConfigError, match=r"plan.train_batch_size must hold multiples of .* got 7, group_size=2"):
+        run("plan.train_batch_size=[8, 7]")
+
+
 def test_a_decode_step_given_as_numbers_holds_for_its_own_engine_only() -> None:
     decode = "hardware.decode={kind='affine', step_s=0.01}"
     table = "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8]}"
@@ -359,6 +377,7 @@ def test_verdict_of_a_tight_bound_on_the_lag_is_what_it_costs() -> None:
     result = plan(run(table, "plan.simulate_steps=12", "hardware.training={token_s=1e-5}"))
     assert result["recommended"]["lag_max"] == 0
     assert result["recommended"]["scheduler"]["max_lag"] == 0
+    assert result["recommended"]["verdict"].startswith("lag-bound: max_lag=0 makes the trainer wait ")
 
 
 # --------------------------------------------------------------------------------------------- limits
