@@ -31,6 +31,7 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     width, layers, vocabulary = read.count("hidden_size"), read.count("num_hidden_layers"), read.count("vocab_size")
     heads = read.count("num_attention_heads")
     if read.optional("kv_lora_rank"):
+        kv_heads = 0
         attention, attention_width, kv_numbers = _latent_attention(read, width, heads)
     else:
         kv_heads = read.optional("num_key_value_heads") or heads
@@ -77,6 +78,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "feed_forward_width": passed / (3 * width),
         "vocabulary": vocabulary,
         "kv_bytes_per_token": float(layers * kv_numbers * BYTES),
+        "attention_heads": heads,
+        "kv_heads": kv_heads,
         "experts": experts,
         "experts_per_token": per_token,
         "expert_parameters": float(expert_parameters),

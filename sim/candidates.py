@@ -110,19 +110,21 @@ def enumerate_candidates(space: Space) -> Iterator[Candidate]:
     """Yield every candidate, those included that cannot run; the run file's own values are always among them."""
     config, plan = space.config, space.plan
     for family in dict.fromkeys(plan.schedulers):
-        for tensor_parallel in _engine_sizes(config, plan):
+        for tensor_parallel in _engine_sizes(space):
             for batch in plan.train_batch_size or [config.scheduler.train_batch_size]:
                 for choice in _choices(space, family, tensor_parallel, batch):
                     yield _candidate(config, family, tensor_parallel, batch, **choice)
 
 
-def _engine_sizes(config: RunConfig, plan: PlanConfig) -> Sequence[int]:
+def _engine_sizes(space: Space) -> Sequence[int]:
+    config, plan = space.config, space.plan
     own, hardware = config.cluster.tensor_parallel, config.hardware
     if plan.tensor_parallel is not None:
         return plan.tensor_parallel
     if hardware.decode is not None or hardware.kv_cache_tokens is not None:
         return [own]
-    return sorted({own, *(size for size in TENSOR_PARALLEL if config.cluster.accelerators % size == 0)})
+    total = config.cluster.accelerators
+    return sorted({own, *(size for size in TENSOR_PARALLEL if total % size == 0 and space.memory.heads_divide(size))})
 
 
 def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Iterator[dict[str, Any]]:
@@ -246,7 +248,9 @@ def screen_all(
     rejected: list[Rejected] = []
     for candidate in candidates:
         config = candidate.config
-        if not memory.engine_fits(config.cluster.tensor_parallel):
+        if not memory.heads_divide(config.cluster.tensor_parallel):
+            rejected.append(Rejected(candidate, Reason.HEADS))
+        elif not memory.engine_fits(config.cluster.tensor_parallel):
             rejected.append(Rejected(candidate, Reason.ENGINE_MEMORY))
         elif not memory.trainer_fits(config.training_accelerators):
             rejected.append(Rejected(candidate, Reason.TRAINER_MEMORY))

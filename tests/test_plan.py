@@ -146,6 +146,16 @@ def test_choices_that_no_run_file_may_make_are_no_candidates() -> None:
     assert [one.scheduler.ready_queue_limit for one in own] == [16, 64]
 
 
+def test_engines_get_whole_heads() -> None:
+    """Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators."""
+    some = ("cluster.accelerators=16", "hardware.model=Qwen2.5-7B", "plan={schedulers=['conventional']}")
+    sizes = {one.config.cluster.tensor_parallel for one in enumerate_candidates(space_of(run(*some)))}
+    assert sizes == {1, 2, 4}
+    assert "by the attention heads do not divide by tensor_parallel (tensor_parallel of 1, 2, 4, 7, 14 would do)" in (
+        fault(*some, "plan.tensor_parallel=[8]")
+    )
+
+
 def test_batches_are_whole_groups() -> None:
     with pytest.raises(ConfigError, match=r"plan.train_batch_size must hold multiples of .* got 7, group_size=2"):
         run("plan.train_batch_size=[8, 7]")
