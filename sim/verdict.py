@@ -131,7 +131,7 @@ def sensitivity(
         differs = way(best.candidate) != way(recommended) and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
 
-    base, _ = moved({})
+    base, already = moved({})  # what was not simulated may look faster as things are: no coefficient makes that so
     rows = []
     for name, entry in coefficient_table().items():
         if name in config.hardware.coefficients:
@@ -140,7 +140,8 @@ def sensitivity(
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             if entry[level.value] != entry[config.hardware.level.value]:
                 now, instead = moved({name: entry[level.value]})
-                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": instead}
+                changes = instead if instead != already else None
+                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": changes}
         if any(abs(one["throughput"] - 1) >= 5e-4 or one["instead"] for one in effects.values()):
             rows.append((max(abs(one["throughput"] - 1) for one in effects.values()), {"coefficient": name, **effects}))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -373,6 +373,7 @@ WRONG_TABLES = {
     "no number": ("kind,batch,ctx,seconds\ndecode,1,512,fast\n", "line 2: seconds must be a number, got 'fast'"),
     "not positive": ("kind,batch,ctx,seconds\ndecode,1,512,0\n", "line 2: seconds must be above 0, got 0"),
     "half a sequence": ("kind,batch,ctx,seconds\ndecode,1.5,512,1\n", "line 2: batch must be a whole number"),
+    "more sequences than tokens": ("kind,batch,tokens,seconds\ntrain,8,4,1\n", "line 2: tokens are those of all"),
     "missing cell": ("kind,batch,ctx,seconds\ndecode,1,,0.1\n", "line 2: a decode row needs ctx"),
     "too few rows": ("kind,batch,ctx,seconds\ndecode,1,512,0.1\n", "decode needs at least 4 rows, got 1"),
     "empty": ("kind,batch,ctx,seconds\n", "has no rows"),

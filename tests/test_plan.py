@@ -26,13 +26,14 @@ from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.screening import Estimate
 from pipelinerl.tables import print_plan
 from sim import parallel
-from sim.candidates import Screened, enumerate_candidates, own_candidate, way
+from sim.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way
 from sim.outcomes import Job, extended
 from sim.parallel import run_all_on_ray
 from sim.plan import choose_survivors, pareto_front, plan
 from sim.run import simulate
 from sim.space import Limits, Reason, space_of
 from sim.stepbooks import simulate_steps
+from sim.verdict import sensitivity
 
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
@@ -267,6 +268,14 @@ def test_of_conventional_rl_only_whole_rl_steps_count() -> None:
     assert (outcome.step_s, outcome.seconds) == (3.0, 16 + 36 * 3.0)
 
 
+def test_a_run_that_was_simulated_as_a_whole_is_not_extended() -> None:
+    """Its last RL step has one optimizer step and not two, and takes as long as it took."""
+    conventional = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2", "optimizer_steps=5")
+    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
+    outcome = extended(Job(own_candidate(run(*conventional)), Level.CENTRAL, 5), rows)
+    assert (outcome.step_s, outcome.seconds, outcome.tokens_per_s) == (3.0, 23.0, 500 / 23)
+
+
 # ----------------------------------------------------------------------------------------------- result
 
 
@@ -332,6 +341,16 @@ def test_sensitivity_is_of_single_coefficients_the_largest_first(result: dict[st
     assert {"training_step_s", "step_overhead_s"} <= {row["coefficient"] for row in rows}
     (step,) = [row for row in rows if row["coefficient"] == "training_step_s"]
     assert step["optimistic"]["throughput"] >= 1 >= step["pessimistic"]["throughput"]
+
+
+def test_what_is_faster_whatever_the_coefficients_is_put_down_to_none_of_them() -> None:
+    """After Ctrl-C the recommendation may be far from the best that was screened."""
+    space = space_of(run())
+    kept, _ = screen_all(enumerate_candidates(space), space, Screener(space.config, space.answers))
+    slow, fast = (choose(kept, key=lambda one: one.tokens_per_s).candidate for choose in (min, max))
+    rows = sensitivity(space, slow, [one.candidate for one in kept], {slow.label: 1.0}, least=0.06)
+    assert rows
+    assert fast.label not in {row[level]["instead"] for row in rows for level in row if level != "coefficient"}
 
 
 def test_the_same_plan_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
@@ -432,11 +451,11 @@ def test_a_model_that_fits_nowhere_says_which_engine_would_do() -> None:
 
 
 def test_a_model_that_needs_more_gpus_than_there_are_says_so() -> None:
-    """671e9 parameters of 2 bytes over 73.5 GB each are 18.3."""
+    """671e9 parameters of 2 bytes over 73.5 GB each are 18.3; of 128 heads 32 engines have as many each."""
     assert (
         fault("hardware.model='DeepSeek-V3'")
         .splitlines()[0]
-        .endswith("(fits from tensor_parallel=19 on, and there are 4)")
+        .endswith("(fits from tensor_parallel=32 on, and there are 4)")
     )
 
 
