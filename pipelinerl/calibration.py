@@ -15,6 +15,7 @@ from pipelinerl.coefficients import coefficients
 from pipelinerl.config import HardwareConfig, RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Fit
+from pipelinerl.hardware import resolved_hardware
 from pipelinerl.hardwarefit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, HardwareFit, is_inverse, rounded
 from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.steptimes import Rows, read_step_times
@@ -205,7 +206,8 @@ def calibrate_numbers(
         model_rollout_s: Seconds of such a batch in the simulator.
 
     Raises:
-        ConfigError: If no number is given, one is not above 0, or one is shorter than the hardware model allows.
+        ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
+            so long that it must be in another unit.
     """
     numbers = {"train-step-s": train_step_s, "rollout-batch-s": rollout_batch_s, "weight-sync-s": weight_sync_s}
     if all(value is None for value in numbers.values()):
@@ -215,12 +217,15 @@ def calibrate_numbers(
             raise ConfigError(f"--{name} must be above 0 and in seconds, got {value:g}")
     result = HardwareFit(run.hardware)
     if train_step_s is not None:
+        result.check_number("train-step-s", train_step_s, model_train_s(run))
         factor = _solve(run, train_step_s, model_train_s, _slower_training, "--train-step-s")
         _scale(result, _slower_training(run, factor), factor, "training")
     if rollout_batch_s is not None:
+        result.check_number("rollout-batch-s", rollout_batch_s, model_rollout_s(run))
         factor = _solve(run, rollout_batch_s, model_rollout_s, _slower_generation, "--rollout-batch-s")
         _scale(result, _slower_generation(run, factor), factor, "generation")
     if weight_sync_s is not None:
+        result.check_number("weight-sync-s", weight_sync_s, resolved_hardware(run).weights.pause_s)
         result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
         result.notes.append(
             "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "

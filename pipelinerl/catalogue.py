@@ -90,6 +90,10 @@ class LanguageModel(Named):
     """Entries of the output head (count)."""
     kv_bytes_per_token: float = Field(gt=0)
     """KV cache of one token in bf16 (bytes)."""
+    attention_heads: int = Field(default=0, ge=0)
+    """Query heads, into whole ones of which an engine divides them (count); 0: not known."""
+    kv_heads: int = Field(default=0, ge=0)
+    """Heads of keys and values (count); 0: not known, or a latent cache."""
     experts: int = Field(default=0, ge=0)
     """Routed experts per layer (count); 0: dense."""
     experts_per_token: int = Field(default=0, ge=0)
@@ -112,6 +116,14 @@ class LanguageModel(Named):
                 f"experts_per_token must be at most experts = {self.experts}, got {self.experts_per_token}"
             )
         return self
+
+    def divides_by(self, tensor_parallel: int) -> bool:
+        """Return whether every accelerator of an engine gets as many whole heads."""
+        return self.attention_heads % tensor_parallel == 0
+
+    def cached_bytes(self, tensor_parallel: int) -> float:
+        """Return the KV cache of one token on all accelerators of an engine (bytes): with fewer heads, copies."""
+        return self.kv_bytes_per_token * (max(1.0, tensor_parallel / self.kv_heads) if self.kv_heads else 1.0)
 
 
 Entry = TypeVar("Entry", bound=Named)

@@ -459,6 +459,12 @@ class RunConfig(StrictModel):
                 "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), "
                 f"got min_ess={self.plan.min_ess:g}"
             )
+        for size in (self.plan and self.plan.train_batch_size) or ():
+            if size % self.workload.group_size:
+                raise ValueError(
+                    "plan.train_batch_size must hold multiples of workload.group_size, got "
+                    f"{size}, group_size={self.workload.group_size}"
+                )
         capacity = self.hardware.kv_cache_tokens
         longest = self.workload.prompt_tokens + self.workload.length.max
         if capacity is not None and longest > capacity:

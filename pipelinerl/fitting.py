@@ -21,6 +21,8 @@ COLLINEAR = 1e-6
 """Singular value, as a share of the largest, below which columns count as one (no unit)."""
 UNSURE_SHARE = 0.1
 """A coefficient whose standard error is a larger share of the time than this is not determined (no unit)."""
+TINY_SHARE = 0.01
+"""A coefficient that at its known value is a smaller share of the time keeps it before others do (no unit)."""
 ROUNDS = 5
 """Times that rows are weighted anew by what was fitted (count)."""
 LEAST_WEIGHED = 0.1
@@ -67,7 +69,8 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
     A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (all
     measurements at one context: who says whether a sequence or its context took the time?), or if its standard error
     is more than a tenth of the time. Then one of those concerned is kept at ``kept``, and the others take up the
-    rest; the last of the list is kept first, unless the error grows by that.
+    rest; the last of the list is kept first, but before it what is next to nothing
+    of the time at its known value, unless the error grows by that.
 
     Args:
         columns: At most a handful, the surest first.
@@ -143,8 +146,10 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
         tried = {index: _bounded(problem, columns, kept | {index: columns[index].kept}) for index in together}
         allowed = max(NOT_WORSE * loss, 1e-9)
         fitting = [one for one in together if tried[one][1] <= allowed]
+        # One that would be next to nothing of the time would have to change beyond measure to take up the rest.
+        tiny = [one for one in fitting if 0 < problem.mean_C[one] * columns[one].kept < TINY_SHARE]
         # If every value to keep contradicts the measurements: the one that does so least.
-        index = fitting[-1] if fitting else min(together, key=lambda one: tried[one][1])
+        index = [*fitting, *tiny][-1] if fitting else min(together, key=lambda one: tried[one][1])
         kept[index] = columns[index].kept
         others = [columns[one].name for one in together if one != index]
         undetermined[columns[index].name] = f"cannot be told from {' and '.join(others)}"

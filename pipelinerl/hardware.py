@@ -124,7 +124,7 @@ def derive_decode(
         bandwidth=gpu.bandwidth,
         parameters_read=dense,
         parameters_active=model.active_parameters - model.embedding_parameters,
-        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token=model.cached_bytes(tensor_parallel),
         experts=model.experts or None,
         experts_per_token=model.experts_per_token or None,
         expert_parameters=model.expert_parameters or None,
@@ -166,7 +166,7 @@ def kv_cache_tokens(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coe
     """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit."""
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
     free = usable * tensor_parallel - model.parameters * BF16_BYTES
-    return math.floor(free / model.kv_bytes_per_token)
+    return math.floor(free / model.cached_bytes(tensor_parallel))
 
 
 def check_fits(
@@ -176,9 +176,10 @@ def check_fits(
     if kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients) >= longest:
         return
     weights = model.parameters * BF16_BYTES
-    needed = weights + longest * model.kv_bytes_per_token
+    needed = weights + longest * model.cached_bytes(tensor_parallel)
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
-    fits = (size for size in (2**power for power in range(17)) if size * usable >= needed)
+    sizes = (2**power for power in range(17))
+    fits = (size for size in sizes if size * usable >= weights + longest * model.cached_bytes(size))
     least = next((f"the smallest that fits is tensor_parallel={size}" for size in fits), "none is large enough")
     raise ConfigError(
         f"cluster.tensor_parallel={tensor_parallel} is too small for {model.name} on {gpu.name}: weights of "

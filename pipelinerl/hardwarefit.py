@@ -236,7 +236,8 @@ class HardwareFit:
             decode = derive_decode(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
             prefill = derive_prefill(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
             batch_s, context_s = step_seconds(decode, tp)
-            batches = np.arange(int(batch[of].min()), int(batch[of].max()) + 2)
+            below = np.unique(batch[of].astype(np.int64))
+            batches = np.union1d(below, below + 1)
             step_s = np.interp(batch[of], batches, [batch_s(int(one)) for one in batches])
             filled_s = (
                 prefill.sequence_s * times.prefills
@@ -267,6 +268,17 @@ class HardwareFit:
             raise ConfigError(
                 f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {self.model.name} "
                 f"on {self.gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+            )
+
+    def check_number(self, name: str, given_s: float, expected_s: float) -> None:
+        """Raise ConfigError if a number of seconds is worlds longer than what GPU and model need, where they are known.
+
+        What is much shorter is refused by the fit, which cannot reach it, or is a fast link.
+        """
+        if self.gpu is not None and self.model is not None and given_s > MOST_TIMES * expected_s:
+            raise ConfigError(
+                f"--{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
+                f"needs by the hardware model, {expected_s:.3g} s: check unit, GPU and model"
             )
 
     def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:

@@ -23,13 +23,15 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If a key that is needed is missing or no number.
     """
-    config = config.get("text_config", config) if "hidden_size" not in config else config
+    text = config.get("text_config")
+    config = text if "hidden_size" not in config and isinstance(text, dict) else config
     read = _Reader(config, name)
     kind = str(config.get("model_type", ""))
     _refuse_layers_without_cache(config, name)
     width, layers, vocabulary = read.count("hidden_size"), read.count("num_hidden_layers"), read.count("vocab_size")
     heads = read.count("num_attention_heads")
     if read.optional("kv_lora_rank"):
+        kv_heads = 0
         attention, attention_width, kv_numbers = _latent_attention(read, width, heads)
     else:
         kv_heads = read.optional("num_key_value_heads") or heads
@@ -47,7 +49,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         per_token = read.count("num_experts_per_tok")
         expert = 3 * width * read.count("moe_intermediate_size", "intermediate_size")
         shared = _shared(read, width)
-        dense_layers = read.optional("first_k_dense_replace") + len(config.get("mlp_only_layers") or ())
+        dense_only = config.get("mlp_only_layers")
+        dense_layers = read.optional("first_k_dense_replace") + len(dense_only if isinstance(dense_only, list) else ())
         if (every := read.optional("decoder_sparse_step")) > 1:
             dense_layers += layers - layers // every
         router = width * experts + (experts if kind == "deepseek_v3" else 0)  # and a bias per expert to balance them
@@ -75,6 +78,8 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "feed_forward_width": passed / (3 * width),
         "vocabulary": vocabulary,
         "kv_bytes_per_token": float(layers * kv_numbers * BYTES),
+        "attention_heads": heads,
+        "kv_heads": kv_heads,
         "experts": experts,
         "experts_per_token": per_token,
         "expert_parameters": float(expert_parameters),

@@ -176,6 +176,11 @@ def _check_row(row: dict[str, float], where: str) -> None:
     for name in ("accelerators", "batch", "tokens"):
         if name in row and (row[name] < 1 or row[name] % 1):
             raise ConfigError(f"{where}: {name} must be a whole number of at least 1, got {row[name]:g}")
+    if row.get("tokens", row["batch"]) < row["batch"]:
+        raise ConfigError(
+            f"{where}: tokens are those of all sequences together, at least batch = {row['batch']:g}, got "
+            f"{row['tokens']:g}"
+        )
     if row.get("ctx", 0) < 0:
         raise ConfigError(f"{where}: ctx must be at least 0, got {row['ctx']:g}")
     if "seconds" in row and row["seconds"] <= 0:

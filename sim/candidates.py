@@ -110,19 +110,21 @@ def enumerate_candidates(space: Space) -> Iterator[Candidate]:
     """Yield every candidate, those included that cannot run; the run file's own values are always among them."""
     config, plan = space.config, space.plan
     for family in dict.fromkeys(plan.schedulers):
-        for tensor_parallel in _engine_sizes(config, plan):
+        for tensor_parallel in _engine_sizes(space):
             for batch in plan.train_batch_size or [config.scheduler.train_batch_size]:
                 for choice in _choices(space, family, tensor_parallel, batch):
                     yield _candidate(config, family, tensor_parallel, batch, **choice)
 
 
-def _engine_sizes(config: RunConfig, plan: PlanConfig) -> Sequence[int]:
+def _engine_sizes(space: Space) -> Sequence[int]:
+    config, plan = space.config, space.plan
     own, hardware = config.cluster.tensor_parallel, config.hardware
     if plan.tensor_parallel is not None:
         return plan.tensor_parallel
     if hardware.decode is not None or hardware.kv_cache_tokens is not None:
         return [own]
-    return sorted({own, *(size for size in TENSOR_PARALLEL if config.cluster.accelerators % size == 0)})
+    total = config.cluster.accelerators
+    return sorted({own, *(size for size in TENSOR_PARALLEL if total % size == 0 and space.memory.heads_divide(size))})
 
 
 def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Iterator[dict[str, Any]]:
@@ -135,9 +137,15 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         if size * space.answers.context <= space.memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
     )
     rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step if steps <= config.optimizer_steps]
-    splits = [total] if family in COLOCATED else _splits(config, plan, tensor_parallel)
+    if family in COLOCATED:
+        splits: Sequence[int] = [total] if total % tensor_parallel == 0 else []
+    else:
+        splits = _splits(config, plan, tensor_parallel)
     if family == "pipeline":
-        queues: Sequence[int | None] = plan.ready_queue_size or [own.ready_queue_size]
+        kept = own.ready_queue_size if (own.ready_queue_size or 0) >= batch else None
+        queues: Sequence[int | None] = [kept]
+        if plan.ready_queue_size is not None:
+            queues = [size for size in plan.ready_queue_size if size >= batch]  # the scheduler takes no smaller one
         lags: Sequence[int | None] = sorted(
             {lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}
         ) or [limits.lag]
@@ -240,7 +248,9 @@ def screen_all(
     rejected: list[Rejected] = []
     for candidate in candidates:
         config = candidate.config
-        if not memory.engine_fits(config.cluster.tensor_parallel):
+        if not memory.heads_divide(config.cluster.tensor_parallel):
+            rejected.append(Rejected(candidate, Reason.HEADS))
+        elif not memory.engine_fits(config.cluster.tensor_parallel):
             rejected.append(Rejected(candidate, Reason.ENGINE_MEMORY))
         elif not memory.trainer_fits(config.training_accelerators):
             rejected.append(Rejected(candidate, Reason.TRAINER_MEMORY))

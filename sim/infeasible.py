@@ -32,8 +32,12 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: Space) -> str:
     limits, memory, accelerators = space.limits, space.memory, space.config.cluster.accelerators
     screened = [one.screened for one in mine if one.screened is not None]
     match reason:
+        case Reason.HEADS:
+            whole = [size for size in range(1, accelerators + 1) if memory.heads_divide(size)]
+            return f"tensor_parallel of {', '.join(map(str, whole))} would do"
         case Reason.ENGINE_MEMORY:
-            size = next((size for size in range(1, MOST + 1) if memory.engine_fits(size)), None)
+            sizes = (size for size in range(1, MOST + 1) if memory.heads_divide(size))
+            size = next((size for size in sizes if memory.engine_fits(size)), None)
             there = f", and there are {accelerators}" if size is not None and size > accelerators else ""
             return f"fits from tensor_parallel={size} on{there}" if size else "no tensor_parallel would do"
         case Reason.TRAINER_MEMORY:

@@ -143,12 +143,13 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     start_s = rows[start - 1].time_s if start else 0.0
     window_s = rows[end - 1].time_s - start_s
     step_s, tokens = window_s / len(window), sum(row.tokens for row in window)
-    rest = config.optimizer_steps - end
-    seconds = rows[end - 1].time_s + rest * step_s
+    known = len(rows) if len(rows) >= config.optimizer_steps else end  # of a whole run, a broken RL step at its end too
+    rest = config.optimizer_steps - known
+    seconds = rows[known - 1].time_s + rest * step_s
     return Outcome(
         job.candidate,
         job.level,
-        tokens_per_s=(sum(row.tokens for row in rows[:end]) + rest * tokens / len(window)) / seconds,
+        tokens_per_s=(sum(row.tokens for row in rows[:known]) + rest * tokens / len(window)) / seconds,
         step_s=step_s,
         seconds=seconds,
         lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,

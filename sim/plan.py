@@ -156,7 +156,9 @@ class _Search:
         except ConfigError:
             return False
         memory = self.space.memory
-        return memory.engine_fits(config.cluster.tensor_parallel) and memory.trainer_fits(config.training_accelerators)
+        engine = config.cluster.tensor_parallel
+        in_memory = memory.engine_fits(engine) and memory.trainer_fits(config.training_accelerators)
+        return in_memory and memory.heads_divide(engine)
 
     def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes that keep to the limits, best first."""

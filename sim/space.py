@@ -25,6 +25,7 @@ SAMPLE_SIZE = 8192
 class Reason(StrEnum):
     """Why a candidate is out."""
 
+    HEADS = "the attention heads do not divide by tensor_parallel"
     ENGINE_MEMORY = "weights and the longest rollout do not fit into an engine"
     TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
     LAG = "lag_limit"
@@ -82,10 +83,10 @@ class Memory:
     def __init__(self, config: RunConfig, longest: int) -> None:
         self._config, self._longest = config, longest
         self.gpu: Gpu | None = None
-        self._model: LanguageModel | None = None
+        self.model: LanguageModel | None = None
         hardware = config.hardware
         if hardware.gpu is not None and hardware.model is not None:
-            self.gpu, self._model = find_gpu(hardware.gpu), find_model(hardware.model)
+            self.gpu, self.model = find_gpu(hardware.gpu), find_model(hardware.model)
             self._coefficients = coefficients(hardware.level, hardware.coefficients)
 
     def cache_tokens(self, tensor_parallel: int) -> float:
@@ -93,22 +94,26 @@ class Memory:
         given = self._config.hardware.kv_cache_tokens
         if given is not None:
             return given
-        if self.gpu is None or self._model is None:
+        if self.gpu is None or self.model is None:
             return math.inf
-        return kv_cache_tokens(self.gpu, self._model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
+        return kv_cache_tokens(self.gpu, self.model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
 
     def engine_fits(self, tensor_parallel: int) -> bool:
         """Return whether weights and the longest rollout fit into an engine."""
         return self.cache_tokens(tensor_parallel) >= self._longest
 
+    def heads_divide(self, tensor_parallel: int) -> bool:
+        """Return whether every accelerator of an engine gets as many whole heads, as far as that is known."""
+        return self.model is None or self.model.divides_by(tensor_parallel)
+
     def trainer_fits(self, accelerators: int) -> bool:
         """Return whether weights, gradients, optimizer states and activations fit."""
-        if self.gpu is None or self._model is None:
+        if self.gpu is None or self.model is None:
             return True
         zero_stage, pack_tokens = 3, 16384
         if self._config.train is not None:
             zero_stage, pack_tokens = self._config.train.trainer.zero_stage, self._config.train.trainer.pack_tokens
-        memory = training_memory(self._model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=pack_tokens)
+        memory = training_memory(self.model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=pack_tokens)
         return memory.total <= self._coefficients.memory_share * self.gpu.memory_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -46,7 +47,8 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
     if waiting > BALANCED_SHARE:
-        freer = _gain(candidate, screener, max_lag=None) if candidate.family == "pipeline" and max_lag else 0.0
+        bounded = candidate.family == "pipeline" and max_lag is not None
+        freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
         if freer > max(generation, BALANCED_SHARE):
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {waiting:.0%} of the time; without a bound "
@@ -75,9 +77,9 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
 
 
 def unit_of(config: RunConfig) -> int:
-    """Return how many GPUs 'more' means: a node of 8, or an engine of a small cluster."""
+    """Return how many GPUs 'more' means: a node of 8 in whole engines, or an engine of a small cluster."""
     engine = config.cluster.tensor_parallel
-    return max(engine, 8) if config.cluster.accelerators >= 32 else engine
+    return engine * math.ceil(8 / engine) if config.cluster.accelerators >= 32 else engine
 
 
 def _gpus(more: int, kind: str = "") -> str:
@@ -129,7 +131,7 @@ def sensitivity(
         differs = way(best.candidate) != way(recommended) and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
 
-    base, _ = moved({})
+    base, already = moved({})  # what was not simulated may look faster as things are: no coefficient makes that so
     rows = []
     for name, entry in coefficient_table().items():
         if name in config.hardware.coefficients:
@@ -138,7 +140,8 @@ def sensitivity(
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             if entry[level.value] != entry[config.hardware.level.value]:
                 now, instead = moved({name: entry[level.value]})
-                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": instead}
+                changes = instead if instead != already else None
+                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": changes}
         if any(abs(one["throughput"] - 1) >= 5e-4 or one["instead"] for one in effects.values()):
             rows.append((max(abs(one["throughput"] - 1) for one in effects.values()), {"coefficient": name, **effects}))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -121,6 +121,23 @@ def test_columns_that_are_proportional_are_named_and_the_last_is_kept() -> None:
     assert found.values == pytest.approx({"step": 3.0, "sequence": 1.0, "context": 0.001})
 
 
+def test_of_columns_that_are_proportional_one_that_is_nothing_of_the_time_is_kept() -> None:
+    batch = np.array([1.0, 2.0, 4.0, 8.0])
+    found = fit([Column("context", 0.001 * batch, kept=1.0), Column("sequence", batch, kept=0.5)], batch)
+    assert found.values == pytest.approx({"context": 1.0, "sequence": 0.999})  # and not 500 and 0.5
+
+
+def test_equal_short_contexts_do_not_make_the_cache_slow(tmp_path: Path) -> None:
+    rows = ["decode,1,1,10,,0.01,"] * 4
+    result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
+    assert "kv_efficiency" not in result.table["coefficients"]
+
+
+def test_a_row_of_absurd_size_takes_no_time(tmp_path: Path) -> None:
+    rows = [f"decode,1,{batch},10,,0.01," for batch in (1, 2, 4, 10**15)]
+    calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
+
+
 def test_a_value_to_keep_that_contradicts_the_times_is_not_kept_if_another_can_be() -> None:
     batch = np.array([1.0, 2.0, 4.0, 8.0])
     columns = [Column("sequence", batch), Column("context", 512 * batch, kept=1.0)]  # 512 times too much
@@ -356,6 +373,7 @@ WRONG_TABLES = {
     "no number": ("kind,batch,ctx,seconds\ndecode,1,512,fast\n", "line 2: seconds must be a number, got 'fast'"),
     "not positive": ("kind,batch,ctx,seconds\ndecode,1,512,0\n", "line 2: seconds must be above 0, got 0"),
     "half a sequence": ("kind,batch,ctx,seconds\ndecode,1.5,512,1\n", "line 2: batch must be a whole number"),
+    "more sequences than tokens": ("kind,batch,tokens,seconds\ntrain,8,4,1\n", "line 2: tokens are those of all"),
     "missing cell": ("kind,batch,ctx,seconds\ndecode,1,,0.1\n", "line 2: a decode row needs ctx"),
     "too few rows": ("kind,batch,ctx,seconds\ndecode,1,512,0.1\n", "decode needs at least 4 rows, got 1"),
     "empty": ("kind,batch,ctx,seconds\n", "has no rows"),
@@ -437,6 +455,14 @@ def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps() -> None:
 def test_a_batch_faster_than_the_roofline_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--rollout-batch-s=0\.001 is out of reach"):
         numbers(run_of(NAMED), rollout_batch_s=0.001)
+
+
+@pytest.mark.parametrize("name", ["train_step_s", "rollout_batch_s", "weight_sync_s"])
+def test_milliseconds_for_seconds_are_refused_where_gpu_and_model_are_known(name: str) -> None:
+    run = run_of(NAMED)
+    usual = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": lambda _run: 1.0}
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')}=.* times what .* check unit, GPU and model"):
+        numbers(run, **{name: 1000 * usual[name](run)})
 
 
 # ------------------------------------------------------------------------------------- command line

@@ -368,6 +368,16 @@ def test_a_config_without_a_key_names_it(key):
     assert line.startswith(f"model it: config.json must have {key}, a whole number of at least 1; it has ")
 
 
+@pytest.mark.parametrize("text", [None, [], "x"])
+def test_a_config_whose_text_part_is_none_is_one_line(text):
+    assert message(model_from_huggingface, {"text_config": text}, "it").startswith("model it: config.json must have ")
+
+
+def test_layers_without_experts_that_are_no_list_are_none():
+    config = ARCHITECTURES["Qwen3-30B-A3B"][0]
+    assert model_from_huggingface(config | {"mlp_only_layers": 3}, "it") == model_from_huggingface(config, "it")
+
+
 def test_a_config_with_a_wrong_number_names_it():
     config = llama(4096, 32, 32, 14336) | {"num_hidden_layers": "many"}
     line = "model it: num_hidden_layers of config.json must be a whole number, got 'many'"

@@ -764,3 +764,10 @@ def page_rows():
 def test_the_page_says_what_the_files_and_the_model_say():
     lines = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8").splitlines()
     assert [row for row in page_rows() if row not in lines] == []
+
+
+def test_more_accelerators_than_heads_of_keys_and_values_hold_copies():
+    """Qwen2.5-7B has 4: an engine of 8 holds each twice, one of 4 once."""
+    model = find_model("Qwen2.5-7B")
+    assert [model.cached_bytes(size) / model.kv_bytes_per_token for size in (1, 4, 8)] == [1, 1, 2]
+    assert find_model("DeepSeek-V3").cached_bytes(8) == 70_272

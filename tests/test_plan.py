@@ -26,13 +26,14 @@ from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.screening import Estimate
 from pipelinerl.tables import print_plan
 from sim import parallel
-from sim.candidates import Screened, enumerate_candidates, own_candidate, way
+from sim.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way
 from sim.outcomes import Job, extended
 from sim.parallel import run_all_on_ray
 from sim.plan import choose_survivors, pareto_front, plan
 from sim.run import simulate
 from sim.space import Limits, Reason, space_of
 from sim.stepbooks import simulate_steps
+from sim.verdict import sensitivity
 
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
@@ -131,6 +132,34 @@ def test_an_engine_needs_its_accelerators_and_someone_has_to_train() -> None:
     assert labels(
         "plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]", "plan.schedulers=['pipeline']"
     ) == [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)]
+
+
+def test_choices_that_no_run_file_may_make_are_no_candidates() -> None:
+    """Engines of 3 on 4 accelerators that all generate; queues shorter than a batch, the run file's own among them."""
+    assert labels("plan.tensor_parallel=[3]", "plan.schedulers=['conventional']") == []
+    assert labels("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]") == ["pipeline 3/1 H=8 TP=3"]
+    table = (
+        "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[1], "
+        "train_batch_size=[8, 32]}"
+    )
+    assert labels(table, "plan.ready_queue_size=[16]") == ["pipeline 2/2 H=8 queue=16"]
+    own = [one.config for one in enumerate_candidates(space_of(run(table, "scheduler.ready_queue_size=16")))]
+    assert [one.scheduler.ready_queue_limit for one in own] == [16, 64]
+
+
+def test_engines_get_whole_heads() -> None:
+    """Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators."""
+    some = ("cluster.accelerators=16", "hardware.model=Qwen2.5-7B", "plan={schedulers=['conventional']}")
+    sizes = {one.config.cluster.tensor_parallel for one in enumerate_candidates(space_of(run(*some)))}
+    assert sizes == {1, 2, 4}
+    assert "by the attention heads do not divide by tensor_parallel (tensor_parallel of 1, 2, 4, 7, 14 would do)" in (
+        fault(*some, "plan.tensor_parallel=[8]")
+    )
+
+
+def test_batches_are_whole_groups() -> None:
+    with pytest.raises(ConfigError, match=r"plan.train_batch_size must hold multiples of .* got 7, group_size=2"):
+        run("plan.train_batch_size=[8, 7]")
 
 
 def test_a_decode_step_given_as_numbers_holds_for_its_own_engine_only() -> None:
@@ -241,6 +270,14 @@ def test_of_conventional_rl_only_whole_rl_steps_count() -> None:
     assert (outcome.step_s, outcome.seconds) == (3.0, 16 + 36 * 3.0)
 
 
+def test_a_run_that_was_simulated_as_a_whole_is_not_extended() -> None:
+    """Its last RL step has one optimizer step and not two, and takes as long as it took."""
+    conventional = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2", "optimizer_steps=5")
+    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
+    outcome = extended(Job(own_candidate(run(*conventional)), Level.CENTRAL, 5), rows)
+    assert (outcome.step_s, outcome.seconds, outcome.tokens_per_s) == (3.0, 23.0, 500 / 23)
+
+
 # ----------------------------------------------------------------------------------------------- result
 
 
@@ -308,6 +345,16 @@ def test_sensitivity_is_of_single_coefficients_the_largest_first(result: dict[st
     assert step["optimistic"]["throughput"] >= 1 >= step["pessimistic"]["throughput"]
 
 
+def test_what_is_faster_whatever_the_coefficients_is_put_down_to_none_of_them() -> None:
+    """After Ctrl-C the recommendation may be far from the best that was screened."""
+    space = space_of(run())
+    kept, _ = screen_all(enumerate_candidates(space), space, Screener(space.config, space.answers))
+    slow, fast = (choose(kept, key=lambda one: one.tokens_per_s).candidate for choose in (min, max))
+    rows = sensitivity(space, slow, [one.candidate for one in kept], {slow.label: 1.0}, least=0.06)
+    assert rows
+    assert fast.label not in {row[level]["instead"] for row in rows for level in row if level != "coefficient"}
+
+
 def test_the_same_plan_gives_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     plan(run("plan.price_per_gpu_hour=2.0"), out=tmp_path / "again", workers=1)
     for name in ("plan.json", "recommended.toml"):
@@ -361,6 +408,7 @@ def test_verdict_of_a_tight_bound_on_the_lag_is_what_it_costs() -> None:
     result = plan(run(table, "plan.simulate_steps=12", "hardware.training={token_s=1e-5}"))
     assert result["recommended"]["lag_max"] == 0
     assert result["recommended"]["scheduler"]["max_lag"] == 0
+    assert result["recommended"]["verdict"].startswith("lag-bound: max_lag=0 makes the trainer wait ")
 
 
 # --------------------------------------------------------------------------------------------- limits
@@ -405,11 +453,11 @@ def test_a_model_that_fits_nowhere_says_which_engine_would_do() -> None:
 
 
 def test_a_model_that_needs_more_gpus_than_there_are_says_so() -> None:
-    """671e9 parameters of 2 bytes over 73.5 GB each are 18.3."""
+    """671e9 parameters of 2 bytes over 73.5 GB each are 18.3; of 128 heads 32 engines have as many each."""
     assert (
         fault("hardware.model='DeepSeek-V3'")
         .splitlines()[0]
-        .endswith("(fits from tensor_parallel=19 on, and there are 4)")
+        .endswith("(fits from tensor_parallel=32 on, and there are 4)")
     )
 
 
