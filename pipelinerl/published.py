@@ -77,6 +77,13 @@ class PublishedRun:
         return Mode.SYNC if re.search(r"sync|\bcolocat|\bhybrid\b|\bon policy\b", words) else None
 
     @property
+    def gpus(self) -> int | None:
+        """GPUs of the whole cluster (count), published as such or in its two parts."""
+        if self.gpus_total is None and self.gpus_gen is not None and self.gpus_train is not None:
+            return self.gpus_gen + self.gpus_train
+        return self.gpus_total
+
+    @property
     def train_s(self) -> float | None:
         """Seconds of training in one RL step: old and reference log-probabilities and the update."""
         return None if self.update_s is None else self.update_s + (self.old_logp_s or 0.0) + (self.ref_s or 0.0)

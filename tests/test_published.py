@@ -176,5 +176,7 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest():
     moe = run(mode="sync", hw="H100", model="Qwen9-31B-A3B", gpus_total=32, max_len=4096, prompts_per_step=64)
     assert as_subject(moe, [moe]).model.name == "Qwen3-30B-A3B"
     assert "Qwen3-30B-A3B for Qwen9-31B-A3B" in as_subject(moe, [moe]).assumed
+    lower = run(mode="sync", hw="H100", model="gemma-2-9b-it", gpus_total=32, max_len=4096, prompts_per_step=64)
+    assert any("for gemma-2-9b-it" in words for words in as_subject(lower, []).assumed)
     with pytest.raises(ConfigError, match="Frobnicator"):
         as_subject(run(mode="sync", model="Frobnicator", gpus_total=8, max_len=10, prompts_per_step=8), [])
