@@ -70,11 +70,18 @@ class PublishedRun:
         words = self.mode.lower().replace("_", " ").replace("-", " ")
         if "colocate" in words and "async" in words:
             return Mode.PARTIAL
-        if re.search(r"\bone step off\b", words):
+        if re.search(r"\b(one|1) step off\b", words):
             return Mode.ONE_STEP_OFF
-        if "async" in words or re.search(r"\b\d+ ?off\b|\bpipeline|\bin ?flight\b|\bstream", words):
+        if "async" in words or re.search(r"\b\d+ ?(step )?off\b|\bpipeline|\bin ?flight\b|\bstream", words):
             return Mode.ASYNC
         return Mode.SYNC if re.search(r"sync|\bcolocat|\bhybrid\b|\bon policy\b", words) else None
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of the whole cluster (count), published as such or in its two parts."""
+        if self.gpus_total is None and self.gpus_gen is not None and self.gpus_train is not None:
+            return self.gpus_gen + self.gpus_train
+        return self.gpus_total
 
     @property
     def train_s(self) -> float | None:
@@ -105,9 +112,11 @@ class PublishedRun:
     @property
     def sequences_per_step(self) -> int | None:
         """Answers per RL step (count), from the columns, or from the note's "G-GBS=512 sequences"."""
-        found = re.search(r"(\d+) sequences", self.note)
+        if self.prompts_per_step is not None and self.n_per_prompt is not None:
+            return self.prompts_per_step * self.n_per_prompt
+        found = re.search(r"(\d[\d,]*) sequences", self.note)
         if found:
-            return int(found[1])
+            return int(found[1].replace(",", ""))
         if self.prompts_per_step is None:
             return None
         return self.prompts_per_step * (self.n_per_prompt or DEFAULT_GROUP_SIZE)
@@ -116,29 +125,38 @@ class PublishedRun:
     def optimizer_steps_per_rl_step(self) -> int:
         """Optimizer steps on the answers of one RL step (count): prompts per step over the ``mini`` batch."""
         mini = self.number_after("mini")
-        if mini is None or self.prompts_per_step is None or self.prompts_per_step % int(mini):
+        if mini is None or mini < 1 or self.prompts_per_step is None or self.prompts_per_step % int(mini):
             return 1
         return self.prompts_per_step // int(mini)
 
     @property
     def staleness_rl_steps(self) -> float | None:
-        """Bound of staleness in RL steps, beyond the one being trained on; None if none is stated."""
+        """Bound of staleness in RL steps, beyond the one being trained on; None if none is stated.
+
+        The note is not asked: "max 8192 tokens" and "mean staleness 1.3" there bound nothing.
+        """
         for name in STALENESS_NAMES:
-            value = self.number_after(name)
+            value = _number_after(name, self.staleness_setting, self.mode)
             if value is not None:
                 return value
-        found = re.search(r"\b(\d+) ?off\b", self.mode)
+        found = re.search(r"\b(\d+)[ _-]?(?:step[ _-])?off\b", self.mode)
         if found:
             return float(found[1])
-        return float(self.staleness_setting) if re.fullmatch(r"\d+(\.\d+)?", self.staleness_setting) else None
+        bare = r"(?:<=?|≤|at most|up to)?\s*(\d+(?:\.\d+)?)\s*(?:steps?|versions?|updates?)?"
+        found = re.fullmatch(bare, self.staleness_setting)
+        return float(found[1]) if found else None
 
     def number_after(self, name: str) -> float | None:
         """Return the number that follows a word of ``staleness_setting``, ``mode`` or ``note``, as in ``eta=8``."""
-        for text in (self.staleness_setting, self.mode, self.note):
-            found = re.search(rf"\b{re.escape(name)}\s*[=: ]\s*(\d+(?:\.\d+)?)", text)
-            if found:
-                return float(found[1])
-        return None
+        return _number_after(name, self.staleness_setting, self.mode, self.note)
+
+
+def _number_after(name: str, *texts: str) -> float | None:
+    for text in texts:
+        found = re.search(rf"\b{re.escape(name)}\s*(?:<=?|[=: ≤])\s*(\d+(?:\.\d+)?)", text)
+        if found:
+            return float(found[1])
+    return None
 
 
 DEFAULT_GROUP_SIZE = 8
@@ -170,7 +188,7 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
         ConfigError: If the file cannot be read, has no rows, or a cell is no number of the right kind.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = [_with_its_commas(row) for row in csv.DictReader(file, restval="")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -215,13 +233,19 @@ def _run(row: Mapping[str, str], *, where: str) -> PublishedRun:
 
 
 def _number(text: str, *, whole: bool, where: str) -> float | int | None:
-    """Return a positive number; None for words, as in "about 14k, not stated for this row"."""
+    """Return a positive number; None for words ("about 14k, not stated for this row"), for signs of nothing, for 0."""
+    if text.casefold() in ("n/a", "nan", "-", "–", "—", "?"):
+        return None
+    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d*)?", text):
+        text = text.replace(",", "")
     try:
         value = float(text)
     except ValueError:
         if re.search(r"[A-Za-z]{2}", text):
             return None
         raise ConfigError(f"{where} must be a number, got {text!r}") from None
+    if value == 0:  # of no part of a row is 0 more than "there is none"
+        return None
     if not 0 < value < float("inf"):
         raise ConfigError(f"{where} must be above 0, got {text!r}")
     if whole and value != int(value):

@@ -90,10 +90,9 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         assumed.append(f"{sequences // run.prompts_per_step} answers per prompt")
     gpu, model = _hardware_of(run, assumed)
     has_rate = any(one is not None for one in (run.step_s, run.tok_s_total, run.tok_s_per_gpu))
-    both = run.gpus_gen + run.gpus_train if run.gpus_gen is not None and run.gpus_train is not None else None
-    accelerators = run.gpus_total or both or DEFAULT_GPUS
-    scale_is_known = (run.gpus_total or both) is not None and has_rate
-    if (run.gpus_total or both) is None:
+    accelerators = run.gpus or DEFAULT_GPUS
+    scale_is_known = run.gpus is not None and has_rate
+    if run.gpus is None:
         assumed.append(f"{accelerators} GPUs")
     mean_is_known = run.avg_len is not None
     mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
@@ -211,6 +210,8 @@ def _filled_from_family(run: PublishedRun, family: Sequence[PublishedRun]) -> Pu
     for name in ("prompts_per_step", "n_per_prompt", "max_len", "avg_len"):
         if getattr(run, name) is None:
             given = [getattr(other, name) for other in family if getattr(other, name) is not None]
+            if name == "n_per_prompt" and re.search(r"\d sequences", run.note):
+                continue  # the product is stated
             if given and (name != "prompts_per_step" or run.sequences_per_step is None):
                 changes[name] = given[0]
     if run.number_after("mini") is None:
@@ -234,7 +235,7 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
     try:
         return find_model(name)
     except ConfigError:
-        found = re.search(r"(\d+(?:\.\d+)?)B(?:-A(\d+(?:\.\d+)?)B)?", name)
+        found = re.search(r"(\d+(?:\.\d+)?)B\b(?:-A(\d+(?:\.\d+)?)B)?", name, re.IGNORECASE)
         if found is None:
             raise
     total = 1e9 * float(found[1])
@@ -322,6 +323,8 @@ def _generating(run: PublishedRun, accelerators: int, assumed: list[str]) -> int
         assumed.append("half of the GPUs generate")
     if generating >= accelerators:
         raise ConfigError(f"gpus_gen must be below gpus_total={accelerators}, got {generating}")
+    if generating < 1:
+        raise ConfigError(f"no GPU is left to generate: gpus_total={accelerators}, gpus_train={run.gpus_train}")
     return generating
 
 
@@ -363,8 +366,8 @@ def measured_seconds(run: PublishedRun) -> float | None:
     if run.measured_step_s is not None:
         return run.measured_step_s
     rate = run.tok_s_total
-    if rate is None and run.tok_s_per_gpu is not None and run.gpus_total is not None:
-        rate = run.tok_s_per_gpu * run.gpus_total
+    if rate is None and run.tok_s_per_gpu is not None and run.gpus is not None:
+        rate = run.tok_s_per_gpu * run.gpus
     if rate is None or run.sequences_per_step is None:
         return None
     mean = run.avg_len or MEAN_OVER_LONGEST * (run.longest_tokens or 0)

@@ -214,14 +214,15 @@ def _from_simulations(
 ) -> Prediction | Unusable:
     subject, run = table.subject, table.subject.run
     if not subject.scale_is_known and not references:
-        return Unusable(run.id, "the cluster's size is not published, and no other row of its system to compare with")
+        what = "the cluster's size is not published" if run.gpus is None else "only hours of a whole run are published"
+        return Unusable(run.id, f"{what}, and no other such row of its system to compare with")
     band = seconds_band(table, references, switch_s=switch_s, inputs=inputs)
     measured_s = measured_seconds(run)
     assert measured_s is not None
     quantity, measured, low, middle, high = "s/step", measured_s, *band
     alone = seconds_band(table, [], switch_s=switch_s, inputs=inputs).middle_s if subject.scale_is_known else None
     if run.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
-        measured = run.tok_s_total or (run.tok_s_per_gpu or 0.0) * (run.gpus_total or 0)
+        measured = run.tok_s_total or (run.tok_s_per_gpu or 0.0) * (run.gpus or 0)
         quantity = "tokens/s"
         high, middle, low = (measured * measured_s / seconds for seconds in band)
         alone = None if alone is None else measured * measured_s / alone
@@ -281,6 +282,8 @@ def _idle_share(run: PublishedRun) -> Prediction | None:
     middle = (share_low + share_high) / 2
     inputs = ("samples/s of trainer and generator",)
     measured = int(idle[1]) / 100
+    if not measured or not float(trains[1]):
+        return None  # of nothing there is no relative error
     return Prediction(
         run.id, _family_name(run), Mode.ASYNC.value, "trainer idle", measured, middle, share_low, share_high, inputs, ()
     )

@@ -23,6 +23,8 @@ def run(**values):
         ("sync bf16", Mode.SYNC),
         ("colocate_async", Mode.PARTIAL),
         ("one-step-off FSDP2", Mode.ONE_STEP_OFF),
+        ("1-step-off", Mode.ONE_STEP_OFF),
+        ("2-step-off", Mode.ASYNC),
         ("1off bf16", Mode.ASYNC),  # NeMo-RL's: a bound of age, no barrier
         ("8off bf16", Mode.ASYNC),
         ("fully_async partial_rollout", Mode.ASYNC),
@@ -46,6 +48,12 @@ def test_the_mode_names_a_schedule(mode, schedule):
         ({"staleness_setting": "max 16"}, 16.0),
         ({"staleness_setting": "0"}, 0.0),
         ({"mode": "4off"}, 4.0),
+        ({"mode": "2-step-off"}, 2.0),
+        ({"staleness_setting": "<= 4"}, 4.0),
+        ({"staleness_setting": "4 steps"}, 4.0),
+        ({"staleness_setting": "staleness<=2"}, 2.0),
+        ({"staleness_setting": "4", "note": "max 8192 tokens"}, 4.0),
+        ({"note": "max 8192 tokens, mean staleness 1.3"}, None),
         ({"staleness_setting": "steady"}, None),
     ],
 )
@@ -62,6 +70,10 @@ def test_seconds_come_from_the_columns_by_schedule():
 
 def test_sequences_and_limits_of_the_note_count():
     assert run(note="G-GBS=512 sequences", prompts_per_step=64).sequences_per_step == 512
+    assert run(note="1,024 sequences").sequences_per_step == 1024
+    packed = run(note="packs 4 sequences per row", prompts_per_step=64, n_per_prompt=16)
+    assert packed.sequences_per_step == 1024
+    assert run(prompts_per_step=64, note="mini=0").optimizer_steps_per_rl_step == 1
     assert run(prompts_per_step=64).sequences_per_step == 512  # 8 answers each, as usual
     assert run(prompts_per_step=64, n_per_prompt=32).sequences_per_step == 2048
     assert run(max_len=27648, note="ablation uses max_new 8192").longest_tokens == 8192
@@ -75,6 +87,17 @@ def test_the_shipped_rows_are_read(tmp_path):
     assert runs["applied_1"].number_after("rho") == 0.63  # its row has a comma too many
     assert runs["areal_eta8"].tok_s_total == 371700
     assert runs["olmo3_baseline"].avg_len is None  # words
+
+
+@pytest.mark.parametrize(
+    ("cell", "step_s"),
+    [('"1,024.5"', 1024.5), ("n/a", None), ("-", None), ("nan", None), ("?", None), ("0", None), ("0.0", None)],
+)
+def test_a_cell_may_say_nothing_or_separate_thousands(tmp_path, cell, step_s):
+    path = tmp_path / "runs.csv"
+    path.write_text(HEADER + f"a,s,,H20,m,sync,8,{cell},,\n", encoding="utf-8-sig")  # as spreadsheets save it
+    (row,) = read_published_runs(path)
+    assert row.step_s == step_s
 
 
 def test_a_comma_without_quotes_goes_back_to_the_evidence(tmp_path):
@@ -153,5 +176,7 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest():
     moe = run(mode="sync", hw="H100", model="Qwen9-31B-A3B", gpus_total=32, max_len=4096, prompts_per_step=64)
     assert as_subject(moe, [moe]).model.name == "Qwen3-30B-A3B"
     assert "Qwen3-30B-A3B for Qwen9-31B-A3B" in as_subject(moe, [moe]).assumed
+    lower = run(mode="sync", hw="H100", model="gemma-2-9b-it", gpus_total=32, max_len=4096, prompts_per_step=64)
+    assert any("for gemma-2-9b-it" in words for words in as_subject(lower, []).assumed)
     with pytest.raises(ConfigError, match="Frobnicator"):
         as_subject(run(mode="sync", model="Frobnicator", gpus_total=8, max_len=10, prompts_per_step=8), [])

@@ -109,6 +109,8 @@ def test_staleness_and_idle_share_follow_from_published_rates():
         ({"prompts_per_step": None}, "the batch is unknown"),
         ({"max_len": None}, "lengths are unknown"),
         ({"gpus_total": None}, "the cluster's size is not published"),
+        ({"step_s": None, "total_h": 5.0, "steps": 100}, "only hours of a whole run are published"),
+        ({"gpus_gen": None, "gpus_train": 8}, "no GPU is left to generate"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
         ({"model": "DeepSeek-V3"}, "does not fit"),
         ({"step_s": None}, "neither seconds per step nor"),
@@ -119,6 +121,20 @@ def test_a_row_that_cannot_be_used_says_why(changes, reason):
     (one,) = validate([row("a", values.pop("mode", "async"), **values)], workers=1)
     assert isinstance(one, Unusable)
     assert reason in one.reason
+
+
+def test_tokens_per_gpu_need_no_total_where_both_parts_are_published():
+    parts = row("a", "async", gpus_total=None, gpus_gen=4, gpus_train=4, tok_s_per_gpu=1000.0)
+    (one,) = validate([parts], workers=1)
+    (whole,) = validate([replace(parts, gpus_total=8)], workers=1)
+    assert one == whole
+    assert one.measured == 8000.0
+
+
+def test_a_trainer_that_never_waits_is_no_division_by_zero():
+    idle = row("a", "async", gpus_gen=4, step_s=9.0, note="trainer 2 samp/s, generator 2 samp/s, trainer idle 0%")
+    (one,) = validate([idle], workers=1)
+    assert one.quantity == "s/step"
 
 
 def test_the_report_counts_errors_and_orders():
