@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.accounting import StepRow
 from pipelinerl.published import Mode, PublishedRun
-from sim.published import Subject, as_run_config, measured_seconds
+from sim.published import MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
 from sim.run import simulate
 
 FloatArray = NDArray[np.float64]
@@ -104,9 +104,11 @@ def points_for(tables: Sequence[Table]) -> Points:
     colocated = any(one.subject.colocated for one in tables)
     sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * SWITCH_SD)
     needed = (True, True, not mean_is_known, colocated)
+    longest = math.log(0.95 / MEAN_OVER_LONGEST)  # no mean is above the limit
+    highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], longest), 3 * sds[3])
     axes = [
-        np.linspace(-3 * sd, 3 * sd, num) if wanted else np.zeros(1)
-        for sd, num, wanted in zip(sds, _FINE, needed, strict=True)
+        np.linspace(-3 * sd, high, num) if wanted else np.zeros(1)
+        for sd, high, num, wanted in zip(sds, highest, _FINE, needed, strict=True)
     ]
     g_P, t_P, m_P, s_P = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
     values = zip((g_P, t_P, m_P, s_P), sds, strict=True)
@@ -216,7 +218,8 @@ def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float, 
     weight_P /= weight_P.sum()
     middle = _median(log_step_P, weight_P)
     variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
-    spread = 1.28 * math.hypot(math.sqrt(variance), MEASUREMENT_SD)
+    of_offset = 0.0 if table.subject.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
+    spread = 1.28 * math.sqrt(variance + MEASUREMENT_SD**2 * (1 + of_offset))
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 

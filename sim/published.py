@@ -107,13 +107,16 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         longest=PROMPT_TOKENS + run.longest_tokens,
         mean=mean,
     )
+    rounded = generating // tensor_parallel * tensor_parallel
+    if schedule not in (Mode.SYNC, Mode.PARTIAL):  # what an engine leaves over does not train
+        accelerators = rounded + (run.gpus_train or accelerators - generating)
     return Subject(
         run=run,
         mode=schedule,
         gpu=gpu,
         model=model,
         accelerators=accelerators,
-        generating=generating // tensor_parallel * tensor_parallel,
+        generating=rounded,
         sequences=sequences,
         longest_tokens=run.longest_tokens,
         optimizer_steps=run.optimizer_steps_per_rl_step,
@@ -242,7 +245,8 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
     active = 1e9 * float(found[2]) if found[2] else total
 
     def distance(model: LanguageModel) -> float:
-        return abs(math.log(model.parameters / total)) + abs(math.log(model.active_parameters / active))
+        weight = 1.0 if found[2] else 0.01  # without an "A" in its name, a mixture of experts looks dense
+        return abs(math.log(model.parameters / total)) + weight * abs(math.log(model.active_parameters / active))
 
     nearest = min((find_model(one) for one in model_names()), key=distance)
     assumed.append(f"{nearest.name} for {name}")

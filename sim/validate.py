@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from sim.inference import Table, seconds_band, simulated_table
 from sim.parallel import run_all
 from sim.published import Subject, as_subject, measured_seconds, overhead_s
 
+ROUNDING = 0.005
+"""Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
 SAME = 0.05
 """Logs of two measurements nearer than this say nothing about which is faster."""
 
@@ -204,7 +206,13 @@ def _predicted(
         for other in others
         if other.family == run.family and (other.id, False) in tables and measured_seconds(other) is not None
     ]
-    references = [one for one in references if one.subject.scale_is_known is table.subject.scale_is_known]
+    alike = [one for one in references if one.subject.scale_is_known is table.subject.scale_is_known]
+    if not alike and run.gpus is not None and not table.subject.scale_is_known:
+        subject = table.subject  # hours alone: their steps stand for seconds, as nothing else is there
+        assumed = (*subject.assumed, "no time outside the steps")
+        table = replace(table, subject=replace(subject, scale_is_known=True, assumed=assumed))
+        alike = [one for one in references if one.subject.scale_is_known]
+    references = alike
     inputs = tables[run.id, False] if table.training_given else None
     return _from_simulations(table, references, switch_s=_switch(run, others).middle_s, inputs=inputs)
 
@@ -214,8 +222,7 @@ def _from_simulations(
 ) -> Prediction | Unusable:
     subject, run = table.subject, table.subject.run
     if not subject.scale_is_known and not references:
-        what = "the cluster's size is not published" if run.gpus is None else "only hours of a whole run are published"
-        return Unusable(run.id, f"{what}, and no other such row of its system to compare with")
+        return Unusable(run.id, "the cluster's size is not published, and no other row of its system to compare with")
     band = seconds_band(table, references, switch_s=switch_s, inputs=inputs)
     measured_s = measured_seconds(run)
     assert measured_s is not None
@@ -250,8 +257,17 @@ def _same_run(one: PublishedRun, other: PublishedRun) -> bool:
     """Return whether two rows report one and the same measurement."""
     if one.id == other.id:
         return True
-    same = (one.gpus_total, one.gpus_gen, one.step_s) == (other.gpus_total, other.gpus_gen, other.step_s)
-    return same and one.step_s is not None
+    counts = ((one.gpus, other.gpus), (one.gpus_gen, other.gpus_gen), (one.gpus_train, other.gpus_train))
+    conflict = any(mine is not None and theirs is not None and mine != theirs for mine, theirs in counts)
+    alike = (one.family, one.schedule, one.staleness_rl_steps) == (
+        other.family,
+        other.schedule,
+        other.staleness_rl_steps,
+    )
+    seconds, theirs_s = measured_seconds(one), measured_seconds(other)
+    if conflict or not alike or seconds is None or theirs_s is None:
+        return False
+    return abs(math.log(seconds / theirs_s)) < ROUNDING
 
 
 def _staleness(run: PublishedRun) -> Prediction | None:

@@ -102,6 +102,22 @@ def test_staleness_and_idle_share_follow_from_published_rates():
     assert (second.low, second.high) == (pytest.approx(0.2), pytest.approx(0.3))
 
 
+def test_hours_of_a_whole_run_stand_for_its_steps_where_nothing_else_is_there():
+    (one,) = validate([row("a", "async", gpus_gen=4, total_h=5.0, steps=100)], workers=1)
+    assert isinstance(one, Prediction)
+    assert one.measured == 180.0
+    assert one.assumed == ("no time outside the steps",)
+
+
+@pytest.mark.parametrize("changes", [{"step_s": 10.03}, {"gpus_total": None, "step_s": 10.0}])
+def test_a_rounded_copy_of_a_row_is_the_row(changes):
+    base = row("a", "async", gpus_gen=4, gpus_train=4, step_s=10.0, staleness_setting="eta=2")
+    copy = replace(base, id="copy", **changes)
+    other = replace(base, id="other", staleness_setting="eta=4")  # as fast, and another run
+    predictions = {one.id: one for one in validate([base, copy, other], workers=1)}
+    assert predictions["a"].fitted_to == ("other",)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -109,7 +125,6 @@ def test_staleness_and_idle_share_follow_from_published_rates():
         ({"prompts_per_step": None}, "the batch is unknown"),
         ({"max_len": None}, "lengths are unknown"),
         ({"gpus_total": None}, "the cluster's size is not published"),
-        ({"step_s": None, "total_h": 5.0, "steps": 100}, "only hours of a whole run are published"),
         ({"gpus_gen": None, "gpus_train": 8}, "no GPU is left to generate"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),
         ({"model": "DeepSeek-V3"}, "does not fit"),
