@@ -33,6 +33,8 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, EngineLostError
 from pipelinerl.events import WeightUpdate
 
+SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
+"""Environment variable: Ray ends what a dead actor has started."""
 PLACEMENT_TIMEOUT_S = 600.0
 """Seconds to wait for accelerators that exist and are in use."""
 SHUTDOWN_TIMEOUT_S = 30.0
@@ -50,9 +52,10 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
     """
     assert config.train is not None
     address = config.train.ray_address
+    subreaper_before = os.environ.get(SUBREAPER)
     if address is None:
         # What a killed actor has started must not outlive it: vLLM's processes are children of their actor.
-        os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
+        os.environ.setdefault(SUBREAPER, "true")
         own: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         own["num_cpus"] = os.cpu_count()
     else:
@@ -61,6 +64,9 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
         ray.init(log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
+    finally:
+        if subreaper_before is None:  # the next cluster of this process has its own choice
+            os.environ.pop(SUBREAPER, None)
     # Ray prints on stdout that an actor died, whatever it is told: there the summary goes, and the loss is told anyway.
     ray._private.worker._worker_logs_enabled = False
     with contextlib.suppress(ValueError):  # not the main thread

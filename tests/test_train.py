@@ -6,6 +6,7 @@ One run takes about 45 seconds to start, so a test asks as much of it as it can.
 from __future__ import annotations
 
 import json
+import re
 import os
 import signal
 import subprocess
@@ -213,7 +214,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_trainer_was_killed(unfitted, t
     run.kill("TrainerRank")
     status, _, stderr = run.end()
     assert status == 1
-    assert "phase=train rank=0" in stderr.splitlines()[-1]
+    assert re.search(r"phase=(train|publish|send) rank=0", stderr.splitlines()[-1])  # wherever it was
     assert "go on from a checkpoint" in stderr.splitlines()[-1]
     assert run.left_over() == []
 
