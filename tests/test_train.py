@@ -6,8 +6,8 @@ One run takes about 45 seconds to start, so a test asks as much of it as it can.
 from __future__ import annotations
 
 import json
-import re
 import os
+import re
 import signal
 import subprocess
 import sys
