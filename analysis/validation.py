@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from analysis.canvas import house_style, make_panels
-from analysis.style import BLUE, DPI, GREEN, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION, YELLOW
+from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
 
-COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, YELLOW, MUTED)
+COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
 """One per system, in order of appearance; used again after seven."""
 FIGURE_FILE = "validation.png"
 
@@ -27,7 +27,7 @@ def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
     rows = [row for row in report["rows"] if row["quantity"] != "staleness"]
     figure, panels = make_panels(PAGE_IN, 1.0 + 0.14 * len(rows))
     axes = panels[0, 0]
-    axes.axvspan(0.7, 1.3, color=PALE, linewidth=0, label="within 30 %")
+    axes.axvspan(0.7, 1.3, color=PALE, linewidth=0)
     axes.axvline(1.0, color=MUTED, linewidth=0.8)
     families = list(dict.fromkeys(row["family"] for row in rows))
     for place, row in enumerate(rows):
@@ -41,7 +41,9 @@ def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
     ticks = [0.5, 0.7, 1.0, 1.3, 2.0, 3.0]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("predicted / measured (log scale); line: 10th to 90th percentile; grey: within 30 %")
+    axes.set_xlabel(
+        "predicted / measured (log scale); line: 10-90 %; grey: within 30 %; one colour after the other per system"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FIGURE_FILE
     figure.savefig(path, dpi=DPI)

@@ -32,12 +32,12 @@ from backends.weights_file import checkpoint_shapes, read_verified
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """A file needs no meeting beforehand."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Where the weights of one version are."""
 
     path: str
@@ -46,7 +46,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """SHA-256 of each parameter's bytes."""
 
 
-class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+class FileTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     """A worker's end of the file transport, on CPU and GPU."""
 
     init_info_cls = NoInitInfo

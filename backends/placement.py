@@ -16,7 +16,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -125,7 +125,7 @@ def weights_folder(config: RunConfig) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def transport(config: RunConfig) -> str:
+def transport(config: RunConfig) -> Literal["file", "nccl"]:
     """Return how weights reach the engines: ``file`` or ``nccl``."""
     assert config.train is not None
     if config.train.transport is not None:
@@ -146,7 +146,7 @@ def make_engines(config: RunConfig, group: PlacementGroup) -> list[RayEngine]:
             num_slots=config.scheduler.generation_batch_size,
             max_tokens=train.task.max_prompt_tokens + config.workload.length.max,
             device=train.device,
-            transport=transport(config),  # type: ignore[arg-type]
+            transport=transport(config),
             tensor_parallel=each,
             gpu_memory_utilization=train.engine.gpu_memory_utilization,
             colocated=config.colocated,
@@ -186,7 +186,7 @@ def make_trainer(config: RunConfig, group: PlacementGroup, folder: Path) -> Deep
         temperature=train.sampling.temperature,
         train_batch_size=config.scheduler.train_batch_size,
         optimizer_steps=config.optimizer_steps,
-        transport=transport(config),  # type: ignore[arg-type]
+        transport=transport(config),
         weights_folder=str(folder),
     )
     return DeepSpeedTrainer(

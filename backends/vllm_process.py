@@ -112,7 +112,7 @@ def check_model(settings: VLLMSettings) -> None:
 
 def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:
     """Return the child processes that have been started since ``before``, and all of theirs."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     tree: list[Any] = []
     for child in set(multiprocessing.active_children()) - before:

@@ -163,9 +163,8 @@ class Accountant:
         self._engine_of: dict[int, int] = {}
         self._busy_since_s = [0.0] * num_engines
         self._busy_s = [0.0] * num_engines
-        self._training_since_s: float | None = (
-            None  # colocated, in the training phase: what is in progress stands still
-        )
+        # Colocated, in the training phase: since when what is in progress stands still.
+        self._training_since_s: float | None = None
         # Trainer.
         self._seconds = {"training": 0.0, "publishing": 0.0}
         self._step_start_s = 0.0

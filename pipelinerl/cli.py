@@ -247,25 +247,11 @@ def drift(
     as_json: JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
-    from pipelinerl.drift import LearnedRun, fit_drift, modelled_ess
+    from pipelinerl.drift import fit_drift
 
-    readers = _load("analysis.runs", extra="plot")
-    learned = []
-    for run in readers.read_runs(folders):
-        columns = run.metrics
-        steps = [
-            {name: float(one[row]) for name, one in columns.items() if one[row] == one[row]}
-            for row in range(len(next(iter(columns.values()), ())))
-        ]
-        learned.append(LearnedRun(steps, run.profile.lag_histogram.total))
-    model = fit_drift(learned)
-    checks = []
-    for run in readers.read_runs(check) if check else []:
-        if not run.has_ess:
-            raise ConfigError(f"--check needs runs that learned, got {run.name}, whose metrics have no ESS")
-        band = modelled_ess(model, run.profile.lag_histogram.total)
-        measured = run.number("ess.mean")
-        checks.append({"run": run.name, "modelled": band.mean, "measured": measured, "error": band.mean - measured})
+    readers, learning = _load("analysis.runs", extra="plot"), _load("analysis.drift", extra="plot")
+    model = fit_drift([learning.learned_run(run) for run in readers.read_runs(folders)])
+    checks = [learning.checked(model, run) for run in (readers.read_runs(check) if check else [])]
     if as_json:
         _print_json({**model.model_dump(), "checks": checks})
         return
@@ -287,15 +273,16 @@ def validate(
     from pipelinerl.published import read_published_runs
     from pipelinerl.runfolder import VALIDATION_FILE, check_vacant, make_folder, write_json
 
-    given = None if rows is None else read_published_runs(rows)
     validator = _load("sim.validate", extra="sim")
     if out is not None:
         _load("analysis.validation", extra="plot")
         check_vacant(out)
     shipped = validator.shipped_runs()
-    runs = shipped if given is None else given
-    with _progress("runs", validator.num_simulated(runs, shipped)) as advance:
-        predictions = validator.validate(runs, others=shipped, on_done=advance)
+    runs = shipped if rows is None else read_published_runs(rows)
+    with _stages() as on_progress:
+        predictions = validator.validate(
+            runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
+        )
     report = validator.report(predictions)
     if as_json:
         _print_json(report)
@@ -459,28 +446,30 @@ def _draw(folders: list[Path], figures: Path) -> list[Path]:
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show progress on stderr if it is a terminal; yields what to call after each piece."""
+def _bars() -> Iterator[Any]:
+    """Show progress on stderr if it is a terminal; yields rich's progress."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show one bar; yields what to call after each piece."""
+    with _bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
 
 
 @contextmanager
 def _stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar per stage on stderr if it is a terminal; yields what to tell the stage, and how much is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        tasks: dict[str, TaskID] = {}
+    """Show a bar per stage; yields what to tell the stage, and how much is done."""
+    with _bars() as progress:
+        tasks: dict[str, Any] = {}
 
         def told(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -492,13 +481,8 @@ def _stages() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _training_progress(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
-    """Show optimizer steps, and how they go, on stderr if it is a terminal; yields what to call after each step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    """Show optimizer steps, and how they go; yields what to call after each step."""
+    with _bars() as progress:
         task = progress.add_task("starting", total=total)
 
         def step_done(row: Any, metrics: dict[str, float]) -> None:

@@ -399,6 +399,17 @@ class RunConfig(StrictModel):
         return self.cluster.accelerators - self.generation_accelerators
 
     @property
+    def least_max_lag(self) -> int:
+        """Largest lag that some batch has whatever happens (optimizer steps); a run shorter than that has none."""
+        scheduler = self.scheduler
+        steps = {
+            "conventional": scheduler.optimizer_steps_per_rl_step,
+            "one_step_off": 2 * scheduler.optimizer_steps_per_rl_step,
+            "pipeline": scheduler.publish_every,
+        }[scheduler.kind]
+        return min(steps, self.optimizer_steps) - 1
+
+    @property
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.kind == "conventional"
@@ -475,22 +486,12 @@ class RunConfig(StrictModel):
         return self
 
     def _check_max_lag(self) -> None:
-        """Raise ValueError if some batch has a larger lag whatever happens; a run shorter than that has none."""
-        scheduler = self.scheduler
-        steps, why = {
-            "conventional": (
-                scheduler.optimizer_steps_per_rl_step,
-                "a conventional RL step trains its last batch at lag optimizer_steps_per_rl_step - 1",
-            ),
-            "one_step_off": (
-                2 * scheduler.optimizer_steps_per_rl_step,
-                "a one_step_off RL step trains its last batch at lag 2 * optimizer_steps_per_rl_step - 1",
-            ),
-            "pipeline": (
-                scheduler.publish_every,
-                "the last batch before a publication is trained at a lag of at least publish_every - 1",
-            ),
+        """Raise ValueError if some batch has a larger lag whatever happens."""
+        scheduler, least = self.scheduler, self.least_max_lag
+        why = {
+            "conventional": "a conventional RL step trains its last batch at lag optimizer_steps_per_rl_step - 1",
+            "one_step_off": "a one_step_off RL step trains its last batch at lag 2 * optimizer_steps_per_rl_step - 1",
+            "pipeline": "the last batch before a publication is trained at a lag of at least publish_every - 1",
         }[scheduler.kind]
-        least = min(steps, self.optimizer_steps) - 1
         if scheduler.max_lag is not None and scheduler.max_lag < least:
             raise ValueError(f"scheduler.max_lag cannot be met: {why} = {least}, got max_lag={scheduler.max_lag}")

@@ -154,7 +154,7 @@ def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
         points = [
             (float(start + place), float(lag), min(1.0, ess), weight_G[lag])
             for place, step in enumerate(run.steps[start : start + BLOCK_STEPS])
-            for lag, ess in _ess_by_lag(step)
+            for lag, ess in ess_by_lag(step)
             if 0 < lag < len(weight_G) and weight_G[lag] > 0 and ess > LEAST_ESS
         ]
         if points:
@@ -162,5 +162,6 @@ def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
     return blocks
 
 
-def _ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
+def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
+    """Return each lag of a step's metrics with the ESS of its tokens."""
     return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]

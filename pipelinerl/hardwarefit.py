@@ -327,7 +327,7 @@ def fit_coefficients(
     """
     now = values
     for _ in range(ROUNDS):
-        base_R = model_s(now)
+        now_R = base_R = model_s(now)
         columns = []
         for name in names:
             inverse = is_inverse(name)
@@ -335,7 +335,7 @@ def fit_coefficients(
             change = PROBE * (place or 1e-3)
             moved = place + change
             moved_R = model_s(now.model_copy(update={name: 1 / moved if inverse else moved}))
-            factor_R = (moved_R - model_s(now)) / change
+            factor_R = (moved_R - now_R) / change
             factor_R[np.abs(factor_R * (place or 1e-3)) < 1e-9 * seconds] = 0.0
             columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
             base_R = base_R - factor_R * place

@@ -35,8 +35,7 @@ class ConventionalScheduler(Scheduler):
         if not self._num_to_train:
             return []
         self._num_to_train -= self.settings.micro_batch
-        num_groups = self.settings.micro_batch // self._pool.group_size
-        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._ready.pop())]
+        return self._take_off(self._ready)
 
     def _may_publish(self) -> bool:
         return not self._num_to_train and not self._num_taken
@@ -131,10 +130,7 @@ class PartialRolloutScheduler(Scheduler):
         self.num_ready += self._pool.group_size
 
     def _take_micro_batch(self) -> list[int]:
-        if not self._to_train:
-            return []
-        num_groups = self.settings.micro_batch // self._pool.group_size
-        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._to_train.pop())]
+        return self._take_off(self._to_train)
 
     def _may_publish(self) -> bool:
         return not self._to_train and not self._num_taken
@@ -177,10 +173,7 @@ class OneStepOffScheduler(Scheduler):
         self.num_ready += self._pool.group_size
 
     def _take_micro_batch(self) -> list[int]:
-        if not self._to_train:
-            return []
-        num_groups = self.settings.micro_batch // self._pool.group_size
-        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(self._to_train.pop())]
+        return self._take_off(self._to_train)
 
     def _may_publish(self) -> bool:
         return self.version == self._met_at and self._num_needed > 0

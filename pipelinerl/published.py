@@ -104,6 +104,13 @@ class PublishedRun:
         return None if self.total_h is None or not self.steps else self.total_h * 3600 / self.steps
 
     @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second of the whole cluster, published as such or per GPU."""
+        if self.tok_s_total is not None:
+            return self.tok_s_total
+        return None if self.tok_s_per_gpu is None or self.gpus is None else self.tok_s_per_gpu * self.gpus
+
+    @property
     def longest_tokens(self) -> int | None:
         """Longest answer (tokens): a limit in the note counts before the column."""
         stated = self.number_after("max_new")
@@ -219,7 +226,7 @@ _NUMBERS = {one.name: one.type for one in fields(PublishedRun) if "None" in str(
 
 
 def _run(row: Mapping[str, str], *, where: str) -> PublishedRun:
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for one in fields(PublishedRun):
         text = row.get(one.name, "").strip()
         kind = _NUMBERS.get(one.name)
@@ -229,7 +236,7 @@ def _run(row: Mapping[str, str], *, where: str) -> PublishedRun:
             values[one.name] = _number(text, whole="int" in str(kind), where=f"{where}, {one.name}")
     if not values["id"]:
         raise ConfigError(f"{where}, id must not be empty")
-    return PublishedRun(**values)  # type: ignore[arg-type]
+    return PublishedRun(**values)
 
 
 def _number(text: str, *, whole: bool, where: str) -> float | int | None:

@@ -284,6 +284,11 @@ class Scheduler(ABC):
         self.num_ready -= self._pool.group_size
         return self._pool.take(group)
 
+    def _take_off(self, groups: list[Group]) -> list[int]:
+        """Take a micro-batch off the end of a list of groups: its rollouts, or none if the list is empty."""
+        num_groups = self.settings.micro_batch // self._pool.group_size if groups else 0
+        return [rollout_id for _ in range(num_groups) for rollout_id in self._take(groups.pop())]
+
     def _know_age(self, group: Group) -> None:
         """From now on, count a live group by the versions that engines have reported."""
         self._count_live(group.oldest_bound, -self._pool.group_size)

@@ -254,7 +254,7 @@ def screen_all(
             rejected.append(Rejected(candidate, Reason.ENGINE_MEMORY))
         elif not memory.trainer_fits(config.training_accelerators):
             rejected.append(Rejected(candidate, Reason.TRAINER_MEMORY))
-        elif limits.lag is not None and least_lag(config) > limits.lag:
+        elif limits.lag is not None and config.least_max_lag > limits.lag:
             rejected.append(Rejected(candidate, Reason.LAG))
         else:
             screened = screener.screen(candidate)
@@ -265,18 +265,6 @@ def screen_all(
             else:
                 rejected.append(Rejected(candidate, reason, screened))
     return kept, rejected
-
-
-def least_lag(config: RunConfig) -> int:
-    """Return the largest lag that a schedule has whatever happens (optimizer steps)."""
-    steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
-    match config.scheduler.kind:
-        case "conventional":
-            return steps - 1
-        case "one_step_off":
-            return 2 * steps - 1
-        case _:
-            return config.scheduler.publish_every - 1  # beyond that the scheduler waits until it keeps to max_lag
 
 
 def way(candidate: Candidate) -> tuple[Any, ...]:

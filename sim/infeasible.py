@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from sim.candidates import Rejected, least_lag
+from sim.candidates import Rejected
 from sim.space import Reason, Space
 
 MOST = 4096
@@ -44,7 +44,7 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: Space) -> str:
             fewest = next((n for n in range(1, MOST + 1) if memory.trainer_fits(n)), None)
             return f"fits from {fewest} training accelerators on" if fewest else "no number of accelerators would do"
         case Reason.LAG:
-            return f"lag_limit={min(least_lag(one.candidate.config) for one in mine)} would do"
+            return f"lag_limit={min(one.candidate.config.least_max_lag for one in mine)} would do"
         case Reason.MEAN_LAG:
             return f"mean_lag_limit={min(one.estimate.lag_mean for one in screened):.2g} would do"
         case Reason.ESS:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipelinerl.accounting import StepRow
 from pipelinerl.published import Mode, PublishedRun
-from sim.published import MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
+from sim.published import LARGEST_MEAN, MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
 from sim.run import simulate
 
 FloatArray = NDArray[np.float64]
@@ -104,7 +104,7 @@ def points_for(tables: Sequence[Table]) -> Points:
     colocated = any(one.subject.colocated for one in tables)
     sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * SWITCH_SD)
     needed = (True, True, not mean_is_known, colocated)
-    longest = math.log(0.95 / MEAN_OVER_LONGEST)  # no mean is above the limit
+    longest = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)  # no mean is above the limit
     highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], longest), 3 * sds[3])
     axes = [
         np.linspace(-3 * sd, high, num) if wanted else np.zeros(1)
@@ -136,12 +136,11 @@ def _log_seconds(table: Table, points: Points, quantity: int, switch_s: float) -
 def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
     """Simulate one node."""
     num_steps, first = (3, 1) if subject.mode is Mode.SYNC else (RL_STEPS, WARM_UP)
-    mean = min(subject.mean_tokens * math.exp(log_mean), 0.95 * subject.longest_tokens)
     config = as_run_config(
         subject,
         generation=math.exp(ratio),
         training=1.0,
-        mean_tokens=mean,
+        mean_tokens=subject.mean_tokens * math.exp(log_mean),
         rl_steps=num_steps,
         training_given=training_given,
     )
@@ -181,7 +180,7 @@ def simulated_table(subject: Subject, *, training_given: bool) -> Table:
 
 
 class Band(NamedTuple):
-    """Seconds of a step: the median of what is likely, and its 10th and 90th percentile."""
+    """Seconds: the middle of what is likely, and the ends of a band that holds 80 % of it, as far as we know."""
 
     low_s: float
     middle_s: float

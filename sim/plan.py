@@ -194,9 +194,7 @@ class _Search:
             family: next((one for one in ranked if one.candidate.family == family), None)
             for family in dict.fromkeys(self.plan.schedulers)
         }
-        own = next(
-            (one for one in outcomes if one.candidate is self.own or one.candidate.label == self.own.label), None
-        )
+        own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
         front_runners = [best, *others[:1], *(one for one in families.values() if one), *([own] if own else [])]
         bands = self._bands([one.candidate for one in front_runners], runner)
         factors = {

@@ -13,7 +13,7 @@ from pipelinerl.coefficients import Level, coefficients
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware import derive_hardware, kv_cache_tokens
-from pipelinerl.published import Mode, PublishedRun
+from pipelinerl.published import DEFAULT_GROUP_SIZE, Mode, PublishedRun
 from pipelinerl.runfile import parse_run
 
 PROMPT_TOKENS = 150
@@ -22,6 +22,8 @@ LENGTH_CV = 1.0
 """Standard deviation over mean of the uncut answer lengths: between maths (0.8) and mixed tasks (0.9-1.5)."""
 MEAN_OVER_LONGEST = 0.2
 """Mean answer over the longest, where no mean is published; published runs have 0.25 to 0.77, long limits less."""
+LARGEST_MEAN = 0.95
+"""Mean answer over the longest, at most: more is no distribution."""
 DEFAULT_GPUS = 128
 """Where no count is published; only ratios are compared then."""
 STAND_IN_GPU = "H100"
@@ -121,7 +123,7 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         longest_tokens=run.longest_tokens,
         optimizer_steps=run.optimizer_steps_per_rl_step,
         tensor_parallel=tensor_parallel,
-        mean_tokens=min(mean, 0.95 * run.longest_tokens),
+        mean_tokens=min(mean, LARGEST_MEAN * run.longest_tokens),
         mean_is_known=mean_is_known,
         scale_is_known=scale_is_known,
         assumed=tuple(assumed),
@@ -149,10 +151,11 @@ def as_run_config(
     """
     run, mode, colocated = subject.run, subject.mode, subject.colocated
     divisor = _divisor(subject)
+    mean_tokens = min(mean_tokens, LARGEST_MEAN * subject.longest_tokens)
     accelerators, generating = subject.accelerators // divisor, subject.generating // divisor
     sequences, steps = subject.sequences // divisor, subject.optimizer_steps
     trained_by = accelerators if colocated else accelerators - generating
-    group = math.gcd(run.n_per_prompt or 8, sequences // steps)
+    group = math.gcd(run.n_per_prompt or DEFAULT_GROUP_SIZE, sequences // steps)
     staleness = run.staleness_rl_steps
     engines = max(1, generating // subject.tensor_parallel)
     slots = max(1, min(MAX_SLOTS, math.ceil(_in_flight(run, sequences) / engines)))
@@ -182,7 +185,6 @@ def as_run_config(
             if staleness is not None:
                 scheduler["max_lag"] = max(0, round(steps * (1 + staleness)) - 1)
             scheduler["ready_queue_size"] = math.ceil(sequences * (1 + min(staleness or 1.0, 4.0)))
-    mean = min(mean_tokens, 0.95 * subject.longest_tokens)
     cluster = {"accelerators": accelerators, "tensor_parallel": subject.tensor_parallel}
     if not colocated:
         cluster["generation_accelerators"] = generating
@@ -193,7 +195,7 @@ def as_run_config(
         "workload": {
             "group_size": group,
             "prompt_tokens": PROMPT_TOKENS,
-            "length": {"kind": "lognormal", "mean": mean, "cv": LENGTH_CV, "max": subject.longest_tokens},
+            "length": {"kind": "lognormal", "mean": mean_tokens, "cv": LENGTH_CV, "max": subject.longest_tokens},
         },
         "hardware": hardware,
     }
@@ -339,7 +341,7 @@ def _in_flight(run: PublishedRun, sequences: int) -> float:
 
 def _divisor(subject: Subject) -> int:
     """Return the largest of 16, 8, 4, 2, 1 that divides cluster and batch and leaves enough sequences."""
-    steps, size = subject.optimizer_steps, subject.run.n_per_prompt or 8
+    steps, size = subject.optimizer_steps, subject.run.n_per_prompt or DEFAULT_GROUP_SIZE
     for divisor in (16, 8, 4, 2):
         whole = [subject.sequences // steps, subject.accelerators, subject.generating // subject.tensor_parallel]
         groups = subject.sequences // steps // divisor
@@ -369,9 +371,7 @@ def measured_seconds(run: PublishedRun) -> float | None:
     """Return seconds per RL step; where only tokens/s are published, those of its answers."""
     if run.measured_step_s is not None:
         return run.measured_step_s
-    rate = run.tok_s_total
-    if rate is None and run.tok_s_per_gpu is not None and run.gpus is not None:
-        rate = run.tok_s_per_gpu * run.gpus
+    rate = run.tokens_per_s
     if rate is None or run.sequences_per_step is None:
         return None
     mean = run.avg_len or MEAN_OVER_LONGEST * (run.longest_tokens or 0)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.coefficients import Level
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.published import Mode, PublishedRun, read_published_runs
-from sim.inference import Table, seconds_band, simulated_table
+from sim.inference import Band, Table, seconds_band, simulated_table
 from sim.parallel import run_all
 from sim.published import Subject, as_subject, measured_seconds, overhead_s
 
@@ -85,7 +85,7 @@ def validate(
     *,
     others: Sequence[PublishedRun] = (),
     workers: int | None = None,
-    on_done: Callable[[], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Prediction | Unusable]:
     """Predict every run from its published inputs and from the other rows of its family.
 
@@ -93,7 +93,7 @@ def validate(
         runs: The rows to predict.
         others: Further rows to learn from; rows of the same id count once.
         workers: Processes (count). None: one per core.
-        on_done: Called after each row that was simulated.
+        on_progress: Told how many of how many rows have been simulated.
 
     Returns:
         One entry per row, in order.
@@ -102,19 +102,13 @@ def validate(
     tables: dict[tuple[str, bool], Table] = {}
     results = run_all(_table_job, jobs, workers=workers) if workers != 1 else (_table_job(job) for job in jobs)
     with closing(results):
-        for table in results:
+        for done, table in enumerate(results, start=1):
             if isinstance(table, Unusable):
                 reasons[table.id] = table.reason
             else:
                 tables[table.subject.run.id, table.training_given] = table
-            if on_done is not None:
-                on_done()
+            on_progress(done, len(jobs))
     return [_predicted(run, known, tables, reasons) for run in runs]
-
-
-def num_simulated(runs: Sequence[PublishedRun], others: Sequence[PublishedRun]) -> int:
-    """Return how often ``validate`` will call ``on_done``."""
-    return len(_jobs(runs, others)[1])
 
 
 def _jobs(
@@ -146,8 +140,8 @@ def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
     Returns:
         ``rows`` with ``error`` (relative; absolute for staleness), ``unusable`` with reasons, ``pairs`` of one family
         that were measured more than 5 % apart with whether they are predicted in the same order, and ``summary``:
-        median (of all, of those simulated, of the hardware model
-        alone) and 90th percentile of the size of the relative errors, share within 30 %, share of pairs in order.
+        median (of all, of those simulated, of the hardware model alone) and 90th percentile of the size of the relative
+        errors, share within 30 %, share of pairs in order.
     """
     rows = [one for one in predictions if isinstance(one, Prediction)]
     relative = sorted(abs(one.error) for one in rows if one.quantity != "staleness")
@@ -214,7 +208,8 @@ def _predicted(
         alike = [one for one in references if one.subject.scale_is_known]
     references = alike
     inputs = tables[run.id, False] if table.training_given else None
-    return _from_simulations(table, references, switch_s=_switch(run, others).middle_s, inputs=inputs)
+    switch, _ = _switch(run, others)
+    return _from_simulations(table, references, switch_s=switch.middle_s, inputs=inputs)
 
 
 def _from_simulations(
@@ -229,8 +224,8 @@ def _from_simulations(
     quantity, measured, low, middle, high = "s/step", measured_s, *band
     alone = seconds_band(table, [], switch_s=switch_s, inputs=inputs).middle_s if subject.scale_is_known else None
     if run.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
-        measured = run.tok_s_total or (run.tok_s_per_gpu or 0.0) * (run.gpus or 0)
-        quantity = "tokens/s"
+        assert run.tokens_per_s is not None
+        quantity, measured = "tokens/s", run.tokens_per_s
         high, middle, low = (measured * measured_s / seconds for seconds in band)
         alone = None if alone is None else measured * measured_s / alone
     return Prediction(
@@ -259,13 +254,9 @@ def _same_run(one: PublishedRun, other: PublishedRun) -> bool:
         return True
     counts = ((one.gpus, other.gpus), (one.gpus_gen, other.gpus_gen), (one.gpus_train, other.gpus_train))
     conflict = any(mine is not None and theirs is not None and mine != theirs for mine, theirs in counts)
-    alike = (one.family, one.schedule, one.staleness_rl_steps) == (
-        other.family,
-        other.schedule,
-        other.staleness_rl_steps,
-    )
+    asked = [(row.family, row.schedule, row.staleness_rl_steps) for row in (one, other)]
     seconds, theirs_s = measured_seconds(one), measured_seconds(other)
-    if conflict or not alike or seconds is None or theirs_s is None:
+    if conflict or asked[0] != asked[1] or seconds is None or theirs_s is None:
         return False
     return abs(math.log(seconds / theirs_s)) < ROUNDING
 
@@ -305,17 +296,8 @@ def _idle_share(run: PublishedRun) -> Prediction | None:
     )
 
 
-class _Seconds(NamedTuple):
-    """A duration with its band, and the rows it was learned from."""
-
-    low_s: float
-    middle_s: float
-    high_s: float
-    learned_from: tuple[str, ...] = ()
-
-
-def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> _Seconds:
-    """Return what a colocated RL step lasts beyond generation and training, where others published all three.
+def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
+    """Return what a colocated RL step lasts beyond generation and training, and the rows it was learned from.
 
     Offloading, resharding and publishing the weights, rewards, the data's way: nobody publishes it by itself. Rows of
     the same family tell most; without any, those of all systems; without these, the hardware model.
@@ -332,13 +314,13 @@ def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> _Seconds:
     if rests:
         seconds = [rest_s for _, rest_s in own or rests]
         names = tuple(other.id for other, _ in own or rests)
-        return _Seconds(min(seconds), float(np.median(seconds)), max(seconds), names)
-    return _derived_rest(run, colocated=True)
+        return Band(min(seconds), float(np.median(seconds)), max(seconds)), names
+    return _derived_rest(run, colocated=True), ()
 
 
-def _derived_rest(run: PublishedRun, *, colocated: bool) -> _Seconds:
+def _derived_rest(run: PublishedRun, *, colocated: bool) -> Band:
     low_s, middle_s, high_s = (overhead_s(run, level, colocated=colocated) for level in Level)
-    return _Seconds(low_s, middle_s, high_s)
+    return Band(low_s, middle_s, high_s)
 
 
 def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Prediction | None:
@@ -347,10 +329,9 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicti
     if generate_s is None or train_s is None or measured is None or run.schedule in (Mode.ASYNC, Mode.PARTIAL):
         return None
     if run.schedule is Mode.SYNC:
-        both, rest = generate_s + train_s, _switch(run, others)
+        both, (rest, learned_from) = generate_s + train_s, _switch(run, others)
     else:
-        both = max(generate_s, train_s)
-        rest = _derived_rest(run, colocated=False)
+        both, rest, learned_from = max(generate_s, train_s), _derived_rest(run, colocated=False), ()
     return Prediction(
         id=run.id,
         family=_family_name(run),
@@ -361,7 +342,7 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicti
         low=both + rest.low_s,
         high=both + rest.high_s,
         inputs=("generation", "training"),
-        fitted_to=rest.learned_from,
+        fitted_to=learned_from,
     )
 
 

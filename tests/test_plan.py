@@ -248,7 +248,7 @@ def row(step: int, time_s: float, **changes: float) -> StepRow:
         "lag_in_flight_mean": 1.0, "lag_in_queue_mean": 1.0, "in_progress": 8, "ready": 0, "reward_mean": 0.5,
         "length_mean": 12.5,
     }  # fmt: skip
-    return StepRow(**{**numbers, **changes, "step": step, "time_s": time_s})  # type: ignore[arg-type]
+    return StepRow(**{**numbers, **changes, "step": step, "time_s": time_s})
 
 
 def test_the_second_half_of_a_simulation_stands_for_the_rest_of_the_run() -> None:

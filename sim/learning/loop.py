@@ -18,6 +18,7 @@ import torch
 from pipelinerl.accounting import StepRow
 from pipelinerl.advantages import leave_one_out
 from pipelinerl.config import RunConfig
+from pipelinerl.drift import ess_by_lag
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.ess import RatioStats
 from pipelinerl.events import StartTraining, VersionSpans, WeightUpdate
@@ -158,9 +159,8 @@ class Learner:
         }
         by_lag: dict[int, list[float]] = {}
         for step in self._steps:
-            for name, value in step.items():
-                if name.startswith("ess/lag_"):
-                    by_lag.setdefault(int(name.removeprefix("ess/lag_")), []).append(value)
+            for lag, ess in ess_by_lag(step):
+                by_lag.setdefault(lag, []).append(ess)
         tail = columns["reward/mean"][-max(1, len(self._steps) // 10) :]
         floor = [step["mismatch/kl_at_lag_0"] for step in self._steps if "mismatch/kl_at_lag_0" in step]
         mismatch = {"kl": _mean(columns["mismatch/kl"])}
