@@ -31,6 +31,7 @@ from pipelinerl.events import (
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
+    RolloutPreempted,
     RolloutScored,
     StartRollout,
     StartTraining,
@@ -157,7 +158,7 @@ class Accountant:
         self._ended = dict.fromkeys(("trained", "discarded", "aborted", "failed"), 0)
         self._tokens = dict.fromkeys(self._ended, 0)
         self._reasons = {reason.value: 0 for reason in DiscardReason}
-        self._num_interruptions = 0
+        self._num_interruptions = self._num_preemptions = 0
         # Engines.
         self._engine_rollouts = [0] * num_engines
         self._engine_of: dict[int, int] = {}
@@ -196,6 +197,8 @@ class Accountant:
                 self._aborted(event)
             case RolloutFailed():
                 self._failed(event.rollout_id)
+            case RolloutPreempted():
+                self._num_preemptions += 1
             case TrainingFinished():
                 self._trained(event)
             case WeightsPublished():
@@ -395,7 +398,11 @@ class Accountant:
             "samples_per_s": counts["trained"] / duration_s if duration_s else 0.0,
             "tokens_per_s": tokens["trained"] / duration_s if duration_s else 0.0,
             "lag": self._lag_summary(),
-            "rollouts": {**counts, "interruptions": self._num_interruptions},
+            "rollouts": {
+                **counts,
+                "interruptions": self._num_interruptions,
+                "preemptions": self._num_preemptions,
+            },
             "tokens": tokens,
             "discarded_by_reason": self._reasons,
             "length": {

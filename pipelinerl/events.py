@@ -161,6 +161,19 @@ class RolloutAborted:
 
 
 @value
+class RolloutPreempted:
+    """An engine dropped the KV cache of a rollout to make room; it goes on later, on a cache computed again.
+
+    The rollout stays in flight: nothing has to be decided. Simulated engines report it; vLLM does not say which.
+    """
+
+    rollout_id: int
+    engine: int
+    num_tokens: int
+    """Tokens that it has, which are prefilled again (count)."""
+
+
+@value
 class RolloutFailed:
     """A rollout will never be scored: generation, reward or preprocessing raised."""
 
@@ -200,6 +213,7 @@ Event = (
     RolloutFinished
     | RolloutScored
     | RolloutAborted
+    | RolloutPreempted
     | RolloutFailed
     | TrainingFinished
     | WeightsPublished

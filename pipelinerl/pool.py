@@ -254,13 +254,17 @@ class RolloutPool:
         first = group.group_id * self.group_size
         return list(range(first, first + self.group_size))
 
+    def is_on(self, rollout_id: int, engine: int) -> bool:
+        """Return whether a rollout is in progress on an engine."""
+        return self._in_flight.get(rollout_id) == engine
+
     def oldest(self, group: Group) -> int:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
 
     def _leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
-        if self._in_flight.get(rollout_id) != engine:
+        if self._in_flight.get(rollout_id) != engine:  # as ``is_on``: a call would cost more, once per rollout
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
         group = self.groups[rollout_id // self.group_size]
         if spans.versions:

@@ -18,6 +18,7 @@ from pipelinerl.events import (
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
+    RolloutPreempted,
     RolloutScored,
     StartTraining,
     Stop,
@@ -177,6 +178,10 @@ class Scheduler(ABC):
                 self._weights_loaded(event)
             case RolloutAborted():
                 self._pool.abort(event.rollout_id, event.engine, event.spans)
+            case RolloutPreempted():
+                if not self._pool.is_on(event.rollout_id, event.engine):
+                    raise self._impossible(event)
+                return commands
             case RolloutFailed():
                 group = self._pool.fail(event.rollout_id)
                 if group is not None:

@@ -253,6 +253,7 @@ class Engine:
             _, sequence = self._running.popitem()
             self._leave(sequence)
             self._waiting.appendleft(sequence)
+            self._host.rollout_preempted(self._index, sequence.rollout_id, sequence.spans.num_tokens)
 
     def _admit(self) -> None:
         """Let waiting rollouts join, first come first served, while they fit."""

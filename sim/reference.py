@@ -133,7 +133,10 @@ class StepByStepEngine:
         capacity = self._settings.kv_cache_tokens
         preempted = False
         while capacity is not None and self._context() + len(self._running) > capacity:
-            self._waiting.insert(0, self._running.pop())
+            sequence = self._running.pop()
+            self._waiting.insert(0, sequence)
+            num_tokens = len(self._token_versions[sequence.rollout_id])
+            self._host.rollout_preempted(self._index, sequence.rollout_id, num_tokens)
             preempted = True
         return preempted
 

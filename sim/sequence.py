@@ -70,6 +70,9 @@ class EngineHost(Protocol):
     def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
         """A rollout has ended early, with these tokens."""
 
+    def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
+        """A rollout has lost its place in the KV cache; its tokens so far are prefilled again when it is admitted."""
+
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
         """The engine samples with ``version`` from now on, after standing still for so long."""
 

@@ -34,6 +34,7 @@ from pipelinerl.events import (
     PublishWeights,
     RolloutAborted,
     RolloutFinished,
+    RolloutPreempted,
     RolloutScored,
     StartRollout,
     StartTraining,
@@ -213,6 +214,10 @@ class World:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
         self._deliver(RolloutAborted(rollout_id, engine, spans))
+
+    def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
+        """Report a rollout that has to be prefilled again."""
+        self._deliver(RolloutPreempted(rollout_id, engine, num_tokens))
 
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
         """Report new weights on an engine."""

@@ -24,6 +24,7 @@ from pipelinerl.events import (
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
+    RolloutPreempted,
     RolloutScored,
     StartRollout,
     StartTraining,
@@ -129,6 +130,7 @@ def test_every_key_of_the_summary_by_hand():
             "failed": 0,
             "unfinished": 1,
             "interruptions": 0,
+            "preemptions": 0,
         },
         "tokens": {"generated": 42, "trained": 39, "discarded": 0, "aborted": 0, "failed": 0, "unfinished": 3},
         "discarded_by_reason": {"stale": 0, "no_signal": 0, "queue_full": 0, "sibling_failed": 0},
@@ -254,6 +256,7 @@ def test_an_aborting_update_interrupts_and_the_tokens_kept_count_once():
         [
             (0.0, start(0), start(1)),
             *FIRST_STEP,
+            (2.5, RolloutPreempted(0, 0, 3)),
             (3.0, RolloutAborted(0, 0, spans((0, 3))), start(0, 0, 3)),
             (3.0, RolloutAborted(1, 0, spans((0, 2))), start(1, 0, 2), WeightsLoaded(0, 1, 0.0)),
             (5.0, *ended(0, (0, 3), (1, 8)), StartTraining((0,), 1, True)),
@@ -267,6 +270,7 @@ def test_an_aborting_update_interrupts_and_the_tokens_kept_count_once():
         "trained": 2,
         "unfinished": 1,
         "interruptions": 2,
+        "preemptions": 1,
     }
     assert keys(summary, "tokens") == {"generated": 12, "trained": 9, "unfinished": 3}
     assert summary["length"] == {"finished_mean": 4.5, "trained_mean": 4.5}

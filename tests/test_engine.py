@@ -60,6 +60,9 @@ class Log:
     def rollout_aborted(self, engine, rollout_id, spans):
         self.entries.append((self.clock.now, "aborted", rollout_id, spans))
 
+    def rollout_preempted(self, engine, rollout_id, num_tokens):
+        self.entries.append((self.clock.now, "preempted", rollout_id, num_tokens))
+
     def weights_loaded(self, engine, version, pause_ticks):
         self.entries.append((self.clock.now, "loaded", version, pause_ticks))
 
@@ -313,6 +316,7 @@ def test_the_last_admitted_is_preempted_and_first_in_the_queue_again(make):
     given = settings_with(step=(10, 10, 10), prefill=TOKEN_PREFILL, capacity=10)
     entries = log_of(make, given, rollouts=[(0, 0, 3, 3), (0, 1, 3, 3), (17, 2, 1, 1)])
     assert entries == [
+        (26, "preempted", 1, 2),
         (36, "finished", 0, spans((0, 3))),
         (52, "finished", 1, spans((0, 3))),
         (52, "finished", 2, spans((0, 1))),
@@ -324,7 +328,8 @@ def test_no_more_are_preempted_than_must_be(make):
     """8 tokens of cache hold 2 + 2 + 1 and a step of three. At 10, 3 + 3 and a step of two fit exactly: 2 leaves."""
     given = settings_with(step=(10, 10, 10), capacity=8)
     entries = log_of(make, given, rollouts=[(0, 0, 2, 2), (0, 1, 2, 2), (0, 2, 1, 2)])
-    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(20, 0), (20, 1), (30, 2)]
+    assert entries[0] == (10, "preempted", 2, 1)
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries[1:]] == [(20, 0), (20, 1), (30, 2)]
 
 
 @both_engines
@@ -345,6 +350,7 @@ def test_a_preempted_rollout_has_all_its_versions(make):
     entries = log_of(make, given, rollouts=[(0, 0, 3, 3), (0, 1, 3, 4)], updates=[(12, WeightUpdate.KEEP)])
     assert entries == [
         (20, "loaded", 1, 0),
+        (20, "preempted", 1, 2),
         (30, "finished", 0, spans((0, 2), (1, 3))),
         (50, "finished", 1, spans((0, 2), (1, 4))),
     ]
@@ -522,6 +528,9 @@ class Scripted(Log):
         self.start_next(engine)
         if rollout_id in self.script.aborts_on_finish:
             self.abort(self.script.aborts_on_finish[rollout_id])
+
+    def rollout_preempted(self, engine, rollout_id, num_tokens):
+        self.note("preempted", engine, rollout_id, num_tokens)
 
     def rollout_aborted(self, engine, rollout_id, spans):
         self.note("aborted", engine, rollout_id, spans)

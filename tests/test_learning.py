@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
 
@@ -243,13 +244,27 @@ def test_a_run_that_diverged_is_learned_again_up_to_there(tmp_path):
     assert relearn(Trace(tmp_path / "trace.jsonl.gz")).fingerprint() == recorded
 
 
-def test_a_run_with_preempted_rollouts_that_cannot_be_learned_again_is_one_line(tmp_path):
-    limit = ["hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10"]
-    learned(config_with("seed=1", *limit), tmp_path)
-    with pytest.raises(
-        RunFailedError, match=r"different: rollout \d+ has \d+ tokens in the trace and \d+ when .*preempted"
-    ):
-        relearn(Trace(tmp_path / "trace.jsonl.gz"))
+SMALL_CACHE = ("hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10")
+
+
+@pytest.mark.parametrize("update", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_preempted_rollouts_are_learned_again_to_the_last_bit(tmp_path, update, seed):
+    """The trace says where each lost its keys and values; under ``keep`` those of older versions are then gone."""
+    summary = learned(config_with(f"seed={seed}", f"scheduler.weight_update={update}", *SMALL_CACHE), tmp_path)
+    assert summary["rollouts"]["preemptions"] > 10
+    trace = Trace(tmp_path / "trace.jsonl.gz")
+    assert replay(trace).difference is None
+    assert relearn(trace).fingerprint() == summary["weights_sha256"]
+
+
+def test_a_trace_that_does_not_say_what_was_preempted_is_one_line(tmp_path):
+    learned(config_with("seed=1", *SMALL_CACHE), tmp_path)
+    path = tmp_path / "trace.jsonl.gz"
+    lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+    path.write_bytes(gzip.compress(b"".join(line for line in lines if b"RolloutPreempted" not in line)))
+    with pytest.raises(RunFailedError, match=r"different: rollout \d+ has \d+ tokens in the trace and \d+ when"):
+        relearn(Trace(path))
 
 
 def test_a_trace_without_a_policy_cannot_be_learned_again(tmp_path):

@@ -31,6 +31,7 @@ from pipelinerl.events import (
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
+    RolloutPreempted,
     RolloutScored,
     StartRollout,
     StartTraining,
@@ -246,6 +247,12 @@ class World:
             self.ready.append(group.first // self.case.group_size)
         self.deliver(RolloutScored(rollout_id, reward))
 
+    def preempt(self, entry):
+        """A rollout loses its cache, not its tokens: nothing is decided."""
+        rollout_id, _, rollout = entry
+        self.deliver(RolloutPreempted(rollout_id, rollout.engine, len(rollout.token_versions)))
+        assert self.stopped or self.answers[-1] == ()
+
     def fail(self, entry):
         rollout_id, group, rollout = entry
         rollout.place = Place.FAILED
@@ -293,6 +300,7 @@ class World:
         """Events that cannot happen now."""
         yield RolloutScored(10**9, 1.0)
         yield RolloutFailed(10**9)
+        yield RolloutPreempted(10**9, 0, 1)
         yield TrainingFinished(self.version + (0 if self.training and self.training.completes_step else 1), 0.0)
         yield WeightsPublished(self.published + (1 if self.publishing else 0), 0.0)
         for engine in (-1, self.case.num_engines):
@@ -780,6 +788,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def score_all(self, rewards):
         for number, entry in enumerate(self.world.rollouts(Place.SCORING)):
             self.world.score(entry, self.pick(rewards, number))
+
+    @precondition(lambda self: self.world.running())
+    @rule(number=st.integers(0, 20))
+    def preempt(self, number):
+        self.world.preempt(self.pick(self.world.running(), number))
 
     @precondition(lambda self: self.world.rollouts(Place.IN_FLIGHT, Place.SCORING))
     @rule(number=st.integers(0, 40))

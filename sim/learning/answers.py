@@ -14,8 +14,9 @@ can be seen in them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Several
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,26 @@ JOINED_BEFORE = -1
 """In place of the tokens that a rollout had when it joined: if it joins again, its cache is computed again."""
 PROMPTS_KEPT = 10_000
 """Prompts that are remembered (count)."""
+
+
+class _Piece(NamedTuple):
+    """Tokens of a rollout that one version sampled in a row, on one KV cache."""
+
+    num_before: int
+    """Tokens before them (count)."""
+    version: int
+    anew: bool
+    """Whether this version computed the keys and values of the tokens before them."""
+
+
+def _pieces(spans: VersionSpans, refills: Set[int], recompute: bool) -> list[_Piece]:
+    """Cut the spans of a rollout where its keys and values were computed anew."""
+    starts = dict(zip((0, *spans.ends[:-1]), spans.versions, strict=True))
+    pieces: list[_Piece] = []
+    for num_before in sorted(starts.keys() | refills):
+        version = starts[num_before] if num_before in starts else pieces[-1].version
+        pieces.append(_Piece(num_before, version, recompute or num_before in refills))
+    return pieces
 
 
 class Answers:
@@ -137,23 +158,26 @@ class Answers:
 
     # -------------------------------------------------------------------------------------- from a trace
 
-    def restore(self, spans: Mapping[int, VersionSpans], *, recompute: bool) -> None:
+    def restore(self, spans: Mapping[int, VersionSpans], refills: Mapping[int, Set[int]], *, recompute: bool) -> None:
         """Generate rollouts again as engines have reported them.
 
         Args:
             spans: Which version sampled which tokens of each.
-            recompute: Whether every change of version computed the keys and values anew.
+            refills: At how many tokens each lost its keys and values, which were then computed anew.
+            recompute: Whether every change of version computed them anew.
         """
+        pieces = {rollout_id: _pieces(one, refills[rollout_id], recompute) for rollout_id, one in spans.items()}
         for rollout_id in spans:
             prompt = self._prompt(self._prompt_ids[rollout_id])
             self._drafts[rollout_id] = Draft(rollout_id, prompt, self._max_tokens)
-        for place in range(max(len(one.ends) for one in spans.values())):
+        for place in range(max(len(one) for one in pieces.values())):
             by_version: dict[int, list[Draft]] = {}
-            for rollout_id, one in spans.items():
-                if place < len(one.ends):
-                    draft = self._cut(rollout_id, one.ends[place - 1] if place else 0)
-                    draft.cache = None if recompute else draft.cache
-                    by_version.setdefault(one.versions[place], []).append(draft)
+            for rollout_id, one in pieces.items():
+                if place < len(one):
+                    piece = one[place]
+                    draft = self._cut(rollout_id, piece.num_before)
+                    draft.cache = None if piece.anew else draft.cache
+                    by_version.setdefault(piece.version, []).append(draft)
             for version, drafts in by_version.items():
                 self._sampler.complete(self._weights[version], drafts)
 

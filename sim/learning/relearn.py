@@ -7,6 +7,7 @@ from pipelinerl.events import (
     DiscardRollouts,
     PublishWeights,
     RolloutFinished,
+    RolloutPreempted,
     StartRollout,
     StartTraining,
     VersionSpans,
@@ -20,8 +21,8 @@ def relearn(trace: Trace) -> Learner:
     """Learn what a recorded run has learned, and keep the weights of every version.
 
     Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
-    are those of the run to the last bit (``weights_sha256`` of its summary), unless rollouts were preempted: traces do
-    not say that, and a cache that is filled again differs. A run that diverged is learned again up to there.
+    are those of the run to the last bit (``weights_sha256`` of its summary): also where rollouts were preempted, whose
+    cache is filled again from where the trace says. A run that diverged is learned again up to there.
 
     Args:
         trace: The trace of a run with the table ``policy``.
@@ -31,28 +32,34 @@ def relearn(trace: Trace) -> Learner:
 
     Raises:
         ConfigError: If the run had no policy.
-        RunFailedError: If a rollout gets another length than it had: it was preempted.
+        RunFailedError: If a rollout gets another length than it had: the trace is not complete, or another torch or
+            processor sampled it.
         TraceError: If the trace is broken.
     """
     if trace.config.policy is None:
         raise ConfigError("the trace is of a run without [policy]: there is nothing to learn again")
     recompute = trace.config.scheduler.weight_update is not WeightUpdate.KEEP
     finished: dict[int, VersionSpans] = {}
+    refills: dict[int, set[int]] = {}
     with one_thread():
         learner = Learner(trace.config)
         for record in trace.records():
             match record.event or record.command:
                 case StartRollout() as command:
                     learner.answers.ask(command.rollout_id, command.prompt_id)
+                case RolloutPreempted() as event:
+                    refills.setdefault(event.rollout_id, set()).add(event.num_tokens)
                 case RolloutFinished() as event:
                     finished[event.rollout_id] = event.spans
                 case DiscardRollouts() as command:
                     for rollout_id in command.rollout_ids:
                         finished.pop(rollout_id, None)
+                        refills.pop(rollout_id, None)
                         learner.forget(rollout_id)
                 case StartTraining() as command:
                     spans = {rollout_id: finished.pop(rollout_id) for rollout_id in command.rollout_ids}
-                    learner.answers.restore(spans, recompute=recompute)
+                    refilled = {rollout_id: refills.pop(rollout_id, set()) for rollout_id in spans}
+                    learner.answers.restore(spans, refilled, recompute=recompute)
                     for rollout_id in command.rollout_ids:
                         _check_length(learner, rollout_id, spans[rollout_id].num_tokens)
                         learner.finished(rollout_id, spans[rollout_id])
@@ -70,5 +77,5 @@ def _check_length(learner: Learner, rollout_id: int, num_tokens: int) -> None:
     if len(words) != num_tokens:
         raise RunFailedError(
             f"different: rollout {rollout_id} has {num_tokens} tokens in the trace and {len(words)} when it is sampled "
-            "again; rollouts that were preempted, which a trace does not say, cannot be learned again"
+            "again: the trace is not complete, or another torch or processor sampled it"
         )
