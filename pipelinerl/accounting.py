@@ -14,6 +14,7 @@ trainer's working seconds over the seconds of the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -132,6 +133,40 @@ class Accountant:
         on_step: Called with each row as soon as its step is done.
     """
 
+    # Beyond 30 attributes an access would be a look-up in a dictionary.
+    __slots__ = (
+        "_aborting",
+        "_busy_s",
+        "_busy_since_s",
+        "_colocated",
+        "_ended",
+        "_engine_of",
+        "_engine_rollouts",
+        "_finished",
+        "_interrupted",
+        "_lag",
+        "_micro_batches",
+        "_num_finished",
+        "_num_interruptions",
+        "_num_preemptions",
+        "_num_started",
+        "_reasons",
+        "_seconds",
+        "_step_seconds",
+        "_step_start_s",
+        "_stop",
+        "_time_s",
+        "_tokens",
+        "_tokens_cut_short",
+        "_tokens_finished",
+        "_training_since_s",
+        "_version",
+        "num_engines",
+        "on_step",
+        "profile",
+        "steps",
+    )
+
     def __init__(
         self,
         *,
@@ -149,8 +184,8 @@ class Accountant:
         self._version = 0
         self._stop: str | None = None
         # Rollouts.
-        self._finished: dict[int, tuple[VersionSpans, int]] = {}  # its tokens; the trainer's version at its end
-        self._rewards: dict[int, float] = {}
+        # Its tokens, the trainer's version at its end, its reward once there is one.
+        self._finished: dict[int, tuple[VersionSpans, int, float | None]] = {}
         self._interrupted: dict[int, VersionSpans] = {}
         self._aborting: set[int] = set()
         self._num_started = self._num_finished = 0
@@ -185,12 +220,13 @@ class Accountant:
             self._leave_engine(rollout_id, event.engine, num_tokens)
             self._num_finished += 1
             self._tokens_finished += num_tokens
-            self._finished[rollout_id] = (event.spans, self._version)
+            self._finished[rollout_id] = (event.spans, self._version, event.reward)
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             return
         if isinstance(event, RolloutScored):
-            self._rewards[event.rollout_id] = event.reward
+            spans, finish_version, _ = self._finished[event.rollout_id]
+            self._finished[event.rollout_id] = (spans, finish_version, event.reward)
             return
         match event:
             case RolloutAborted():
@@ -281,7 +317,6 @@ class Accountant:
 
     def _forget(self, rollout_id: int) -> int:
         """Forget a finished rollout and return its tokens."""
-        self._rewards.pop(rollout_id, None)
         return self._finished.pop(rollout_id)[0].num_tokens
 
     def _loaded(self, event: WeightsLoaded) -> None:
@@ -295,24 +330,17 @@ class Accountant:
     # ------------------------------------------------------------------------------------- training
 
     def _training_started(self, command: StartTraining) -> None:
-        versions: list[int] = []
-        ends: list[int] = []
-        counts: list[int] = []
-        finish_versions: list[int] = []
-        reward = 0.0
-        for rollout_id in command.rollout_ids:
-            spans, finish_version = self._finished.pop(rollout_id)
-            versions += spans.versions
-            ends += spans.ends
-            counts.append(len(spans.ends))
-            finish_versions.append(finish_version)
-            reward += self._rewards.pop(rollout_id)
+        # As little as can be per rollout: most of this would otherwise be spent in loops.
+        spans_M, finish_versions, rewards = zip(*map(self._finished.pop, command.rollout_ids), strict=True)
+        versions = [version for spans in spans_M for version in spans.versions]
+        ends = [end for spans in spans_M for end in spans.ends]
+        counts = [len(spans.ends) for spans in spans_M]
         end_N = np.array(ends, dtype=np.int64)
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[np.cumsum([0, *counts[:-1]])] = 0
         lag_N = command.version - np.array(versions, dtype=np.int64)
         queue_N = command.version - np.repeat(np.array(finish_versions, dtype=np.int64), counts)
-        self._micro_batches.append(_MicroBatch(len(counts), reward, start_N, end_N, lag_N, queue_N))
+        self._micro_batches.append(_MicroBatch(len(counts), math.fsum(rewards), start_N, end_N, lag_N, queue_N))
 
     def _trained(self, event: TrainingFinished) -> None:
         self._seconds["training"] += event.train_s

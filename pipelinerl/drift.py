@@ -134,8 +134,9 @@ def modelled_ess(model: DriftModel, tokens_by_lag: ArrayLike) -> EssBand:
     tokens_G = np.asarray(tokens_by_lag, dtype=float)
     if tokens_G.ndim != 1 or not tokens_G.sum() > 0 or (tokens_G < 0).any():
         raise ValueError(f"tokens_by_lag must hold tokens, none of them below 0, got shape {tokens_G.shape}")
-    share_G = tokens_G / tokens_G.sum()
-    growth_G = np.arange(len(tokens_G), dtype=float) ** model.exponent
+    there_G = np.flatnonzero(tokens_G)  # a weight may be infinite at a lag that no token has
+    share_G = tokens_G[there_G] / tokens_G.sum()
+    growth_G = there_G**model.exponent
     with np.errstate(over="ignore"):
         ess = [float(1.0 / (share_G * np.exp(rate * growth_G)).sum()) for rate in model.rates]
     return EssBand(mean=math.fsum(ess) / len(ess), low=ess[-1], high=ess[0])

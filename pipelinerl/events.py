@@ -8,8 +8,9 @@ store under its ``rollout_id``.
 =====================  ==========================================  ====================================
 command                the world                                   answered by
 =====================  ==========================================  ====================================
-``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, then
-                                                                   ``RolloutScored``; ``RolloutFailed``
+``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, and unless that has
+                                                                   its reward ``RolloutScored``;
+                                                                   ``RolloutFailed``
 ``AbortRollout``       ends the rollout early                      ``RolloutAborted``, or
                                                                    ``RolloutFinished`` if that won
 ``DiscardRollouts``    forgets finished rollouts                   --
@@ -141,6 +142,8 @@ class RolloutFinished:
     rollout_id: int
     engine: int
     spans: VersionSpans
+    reward: float | None = None
+    """Its reward, from a world that scores at once. None: ``RolloutScored`` follows."""
 
 
 @value

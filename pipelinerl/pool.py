@@ -161,42 +161,76 @@ class RolloutPool:
 
     # --------------------------------------------------------------------------------------- ending
 
-    def finish(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
-        """Book the end of generation of a rollout."""
-        group = self._leave_engine(rollout_id, engine, spans)
+    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
+        """Book the end of generation of a rollout, which ``await_score`` or ``score`` is to follow.
+
+        Returns:
+            Its group.
+        """
+        if self._in_flight.get(rollout_id) != engine:  # as ``is_on``: a call would cost more, once per rollout
+            raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
+        group = self.groups[rollout_id // self.group_size]
+        if spans.versions:
+            oldest, newest = spans.versions[0], spans.versions[-1]
+            if oldest < group.oldest_bound or newest > self.newest_version:
+                raise SchedulerError(
+                    f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to {newest}: "
+                    f"engines have had versions {group.oldest_bound} to {self.newest_version} since it was admitted"
+                )
+            if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
+                group.oldest_reported = oldest
+        del self._in_flight[rollout_id]
+        group.num_in_flight -= 1
+        self._free[engine] += 1
+        if not self._held[engine]:
+            self.num_free += 1
+            self._list_as_roomy(engine)
+        return group
+
+    def await_score(self, group: Group, rollout_id: int) -> None:
+        """Book that the score of a finished rollout of a group comes later."""
         group.num_scoring += 1
         self._scoring.add(rollout_id)
 
-    def score(self, rollout_id: int, reward: float, commands: list[Command]) -> Group | None:
-        """Book the score of a finished rollout.
-
-        Args:
-            rollout_id: The rollout.
-            reward: Its reward.
-            commands: Receives the discard of a doomed group's rollout.
+    def awaited(self, rollout_id: int) -> Group:
+        """Book that the score of a finished rollout is here, which ``score`` is to follow.
 
         Returns:
-            The group, if this was its last score and it is not doomed.
+            Its group.
         """
         if rollout_id not in self._scoring:
             raise SchedulerError(f"cannot handle the score of rollout {rollout_id}: it is not being scored")
         self._scoring.remove(rollout_id)
         group = self.groups[rollout_id // self.group_size]
         group.num_scoring -= 1
+        return group
+
+    def score(self, group: Group, rollout_id: int, reward: float, commands: list[Command]) -> bool:
+        """Book the reward of a finished rollout.
+
+        Args:
+            group: Its group.
+            rollout_id: The rollout.
+            reward: Its reward.
+            commands: Receives the discard of a doomed group's rollout.
+
+        Returns:
+            Whether the group is ready now: this was its last score, and it is not doomed.
+        """
         if group.doomed:
             commands.append(DiscardRollouts((rollout_id,), group.doomed))
             self._forget_if_over(group)
-            return None
+            return False
         if group.scored and reward != group.scored_reward:
             group.rewards_differ = True
         group.scored_reward = reward
         group.scored.append(rollout_id)
         group.ready = len(group.scored) == self.group_size
-        return group if group.ready else None
+        return group.ready
 
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Book a rollout that ended early: gone if that was wanted, else to be started again."""
-        group = self._leave_engine(rollout_id, engine, spans)
+        group = self.leave_engine(rollout_id, engine, spans)
         if group.doomed:
             self._forget_if_over(group)
             return
@@ -209,7 +243,7 @@ class RolloutPool:
             Its group, which can never be ready now, if it is not doomed already.
         """
         if rollout_id in self._in_flight:
-            group = self._leave_engine(rollout_id, self._in_flight[rollout_id], NO_TOKENS)
+            group = self.leave_engine(rollout_id, self._in_flight[rollout_id], NO_TOKENS)
         elif rollout_id in self._scoring:
             self._scoring.remove(rollout_id)
             group = self.groups[rollout_id // self.group_size]
@@ -262,27 +296,6 @@ class RolloutPool:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
-
-    def _leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
-        if self._in_flight.get(rollout_id) != engine:  # as ``is_on``: a call would cost more, once per rollout
-            raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
-        group = self.groups[rollout_id // self.group_size]
-        if spans.versions:
-            oldest, newest = spans.versions[0], spans.versions[-1]
-            if oldest < group.oldest_bound or newest > self.newest_version:
-                raise SchedulerError(
-                    f"cannot handle the end of rollout {rollout_id} with tokens of versions {oldest} to {newest}: "
-                    f"engines have had versions {group.oldest_bound} to {self.newest_version} since it was admitted"
-                )
-            if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
-                group.oldest_reported = oldest
-        del self._in_flight[rollout_id]
-        group.num_in_flight -= 1
-        self._free[engine] += 1
-        if not self._held[engine]:
-            self.num_free += 1
-            self._list_as_roomy(engine)
-        return group
 
     def _list_as_roomy(self, engine: int) -> None:
         heapq.heappush(self._roomy, (-self._free[engine], engine))

@@ -157,15 +157,17 @@ class Scheduler(ABC):
         commands: list[Command] = []
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
-            self._pool.finish(event.rollout_id, event.engine, event.spans)
+            group = self._pool.leave_engine(event.rollout_id, event.engine, event.spans)
             self._fill(commands)  # all that a free slot can change
+            if event.reward is None:
+                self._pool.await_score(group, event.rollout_id)
+            elif self._pool.score(group, event.rollout_id, event.reward, commands):
+                self._group_scored(group, commands)
             return commands
         if isinstance(event, RolloutScored):
-            group = self._pool.score(event.rollout_id, event.reward, commands)
-            if group is None:
-                return commands
-            self._group_scored(group, commands)
-            self._decide(commands)
+            group = self._pool.awaited(event.rollout_id)
+            if self._pool.score(group, event.rollout_id, event.reward, commands):
+                self._group_scored(group, commands)
             return commands
         match event:
             case TrainingFinished():
@@ -183,9 +185,9 @@ class Scheduler(ABC):
                     raise self._impossible(event)
                 return commands
             case RolloutFailed():
-                group = self._pool.fail(event.rollout_id)
-                if group is not None:
-                    self._doom(group, DiscardReason.SIBLING_FAILED, commands)
+                failed = self._pool.fail(event.rollout_id)
+                if failed is not None:
+                    self._doom(failed, DiscardReason.SIBLING_FAILED, commands)
             case _:
                 assert_never(event)
         self._decide(commands)
@@ -270,11 +272,12 @@ class Scheduler(ABC):
     # ------------------------------------------------------------------------------------------ books
 
     def _group_scored(self, group: Group, commands: list[Command]) -> None:
-        """Queue a group whose rollouts are all scored, or discard it."""
+        """Queue a group whose rollouts are all scored, or discard it, and decide."""
         if self.settings.filter_no_signal and not group.rewards_differ:
             self._doom(group, DiscardReason.NO_SIGNAL, commands)
         else:
             self._enqueue(group, commands)
+        self._decide(commands)
 
     def _doom(self, group: Group, reason: DiscardReason, commands: list[Command]) -> None:
         """Give a live group up; have its prompt tried again if that is the wish for stale ones."""

@@ -2,7 +2,8 @@
 
 The first line holds the format and the resolved configuration. Every further line is an event or a command::
 
-    {"t": 12.5, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[3, 0, 100], [4, 100, 180]]}
+    {"t": 12.5, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[3, 0, 100], [4, 100, 180]],
+     "reward": 1.0}
     {"t": 12.5, "command": "StartRollout", "rollout_id": 71, "prompt_id": 8, "engine": 0, "kept_tokens": 0}
 
 ``t`` is in seconds since the start. Spans are [version, first token, end token]. Commands follow the event
@@ -37,7 +38,7 @@ from pipelinerl.scheduler import make_scheduler
 
 FORMAT = "pipelinerl-trace"
 """What the first line of a trace calls itself."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised when a reader of the old format could misread the new one."""
 
 T = TypeVar("T")
@@ -293,6 +294,7 @@ def _decoded_spans(spans: Any) -> VersionSpans:
 _DECODERS: dict[Any, Callable[[Any], Any]] = {
     int: operator.index,
     float: float,
+    float | None: lambda one: None if one is None else float(one),
     bool: bool,
     tuple[int, ...]: _decoded_ids,
     VersionSpans: _decoded_spans,

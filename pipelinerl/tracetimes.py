@@ -284,8 +284,11 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
         match record.event or record.command:
             case StartRollout(rollout_id=one, kept_tokens=kept):
                 started[one] = (now_s, kept)
-            case RolloutFinished(rollout_id=one, engine=engine, spans=spans):
-                finished_s[one] = now_s
+            case RolloutFinished(rollout_id=one, engine=engine, spans=spans) as event:
+                if event.reward is None:
+                    finished_s[one] = now_s
+                else:
+                    result.score_s.append(0.0)
                 length[one] = spans.num_tokens
                 _end_life(logs[engine], started.pop(one, None), now_s, spans)
             case RolloutAborted(rollout_id=one, engine=engine, spans=spans):

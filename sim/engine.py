@@ -81,6 +81,44 @@ class Update:
 class Engine:
     """An engine in closed form. See the top of this file."""
 
+    # Beyond 30 attributes an access would be a look-up in a dictionary.
+    __slots__ = (
+        "_aborts",
+        "_arrivals",
+        "_awake",
+        "_batch_ticks",
+        "_capacity",
+        "_clock",
+        "_context",
+        "_context_ticks",
+        "_finishes",
+        "_host",
+        "_index",
+        "_join",
+        "_next_order",
+        "_num_arrivals",
+        "_num_slots",
+        "_pause_end",
+        "_pause_ticks",
+        "_prefill",
+        "_prefill_ticks",
+        "_priority",
+        "_running",
+        "_stand_at",
+        "_step",
+        "_still_since",
+        "_tick",
+        "_tokens",
+        "_update",
+        "_version_steps",
+        "_versions",
+        "_waiting",
+        "_wake_at",
+        "_wake_steps",
+        "_wake_tag",
+        "version",
+    )
+
     def __init__(self, clock: Clock, host: EngineHost, index: int, settings: EngineSettings) -> None:
         self.version = 0
         self._clock = clock
@@ -118,7 +156,7 @@ class Engine:
         self._wake_at = NOT_PLANNED
         self._wake_steps = 0
         self._wake_tag = 0
-        self._join: tuple[int, int] | None = None  # steps to a planned join, and its tick
+        self._join: tuple[int, int, int] | None = None  # steps to a planned join, its tick, and ticks of its prefill
         self._awake = False
 
     # -------------------------------------------------------------------------------------- requests
@@ -189,7 +227,7 @@ class Engine:
             self._prefill_ticks = 0
             self._report_finished()
         arrivals = self._arrivals
-        if (arrivals and arrivals[0][0] <= taken_until) or self._aborts or self._is_to_stop():
+        if (arrivals and arrivals[0][0] <= taken_until) or not self._is_quiet():
             self._take_requests(taken_until)
         if self._pause_end is None and self._still_since is None:
             if self._context + len(self._running) > self._capacity:
@@ -205,12 +243,11 @@ class Engine:
         if self._join is not None and self._join[1] <= self._clock.now:
             self._make_join(self._join)
 
-    def _make_join(self, join: tuple[int, int]) -> None:
+    def _make_join(self, join: tuple[int, int, int]) -> None:
         self._join = None
-        steps, self._tick = join
+        steps, self._tick, self._prefill_ticks = join
         self._step += steps
         self._context += steps * len(self._running)
-        self._prefill_ticks = 0
         self._join_batch(heapq.heappop(self._arrivals)[2])  # the first: others may have been submitted since
 
     def _report_finished(self) -> None:
@@ -221,7 +258,7 @@ class Engine:
                 continue  # it has left the batch before
             del running[sequence.rollout_id]
             self._context -= sequence.prompt_tokens + sequence.length
-            host.rollout_finished(self._index, sequence.rollout_id, self._spans(sequence))
+            host.rollout_finished(self._index, sequence, self._spans(sequence))
 
     def _take_requests(self, until: int) -> None:
         """Take up what has arrived up to tick ``until``."""
@@ -235,8 +272,9 @@ class Engine:
         if update is not None and update.at <= until:
             self._begin_update(update)
 
-    def _is_to_stop(self) -> bool:
-        return self._update is not None or self._stand_at is not None
+    def _is_quiet(self) -> bool:
+        """Return whether nothing is requested but that rollouts join."""
+        return self._update is None and not self._aborts and self._stand_at is None
 
     def _begin_update(self, update: Update) -> None:
         match update.weight_update:
@@ -259,9 +297,12 @@ class Engine:
         """Let waiting rollouts join, first come first served, while they fit."""
         waiting = self._waiting
         while waiting and self._fits(waiting[0], self._context, len(self._running)):
-            self._join_batch(waiting.popleft())
+            sequence = waiting.popleft()
+            self._join_batch(sequence)
+            self._prefill_ticks += self._prefill.ticks(sequence.tokens_to_prefill)
 
     def _join_batch(self, sequence: Sequence) -> None:
+        """Take a rollout into the batch; its prefill is charged by the caller."""
         if self._tokens is not None:
             self._tokens.begin(sequence, self.version)
         sequence.order = order = self._next_order
@@ -269,10 +310,8 @@ class Engine:
         sequence.start_step = step = self._step
         sequence.first_update = len(self._versions)
         self._running[sequence.rollout_id] = sequence
-        tokens = sequence.tokens_to_prefill
+        self._context += sequence.tokens_to_prefill
         heapq.heappush(self._finishes, (step + sequence.num_left, order, sequence))
-        self._context += tokens
-        self._prefill_ticks += self._prefill.ticks(tokens)
 
     def _fits(self, sequence: Sequence, context: int, batch: int) -> bool:
         """Return whether a rollout, and one more step of everybody, fit beside what is there."""
@@ -375,7 +414,7 @@ class Engine:
         steps = finish_step - step
         if context + steps * batch > self._capacity:
             steps = (self._capacity - context) // batch
-        quiet = not self._aborts and not self._is_to_stop()
+        quiet = self._is_quiet()
         request = (arrivals[0][0] if arrivals else None) if quiet else self._next_request()
         if request is not None:
             to_request, at = self._first_boundary_after(request)
@@ -394,7 +433,7 @@ class Engine:
                 if self._tokens is not None:
                     self._tokens.begin(sequence, self.version)
                 prefill_ticks = self._prefill.ticks(tokens)
-                self._join = (to_request, at)
+                self._join = (to_request, at, prefill_ticks)
                 steps = finish_step - step - to_request
                 steps = min(steps, sequence.num_left)
                 if context + steps * batch > self._capacity:

@@ -103,7 +103,7 @@ class StepByStepEngine:
             self._running.remove(sequence)
             spans = self._spans(sequence)
             del self._token_versions[sequence.rollout_id]
-            self._host.rollout_finished(self._index, sequence.rollout_id, spans)
+            self._host.rollout_finished(self._index, sequence, spans)
 
     def _take_requests(self, until: int) -> None:
         """Take up what has arrived up to tick ``until``: aborts, rollouts, the weights."""

@@ -64,8 +64,8 @@ class TokenSource(Protocol):
 class EngineHost(Protocol):
     """What an engine reports, at the tick at which it happens."""
 
-    def rollout_finished(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
-        """The last token of a rollout is there."""
+    def rollout_finished(self, engine: int, sequence: Sequence, spans: VersionSpans) -> None:
+        """The last token of a rollout is there: these are all."""
 
     def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
         """A rollout has ended early, with these tokens."""

@@ -22,6 +22,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import mul
 from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
@@ -174,6 +175,7 @@ class World:
         """
         self._recorder = recorder
         for command in self._scheduler.start():
+            recorder.command(0.0, command)
             self._carry_out(command)
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
@@ -196,17 +198,18 @@ class World:
 
     # ---------------------------------------------------------------------------------- from engines
 
-    def rollout_finished(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
-        """Report a finished rollout; its score follows."""
+    def rollout_finished(self, engine: int, sequence: Sequence, spans: VersionSpans) -> None:
+        """Report a finished rollout; its score follows unless it takes no time."""
+        rollout_id = sequence.rollout_id
         if self._aborting:
             self._aborting.discard(rollout_id)
         if self._policy is not None:
-            self._sequences[rollout_id].reward = self._policy.finished(rollout_id, spans)
+            sequence.reward = self._policy.finished(rollout_id, spans)
+        if not self._score_ticks:
+            self._deliver(RolloutFinished(rollout_id, engine, spans, sequence.reward))
+            return
         self._deliver(RolloutFinished(rollout_id, engine, spans))
-        if self._score_ticks:
-            Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
-        else:
-            self._deliver(RolloutScored(rollout_id, self._sequences[rollout_id].reward))
+        Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
         """Report a rollout that ended early."""
@@ -235,16 +238,18 @@ class World:
             self._now, self._now_s = now, to_seconds(now)
         self._recorder.event(self._now_s, event)
         for command in self._scheduler.handle(event):
-            self._carry_out(command)
+            self._recorder.command(self._now_s, command)
+            if isinstance(command, StartRollout):  # comes once per rollout
+                self._start_rollout(command)
+            else:
+                self._carry_out(command)
         if self._interrupted:
             self._end()
 
     def _carry_out(self, command: Command) -> None:
-        self._recorder.command(self._now_s, command)
-        if isinstance(command, StartRollout):  # comes once per rollout
-            self._start_rollout(command)
-            return
         match command:
+            case StartRollout():
+                self._start_rollout(command)
             case StartTraining():
                 self._start_training(command)
             case PublishWeights():
@@ -313,13 +318,10 @@ class World:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False
-        tokens = squared = 0
-        for rollout_id in command.rollout_ids:
-            sequence = self._sequences.pop(rollout_id)
-            length = sequence.prompt_tokens + sequence.length
-            tokens += length
-            squared += length * length
-        train_ticks = self._training.ticks(tokens, squared_tokens=squared, completes_step=command.completes_step)
+        sequences = map(self._sequences.pop, command.rollout_ids)
+        lengths = [sequence.prompt_tokens + sequence.length for sequence in sequences]
+        squared = sum(map(mul, lengths, lengths))
+        train_ticks = self._training.ticks(sum(lengths), squared_tokens=squared, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 

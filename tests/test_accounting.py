@@ -336,9 +336,28 @@ def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
             history.append((n + 0.6, StartTraining((trained,), n, True), TrainingFinished(n + 1, 0.0)))
         books = books_of(history)
         assert books.summary()["rollouts"]["unfinished"] == 0
-        return sum(len(one) for one in vars(books).values() if isinstance(one, dict | set))
+        parts = (getattr(books, name) for name in Accountant.__slots__)
+        return sum(len(one) for one in parts if isinstance(one, dict | set))
 
     assert kept(3) == kept(30)
+
+
+def test_a_reward_that_comes_with_the_end_is_booked_as_one_that_follows():
+    """A step of two rollouts, scored one way and the other: the same books."""
+
+    def finished(*scored):
+        return [
+            (0.0, start(0), start(1)),
+            (1.0, *scored, StartTraining((0, 1), 0, True)),
+            (2.0, TrainingFinished(1, 1.0), Stop(StopReason.DONE)),
+        ]
+
+    at_once = [RolloutFinished(n, 0, spans((0, 3 + n)), 0.25 + n) for n in range(2)]
+    apart = [event for n in range(2) for event in ended(n, (0, 3 + n), reward=0.25 + n)]
+    books = [books_of(finished(*scored)) for scored in (at_once, apart)]
+    assert books[0].steps == books[1].steps
+    assert books[0].steps[0].reward_mean == 0.75
+    assert books[0].summary() == books[1].summary()
 
 
 def test_a_failure_loses_the_tokens_that_are_known():

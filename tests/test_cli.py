@@ -788,7 +788,7 @@ def test_replay_of_a_changed_command_says_where_with_status_1(command: Command, 
     path.write_bytes(gzip.compress("".join(lines).encode()))
     result = command("replay", finished)
     assert (result.status, result.err) == (1, "")
-    assert result.out.startswith(f"different: line {number + 1}, after RolloutScored(")
+    assert result.out.startswith(f"different: line {number + 1}, after RolloutFinished(")
     assert "recorded StartTraining(" in result.out
     assert "version=1, completes_step=True), now StartTraining(" in result.out
     assert result.out.count("\n") == 1
@@ -805,7 +805,7 @@ def with_garbage(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    text = gzip.decompress(path.read_bytes()).replace(b'"format_version":1', b'"format_version":9')
+    text = gzip.decompress(path.read_bytes()).replace(b'"format_version":2', b'"format_version":9')
     path.write_bytes(gzip.compress(text))
 
 
@@ -815,7 +815,7 @@ def of_another_version(path: Path) -> None:
         (Path.unlink, "cannot read trace {path}: No such file or directory"),
         (cut_off, "{path} is cut off after line "),
         (with_garbage, "{path}, line 5: broken (Expecting value: line 1 column 1 (char 0))"),
-        (of_another_version, "{path} has trace format version 9, this program reads 1"),
+        (of_another_version, "{path} has trace format version 9, this program reads 2"),
         (lambda path: path.write_text(TINY), "cannot read trace {path}: Not a gzipped file "),
     ],
 )

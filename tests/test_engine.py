@@ -54,8 +54,8 @@ class Log:
         """Have ``call`` called at a tick, before the engines have their turn."""
         Wake(self.clock, tick - self.clock.now, WORLD_PRIORITY, 0, lambda _: call())
 
-    def rollout_finished(self, engine, rollout_id, spans):
-        self.entries.append((self.clock.now, "finished", rollout_id, spans))
+    def rollout_finished(self, engine, sequence, spans):
+        self.entries.append((self.clock.now, "finished", sequence.rollout_id, spans))
 
     def rollout_aborted(self, engine, rollout_id, spans):
         self.entries.append((self.clock.now, "aborted", rollout_id, spans))
@@ -396,9 +396,9 @@ def test_one_slot_is_a_queue_with_fixed_service_time(make):
 class Refill(Log):
     """Replaces every finished rollout at once by one of the same length."""
 
-    def rollout_finished(self, engine, rollout_id, spans):
-        super().rollout_finished(engine, rollout_id, spans)
-        self.engines[0].submit(Sequence(rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
+    def rollout_finished(self, engine, sequence, spans):
+        super().rollout_finished(engine, sequence, spans)
+        self.engines[0].submit(Sequence(sequence.rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
 
 
 @both_engines
@@ -522,7 +522,8 @@ class Scripted(Log):
     def note(self, *entry):
         self.entries.append((self.clock.now, *entry, [engine.version for engine in self.engines]))
 
-    def rollout_finished(self, engine, rollout_id, spans):
+    def rollout_finished(self, engine, sequence, spans):
+        rollout_id = sequence.rollout_id
         self.note("finished", engine, rollout_id, spans)
         self.place[rollout_id] = None
         self.start_next(engine)

@@ -480,7 +480,7 @@ def test_a_full_queue_admits_no_group_beyond_all_slots_and_the_queue(group_size,
         hardware={**trains_in(40.0), "latency": {"reward_s": reward_s}},
     )
     in_flight, ready, scored, most = 0, 0, {}, 0
-    for _, entry in run.entries:
+    for entry in scores_apart(run.entries):
         match entry:
             case StartRollout():
                 in_flight += 1
@@ -495,6 +495,18 @@ def test_a_full_queue_admits_no_group_beyond_all_slots_and_the_queue(group_size,
             case StartTraining():
                 ready -= len(entry.rollout_ids)
     assert most == 2 * 16 + 24
+
+
+def scores_apart(entries):
+    """Yield what happened, each score as an event of its own: after what has started in the slot of its rollout."""
+    scored = None
+    for _, entry in entries:
+        if scored is not None and not isinstance(entry, StartRollout):
+            yield scored
+            scored = None
+        yield entry
+        if isinstance(entry, RolloutFinished) and entry.reward is not None:
+            scored = RolloutScored(entry.rollout_id, entry.reward)
 
 
 def group_staleness(run, group_size, first_step):
@@ -859,7 +871,7 @@ def test_groups_without_a_signal_are_replaced_for_as_long_as_it_takes(success_ra
     num_groups = trained + discarded
     assert trained == 1200
     assert trained / num_groups == pytest.approx(share, abs=4.9 * math.sqrt(share * (1 - share) / num_groups))
-    rewards = {entry.rollout_id: entry.reward for _, entry in run.of(RolloutScored)}
+    rewards = {entry.rollout_id: entry.reward for _, entry in run.of(RolloutFinished)}
     for _, entry in run.of(StartTraining):
         for group in {rollout_id // 4 for rollout_id in entry.rollout_ids}:
             assert len({rewards[4 * group + member] for member in range(4)}) == 2
@@ -997,7 +1009,7 @@ def test_two_schedulers_meet_the_same_answers(length):
             workload={"group_size": 8},
             hardware={"latency": {"dispatch_jitter_s": 3.0}},
         )
-        rewards = {entry.rollout_id: entry.reward for _, entry in run.of(RolloutScored)}
+        rewards = {entry.rollout_id: entry.reward for _, entry in run.of(RolloutFinished)}
         tokens = {entry.rollout_id: entry.spans.num_tokens for _, entry in run.of(RolloutFinished)}
         answers.append({rollout_id: (tokens[rollout_id], reward) for rollout_id, reward in rewards.items()})
     for other in answers[1:]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import groupby
 
@@ -743,6 +743,36 @@ def test_a_fresh_scheduler_and_a_copy_give_the_recorded_commands(case, seed, num
     world.go_on(rng, num_happenings=200, failures=True)
     world.replay()
     assert [tuple(scheduler.handle(one)) for one in world.events[num_events:]] == world.answers[num_events + 1 :]
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+def test_a_reward_that_comes_with_the_end_is_answered_as_one_that_follows(case, seed):
+    """Each score that follows its rollout's end directly, put into that event: the same commands in the same order."""
+    world, rng = World(case), random.Random(seed)
+    for _ in range(100):
+        world.go_on(rng, num_happenings=3, failures=True)
+        ends = [] if world.stopped else world.rollouts(Place.IN_FLIGHT)
+        if ends:
+            entry = rng.choice(ends)
+            world.report(entry, obey_abort=rng.random() < 0.5)
+            if entry[2].place is Place.SCORING and not world.stopped:
+                world.score(entry, float(rng.randint(0, 1)))
+    scheduler = case.fresh()
+    assert tuple(scheduler.start()) == world.answers[0]
+    happened = list(zip(world.events, world.answers[1:], strict=True))
+    num_merged = 0
+    while happened:
+        one, answer = happened.pop(0)
+        following = happened[0][0] if happened else None
+        if isinstance(one, RolloutFinished) and following == RolloutScored(
+            one.rollout_id, getattr(following, "reward", 0)
+        ):
+            one = replace(one, reward=following.reward)
+            answer += happened.pop(0)[1]
+            num_merged += 1
+        assert tuple(scheduler.handle(one)) == answer
+    event(f"more than 10 merged: {num_merged > 10}")
 
 
 class SchedulerMachine(RuleBasedStateMachine):

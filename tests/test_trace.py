@@ -75,7 +75,11 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (Stop(StopReason.STALLED), '"command":"Stop","reason":"stalled"'),
     (
         RolloutFinished(7, 1, VersionSpans((3, 4), (100, 180))),
-        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100],[4,100,180]]',
+        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100],[4,100,180]],"reward":null',
+    ),
+    (
+        RolloutFinished(7, 1, VersionSpans((3,), (100,)), 0.5),
+        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100]],"reward":0.5',
     ),
     (RolloutScored(7, 0.5), '"event":"RolloutScored","rollout_id":7,"reward":0.5'),
     (RolloutAborted(8, 1, NO_TOKENS), '"event":"RolloutAborted","rollout_id":8,"engine":1,"spans":[]'),
@@ -143,7 +147,7 @@ def test_a_trace_is_the_configuration_then_a_line_per_event_and_command(tmp_path
     header, *lines = lines_of(write(tmp_path / "trace", *(one for one, _ in EXAMPLES)))
     assert json.loads(header) == {
         "format": "pipelinerl-trace",
-        "format_version": 1,
+        "format_version": 2,
         "config": run().model_dump(mode="json", exclude_none=True),
     }
     assert lines == [f'{{"t":{float(time_s)},{text}}}' for time_s, (_, text) in enumerate(EXAMPLES)]
@@ -179,7 +183,7 @@ spans = versions.flatmap(
 )
 ids = st.lists(whole, max_size=9).map(tuple)
 contents = st.one_of(
-    st.builds(RolloutFinished, whole, whole, spans),
+    st.builds(RolloutFinished, whole, whole, spans, st.none() | st.floats(-1e9, 1e9)),
     st.builds(RolloutScored, whole, st.floats(-1e9, 1e9)),
     st.builds(RolloutAborted, whole, whole, spans),
     st.builds(RolloutPreempted, whole, whole, whole),
@@ -241,19 +245,19 @@ def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
     assert fault(path) == f"{path} is not a trace: its first line must be a pipelinerl-trace header"
 
 
-@pytest.mark.parametrize("version", ["2", "null", '"1"'])
+@pytest.mark.parametrize("version", ["1", "null", '"2"'])
 def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str) -> None:
     path = rewritten(tmp_path / "trace", [f'{{"format": "pipelinerl-trace", "format_version": {version}}}'])
     found = json.loads(version)
-    assert FORMAT_VERSION == 1
-    assert fault(path) == f"{path} has trace format version {found}, this program reads 1"
+    assert FORMAT_VERSION == 2
+    assert fault(path) == f"{path} has trace format version {found}, this program reads 2"
 
 
 @pytest.mark.parametrize(
     ("config", "message"), [("[]", "the root must be a table, got []"), ("{}", "optimizer_steps is missing")]
 )
 def test_of_a_broken_configuration_the_first_fault_is_told(tmp_path: Path, config: str, message: str) -> None:
-    line = f'{{"format": "pipelinerl-trace", "format_version": 1, "config": {config}}}'
+    line = f'{{"format": "pipelinerl-trace", "format_version": 2, "config": {config}}}'
     path = rewritten(tmp_path / "trace", [line])
     assert fault(path) == f"{path}, line 1: {message}"
 
@@ -435,7 +439,7 @@ def test_a_trace_written_by_hand_replays(tmp_path: Path) -> None:
     assert replay(Trace(path)) == ReplayResult(3, 3, None)
 
 
-FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)))"
+FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)), reward=None)"
 SCORED = "RolloutScored(rollout_id=0, reward=1.0)"
 TRAINED = "TrainingFinished(version=1, train_s=1.0)"
 START = "StartRollout(rollout_id=0, prompt_id=0, engine=0, kept_tokens=0)"
