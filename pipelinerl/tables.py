@@ -270,6 +270,8 @@ def _plan_reasons(plan: dict[str, Any]) -> list[str]:
         lines.append(f"runner-up ({other['label']}): {other['why']}")
     if own is not None:
         breaks = "" if own["keeps_to_limits"] else " (it breaks a limit)"
+        if not own["among_schedulers"]:
+            breaks = f" (only to compare with: plan.schedulers has no {own['family']})"
         lines.append(
             f"run file{breaks}: recommended is {own['recommended_over_own']:.2f} times as fast; {own['verdict']}"
         )
@@ -278,6 +280,8 @@ def _plan_reasons(plan: dict[str, Any]) -> list[str]:
             lines.append(
                 f"with {level} coefficients the decision changes: {decision['label']}, {decision['faster']:.0%} faster"
             )
+    for row in plan["search"]["not_tried"]:
+        lines.append(f"not tried: {row['key']}={row['value']}: {row['why']}")
     changing = [row["coefficient"] for row in plan["sensitivity"] if any(_moves(row))]
     if changing:
         names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
