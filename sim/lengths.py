@@ -112,9 +112,10 @@ class Workload:
         self._rewards = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_rewards)
 
     @property
-    def longest_prompt_tokens(self) -> int:
-        """Length of the longest prompt that a group can have (tokens)."""
-        return max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
+    def longest_rollout_tokens(self) -> int:
+        """Longest rollout that there can be: the longest prompt and an answer of ``max`` (tokens)."""
+        prompt = max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
+        return prompt + self._config.length.max
 
     def group(self, group_id: int, prompt_id: int) -> Group:
         """Return what the rollouts of a group will be.

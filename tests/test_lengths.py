@@ -368,12 +368,12 @@ def test_rewards_are_drawn_where_the_source_does_not_give_them(tmp_path):
 
 def test_prompt_lengths_are_those_of_the_source_where_it_has_them(tmp_path):
     numbered = workload(kind="empirical", max=5000, source=write(tmp_path, NUMBERED), prompt_tokens=7)
-    assert numbered.longest_prompt_tokens == 21
+    assert numbered.longest_rollout_tokens == 5021
     bare = workload(
         kind="empirical", max=5000, prompt_tokens=7, source=write(tmp_path, "prompt_id,response_tokens\na,100\n")
     )
-    assert (bare.longest_prompt_tokens, bare.group(0, 0).prompt_tokens) == (7, 7)
-    assert workload(kind="fixed", max=5, prompt_tokens=7).longest_prompt_tokens == 7
+    assert (bare.longest_rollout_tokens, bare.group(0, 0).prompt_tokens) == (5007, 7)
+    assert workload(kind="fixed", max=5, prompt_tokens=7).longest_rollout_tokens == 12
 
 
 # -------------------------------------------------------------------------------------------- sources

@@ -595,6 +595,29 @@ def test_a_budget_needs_a_price() -> None:
     )
 
 
+def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
+    """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,100,30\n")
+    table = f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
+    small = (table, "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}")
+    simulate(run(*small, "hardware.kv_cache_tokens=130"))
+    assert plan(run(*small, "hardware.kv_cache_tokens=130"))["search"]["kept"] > 0
+    with pytest.raises(ConfigError, match="130 tokens in all, got kv_cache_tokens=129"):
+        simulate(run(*small, "hardware.kv_cache_tokens=129"))
+    assert "weights and the longest rollout do not fit" in fault(*small, "hardware.kv_cache_tokens=129")
+
+
+def test_prompts_of_a_source_that_fit_into_no_engine_are_told_alike_by_plan_and_simulate(tmp_path: Path) -> None:
+    """Qwen2.5-1.5B has 28 kB of cache per token: 3 million tokens are 86 GB."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,3000000,30\n")
+    table = f"workload={{group_size=2, length={{kind='empirical', source='{source}', max=30}}}}"
+    with pytest.raises(ConfigError, match=r"cluster.tensor_parallel=1 is too small .* one rollout of 3000030 tokens"):
+        simulate(run(table))
+    assert "do not fit into an engine (fits from tensor_parallel=2 on)" in fault(table)
+
+
 # ------------------------------------------------------------------------------------- interrupts, Ray
 
 
