@@ -174,8 +174,8 @@ class RooflineDecode(StrictModel):
     @model_validator(mode="after")
     def _units_are_plausible(self) -> Self:
         for name, unit, example in (("peak_flops", "FLOP/s", "989e12"), ("bandwidth", "bytes/s", "3.35e12")):
-            if (value := getattr(self, name)) < 1e9:
-                raise ValueError(f"{name} must be in {unit} and at least 1e9, got {value:g}; did you mean {example}?")
+            if not 1e9 <= (value := getattr(self, name)) <= 1e18:
+                raise ValueError(f"{name} must be from 1e+09 to 1e+18 {unit}, got {value:g}; did you mean {example}?")
         return self
 
     @model_validator(mode="after")
