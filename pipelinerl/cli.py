@@ -352,6 +352,8 @@ def calibrate(
         is_table = source.suffix == ".csv"
         result = (calibration.calibrate_table if is_table else calibration.calibrate_trace)(source, config)
     text = calibration.hardware_toml(result, name)
+    for doubt in calibration.doubts(result):
+        _complain(f"warning: {doubt}")
     if out is not None:
         calibration.write_hardware(out, text)
     if as_json:
