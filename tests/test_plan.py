@@ -710,7 +710,7 @@ def test_the_command_prints_json_and_keeps_the_folder(
     path = tmp_path / "run.toml"
     path.write_text(tomli_w.dumps(TINY))
     out = tmp_path / "out"
-    monkeypatch.setattr(cli, "_draw", lambda folders, figures: [])
+    monkeypatch.setattr(cli, "_draw", lambda folders: [])
     monkeypatch.setattr(
         sys, "argv", ["pipelinerl", "plan", str(path), "--set", "plan.simulate=3", "--out", str(out), "--json"]
     )
