@@ -6,7 +6,6 @@ Nothing is computed here but the meaning of words: which of our schedules ``mode
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
 
 
@@ -223,15 +223,10 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     Raises:
         ConfigError: If the file cannot be read, has no rows, or a cell is no number of the right kind.
     """
-    try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            rows = [_with_its_commas(row) for row in csv.DictReader(file, restval="")]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot read published runs {path}: {reason}") from None
-    if not rows or "id" not in rows[0] or "source" not in rows[0]:
+    (_, header), *lines = read_csv(Path(path), "published runs") or [(1, [])]
+    if not lines or "id" not in header or "source" not in header:
         raise ConfigError(f"{path} must have the columns id, source, ... and a row for each run")
-    runs = [_run(row, where=f"{path} row {number}") for number, row in enumerate(rows, start=1)]
+    runs = [_run(_with_its_commas(header, cells), where=f"{path} line {number}") for number, cells in lines]
     names = [run.id for run in runs]
     for name in names:
         if names.count(name) > 1:
@@ -239,16 +234,13 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     return runs
 
 
-def _with_its_commas(row: dict[str | None, Any]) -> dict[str, str]:
-    """Give the cells beyond the header back to ``evidence``, a column of words in which a comma was not quoted."""
-    surplus = row.pop(None, [])
-    names = [name for name in row if name is not None]
-    if not surplus or "evidence" not in names:
-        return {name: row[name] for name in names}
-    cells = [row[name] for name in names] + surplus
-    at = names.index("evidence")
-    joined = ",".join(cells[at : at + 1 + len(surplus)])
-    return dict(zip(names, [*cells[:at], joined, *cells[at + 1 + len(surplus) :]], strict=True))
+def _with_its_commas(header: list[str], cells: list[str]) -> dict[str, str]:
+    """Return a row by column; cells beyond the header belong to ``evidence``, words in which a comma was not quoted."""
+    surplus = len(cells) - len(header)
+    if surplus > 0 and "evidence" in header:
+        at = header.index("evidence")
+        cells = [*cells[:at], ", ".join(cells[at : at + 1 + surplus]), *cells[at + 1 + surplus :]]
+    return dict(zip(header, cells, strict=False))  # columns that a short line lacks are blank
 
 
 _NUMBERS = {one.name: one.type for one in fields(PublishedRun) if "None" in str(one.type)}

@@ -436,7 +436,7 @@ def test_a_fault_in_a_source_is_one_line_with_file_line_column_rule_and_value(tm
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         workload(kind="empirical", max=10, source=path)
-    assert str(error.value) == f"{path}, {message}"
+    assert str(error.value) == f"{path} {message}"
 
 
 SHIPPED = "areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought"
@@ -459,7 +459,7 @@ def test_a_missing_file_is_answered_with_the_shipped_sets(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_source(str(path))
     assert str(error.value) == (
-        f"workload.length.source: cannot read {path}: No such file or directory; "
+        f"cannot read workload.length.source {path}: No such file or directory; "
         f"did you mean skythought? shipped sets: {SHIPPED}"
     )
 
@@ -469,7 +469,7 @@ def test_a_file_that_is_not_text_is_rejected(tmp_path):
     path.write_bytes(b"prompt_id,response_tokens\n\xff,3\n")
     with pytest.raises(ConfigError) as error:
         read_source(str(path))
-    assert str(error.value) == f"workload.length.source: cannot read {path}: it is not UTF-8 text"
+    assert str(error.value) == f"cannot read workload.length.source {path}: it is not UTF-8 text"
 
 
 # --------------------------------------------------------------------------------------- shipped sets

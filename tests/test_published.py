@@ -162,10 +162,10 @@ def test_a_comma_without_quotes_goes_back_to_the_evidence(tmp_path):
         ("", "must have the columns id, source"),
         ("name,source\nx,y\n", "must have the columns id, source"),
         (HEADER, "must have the columns id, source, ... and a row"),
-        (HEADER + ",s,,,,,,,,\n", "row 1, id must not be empty"),
-        (HEADER + "a,s,,,,,-8,,,\n", "row 1, gpus_total must be above 0, got '-8'"),
-        (HEADER + "a,s,,,,,8.5,,,\n", "row 1, gpus_total must be a whole number, got '8.5'"),
-        (HEADER + "a,s,,,,,8,1..2,,\n", "row 1, step_s must be a number, got '1..2'"),
+        (HEADER + ",s,,,,,,,,\n", "line 2, id must not be empty"),
+        (HEADER + "a,s,,,,,-8,,,\n", "line 2, gpus_total must be above 0, got '-8'"),
+        (HEADER + "a,s,,,,,8.5,,,\n", "line 2, gpus_total must be a whole number, got '8.5'"),
+        (HEADER + "a,s,,,,,8,1..2,,\n", "line 2, step_s must be a number, got '1..2'"),
         (HEADER + "a,s,,,,,,,,\n" * 2, "id must be different in every row, got 'a' 2 times"),
     ],
 )
@@ -175,6 +175,13 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
         read_published_runs(path)
     assert message in str(caught.value)
+
+
+def test_an_open_quote_is_a_fault_and_does_not_swallow_the_rows_behind_it(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(HEADER + 'a,s,,H20,m,sync,8,10,0,"open\nb,s,,H20,m,sync,8,10,0,\n')
+    with pytest.raises(ConfigError, match=r"runs\.csv line 3: not a comma-separated table: unexpected end of data"):
+        read_published_runs(path)
 
 
 def test_a_missing_file_is_one_line(tmp_path):
