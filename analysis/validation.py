@@ -1,4 +1,4 @@
-"""The figure of ``validate``: predicted against measured, each row with its band."""
+"""What ``validate`` keeps: the report, its table, and the figure of predicted against measured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from typing import Any
 
 from analysis.canvas import house_style, make_panels
 from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
+from pipelinerl.runfolder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
+from pipelinerl.tables import validation_markdown
 
+TABLE_FILE = "validation.md"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
 """One per system, in order of appearance; used again after seven."""
 FIGURE_FILE = "validation.png"
+
+
+def save_validation(report: dict[str, Any], folder: Path) -> None:
+    """Write validation.json, the table as Markdown, and the figure.
+
+    Args:
+        report: The content of validation.json.
+        folder: Where they go; made if need be.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
+    """
+    make_folder(folder)
+    write_json(folder / VALIDATION_FILE, report)
+    (folder / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
+    save_validation_figure(report, folder / FIGURES_FOLDER)
 
 
 @house_style

@@ -27,7 +27,6 @@ step. The matrix shapes printed for Fig. 8 make h the contraction size; h rows w
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
@@ -123,13 +123,7 @@ def read_utilisation(path: str | Path) -> UtilisationCurve:
     Raises:
         ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-        lines = [[cell.strip() for cell in cells] for cells in csv.reader(text.splitlines())]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not CSV text in UTF-8"
-        raise ConfigError(f"cannot read utilisation table {path}: {reason}") from None
-    header, *rows = [(number, cells) for number, cells in enumerate(lines, start=1) if any(cells)] or [(1, [])]
+    header, *rows = read_csv(Path(path), "utilisation table") or [(1, [])]
     if header[1] != ["batch", "utilisation"]:
         raise ConfigError(f"{path} line {header[0]}: columns must be batch,utilisation, got {_shown(header[1])}")
     points: list[tuple[float, float]] = []

@@ -17,10 +17,41 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.huggingface import model_tables
 from pipelinerl.strictmodel import StrictModel
 
+GPU_RANGES = {
+    "bf16_flops": (1e11, 1e17, "FLOP/s", "989e12"),
+    "fp8_flops": (1e11, 1e17, "FLOP/s", "1979e12"),
+    "memory_bytes": (1e9, 1e14, "bytes", "85.9e9"),
+    "bandwidth": (1e9, 1e15, "bytes/s", "3.35e12"),
+    "nvlink": (1e9, 1e14, "bytes/s", "450e9"),
+    "network": (1e9, 1e14, "bytes/s", "50e9"),
+    "gpus_per_node": (1, 10_000, "accelerators", "8"),
+    "price_per_hour": (1e-3, 1e4, "USD per hour", "2.5"),
+}
+"""Least and largest figure of an accelerator, unit, and an H100's: what is outside is in another unit.
 
-def _bytes_per_second(value: float, key: str, example: str) -> None:
-    if 0 < value < 1e9:
-        raise ValueError(f"{key} must be in bytes/s and at least 1e9, got {value:g}; did you mean {example}?")
+The largest are 20 to 100 times those of any accelerator that is sold, the least those of a weak laptop.
+"""
+MODEL_RANGES = {
+    "parameters": (1e4, 1e14, "parameters, not billions", "7.6e9"),
+    "layers": (1, 10_000, "layers", "28"),
+    "width": (1, 1e6, "numbers", "3584"),
+    "attention_width": (1, 1e7, "numbers", "3584"),
+    "feed_forward_width": (1, 1e8, "numbers", "18944"),
+    "vocabulary": (1, 1e8, "entries", "152064"),
+    "kv_bytes_per_token": (1, 1e9, "bytes per token", "57344"),
+    "attention_heads": (1, 1e5, "heads", "28"),
+    "kv_heads": (1, 1e5, "heads", "4"),
+    "experts": (1, 1e6, "experts", "128"),
+}
+"""The same of a language model, with those of a 7B; 0 stands for "not known" where it is allowed."""
+
+
+def _check_ranges(entry: Gpu | LanguageModel, ranges: Mapping[str, tuple[float, float, str, str]]) -> None:
+    """Raise ValueError if a figure is out of its range; those that are not given have none."""
+    for key, (least, most, unit, example) in ranges.items():
+        value = getattr(entry, key)
+        if value and not least <= value <= most:
+            raise ValueError(f"{key} must be from {least:g} to {most:g} {unit}, got {value:g}; did you mean {example}?")
 
 
 class Named(StrictModel):
@@ -56,16 +87,7 @@ class Gpu(Named):
 
     @model_validator(mode="after")
     def _units_are_plausible(self) -> Self:
-        for key, example in (("bf16_flops", "989e12"), ("fp8_flops", "1979e12")):
-            value = getattr(self, key)
-            if value is not None and value < 1e11:
-                raise ValueError(f"{key} must be in FLOP/s and at least 1e11, got {value:g}; did you mean {example}?")
-        if self.memory_bytes < 1e9:
-            raise ValueError(
-                f"memory_bytes must be in bytes and at least 1e9, got {self.memory_bytes:g}; did you mean 85.9e9?"
-            )
-        for key, example in (("bandwidth", "3.35e12"), ("nvlink", "450e9"), ("network", "50e9")):
-            _bytes_per_second(getattr(self, key), key, example)
+        _check_ranges(self, GPU_RANGES)
         return self
 
 
@@ -103,8 +125,7 @@ class LanguageModel(Named):
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:
-        if self.parameters < 1e4:
-            raise ValueError(f"parameters must be a count, not billions, got {self.parameters:g}; did you mean 7.6e9?")
+        _check_ranges(self, MODEL_RANGES)
         for key in ("active_parameters", "embedding_parameters", "expert_parameters"):
             if getattr(self, key) > self.parameters:
                 raise ValueError(f"{key} must be at most parameters = {self.parameters:g}, got {getattr(self, key):g}")

@@ -10,8 +10,6 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,9 +17,6 @@ from typing import Annotated, Any
 import typer
 
 from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
-
-FIGURES_FOLDER = "figures"
-"""Where a run folder keeps its figures."""
 
 app = typer.Typer(
     help="Plan and run asynchronous reinforcement learning of language models.\n\n"
@@ -67,6 +62,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.progress import progress_bar
     from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
@@ -74,8 +70,8 @@ def simulate(
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     simulator = _load("sim.run", extra="sim")
     if out is not None:
-        _load("analysis.report", extra="plot")  # missing, it is missed before the run and not after it
-    with _progress("optimizer steps", config.optimizer_steps) as advance:
+        _load("analysis.drawing", extra="plot")  # missing, it is missed before the run and not after it
+    with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         summary = simulator.simulate(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
     if as_json:
         _print_json(summary)
@@ -84,7 +80,7 @@ def simulate(
 
         print_summary(summary, run.name)
     if out is not None:
-        _draw([out], out / FIGURES_FOLDER)
+        _draw([out])
 
 
 @app.command()
@@ -96,13 +92,14 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.progress import progress_bar
     from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     comparer = _load("sim.compare", extra="sim")
     if out is not None:
-        _load("analysis.report", extra="plot")
-    with _progress("runs", len(comparer.plan_cells(config))) as advance:
+        _load("analysis.drawing", extra="plot")
+    with progress_bar("runs", len(comparer.plan_cells(config))) as advance:
         result = comparer.compare(config, out=out, on_done=lambda _cell, _failure: advance())
     if as_json:
         _print_json(result)
@@ -114,7 +111,7 @@ def compare(
         for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
             _complain(failure)
     if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
-        _draw([out], out / FIGURES_FOLDER)
+        _draw([out])
     raise typer.Exit(0 if result["complete"] else 1)
 
 
@@ -133,13 +130,14 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    from pipelinerl.progress import stage_bars
     from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     planner = _load("sim.plan", extra="sim")
     if out is not None:
-        _load("analysis.planning", extra="plot")
-    with _stages() as on_progress:
+        _load("analysis.drawing", extra="plot")
+    with stage_bars() as on_progress:
         result = planner.plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
     if as_json:
         _print_json(result)
@@ -148,7 +146,7 @@ def plan(
 
         print_plan(result, run.name)
     if out is not None:
-        _draw([out], out / FIGURES_FOLDER)
+        _draw([out])
     search = result["search"]
     if not search["complete"]:
         for failure in search["failures"] or ["interrupted; the simulations that had ended are kept"]:
@@ -166,15 +164,16 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
+    from pipelinerl.progress import training_bar
     from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     if out is None:
         raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
     trainer = _load("backends.run", extra="train-cpu")
-    _load("analysis.report", extra="plot")
+    _load("analysis.drawing", extra="plot")
 
-    with _training_progress(config.optimizer_steps) as on_step:
+    with training_bar(config.optimizer_steps) as on_step:
         summary = trainer.train(config, out=out, resume=resume, on_step=on_step)
     if as_json:
         _print_json(summary)
@@ -182,7 +181,7 @@ def train(
         from pipelinerl.tables import print_summary
 
         print_summary(summary, run.name)
-    _draw([out], out / FIGURES_FOLDER)
+    _draw([out])
 
 
 @app.command()
@@ -196,6 +195,8 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
+    from pipelinerl.runfolder import FIGURES_FOLDER
+
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
     try:
         paths = _draw(folders, figures)
@@ -270,8 +271,9 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    from pipelinerl.progress import stage_bars
     from pipelinerl.published import read_published_runs
-    from pipelinerl.runfolder import VALIDATION_FILE, check_vacant, make_folder, write_json
+    from pipelinerl.runfolder import check_vacant
 
     validator = _load("sim.validate", extra="sim")
     if out is not None:
@@ -279,7 +281,7 @@ def validate(
         check_vacant(out)
     shipped = validator.shipped_runs()
     runs = shipped if rows is None else read_published_runs(rows)
-    with _stages() as on_progress:
+    with stage_bars() as on_progress:
         predictions = validator.validate(
             runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
         )
@@ -291,12 +293,7 @@ def validate(
 
         print_validation(report)
     if out is not None:
-        from pipelinerl.tables import validation_markdown
-
-        make_folder(out)
-        write_json(out / VALIDATION_FILE, report)
-        (out / "validation.md").write_text(validation_markdown(report), encoding="utf-8")
-        _load("analysis.validation", extra="plot").save_validation_figure(report, out / FIGURES_FOLDER)
+        _load("analysis.validation", extra="plot").save_validation(report, out)
 
 
 @app.command()
@@ -352,6 +349,8 @@ def calibrate(
         is_table = source.suffix == ".csv"
         result = (calibration.calibrate_table if is_table else calibration.calibrate_trace)(source, config)
     text = calibration.hardware_toml(result, name)
+    for doubt in calibration.doubts(result):
+        _complain(f"warning: {doubt}")
     if out is not None:
         calibration.write_hardware(out, text)
     if as_json:
@@ -412,86 +411,9 @@ def _load(module: str, *, extra: str) -> Any:
         ) from None
 
 
-def _draw(folders: list[Path], figures: Path) -> list[Path]:
-    """Draw the figures of runs side by side, or of one comparison, or of one plan."""
-    from pipelinerl.runfile import load_run
-    from pipelinerl.runfolder import COMPARISON_FILE, PLAN_FILE, RUN_FILE
-
-    paths: list[Path]
-    plans = [folder for folder in folders if os.path.exists(folder / PLAN_FILE)]
-    if plans:
-        if len(folders) > 1:
-            raise ConfigError(f"DIR... must be runs or a single plan, got {len(folders)} with {plans[0]}")
-        paths = _load("analysis.planning", extra="plot").save_plan(plans[0], figures)
-        return paths
-    readers, report = _load("analysis.runs", extra="plot"), _load("analysis.report", extra="plot")
-    comparisons = [folder for folder in folders if os.path.exists(folder / COMPARISON_FILE)]
-    if not comparisons:
-        paths = report.save_figures(readers.read_runs(folders), figures)
-        return paths
-    if len(folders) > 1:
-        raise ConfigError(f"DIR... must be runs or a single comparison, got {len(folders)} with {comparisons[0]}")
-    (folder,) = comparisons
-    comparison = readers.read_comparison(folder)
-    arms = next(arms for arms in comparison.scenarios.values() if arms)  # the first scenario stands for all
-    runs = [readers.read_run(folder / arm.folder, arm.name) for arm in arms]
-    config = load_run(folder / arms[0].folder / RUN_FILE)
-    paper_mode = _load("analysis.paper_mode", extra="plot")
-    curves = paper_mode.analytic_curves(config, largest_lag=max(run.number("lag.max") for run in runs))
-    seeds = {}
-    if all(run.has_ess for run in runs):  # they have learned
-        seeds = {arm.name: [readers.read_run(folder / one) for one in arm.folders] for arm in arms}
-    paths = report.save_figures(runs, figures, comparison=comparison, curves=curves, seeds=seeds)
+def _draw(folders: list[Path], figures: Path | None = None) -> list[Path]:
+    paths: list[Path] = _load("analysis.drawing", extra="plot").draw(folders, figures)
     return paths
-
-
-@contextmanager
-def _bars() -> Iterator[Any]:
-    """Show progress on stderr if it is a terminal; yields rich's progress."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show one bar; yields what to call after each piece."""
-    with _bars() as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda: progress.advance(task)
-
-
-@contextmanager
-def _stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar per stage; yields what to tell the stage, and how much is done."""
-    with _bars() as progress:
-        tasks: dict[str, Any] = {}
-
-        def told(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done)
-
-        yield told
-
-
-@contextmanager
-def _training_progress(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
-    """Show optimizer steps, and how they go; yields what to call after each step."""
-    with _bars() as progress:
-        task = progress.add_task("starting", total=total)
-
-        def step_done(row: Any, metrics: dict[str, float]) -> None:
-            ess = metrics.get("ess/token_raw", float("nan"))
-            learning = f"reward {row.reward_mean:.3f}  lag {row.lag_mean:.2f}  ESS {ess:.3f}"
-            how = f"{learning}  trainer waits {metrics['idle/trainer']:.0%}"
-            progress.update(task, completed=row.step, description=how)
-
-        yield step_done
 
 
 def _print_json(data: Any) -> None:

@@ -174,8 +174,8 @@ class RooflineDecode(StrictModel):
     @model_validator(mode="after")
     def _units_are_plausible(self) -> Self:
         for name, unit, example in (("peak_flops", "FLOP/s", "989e12"), ("bandwidth", "bytes/s", "3.35e12")):
-            if (value := getattr(self, name)) < 1e9:
-                raise ValueError(f"{name} must be in {unit} and at least 1e9, got {value:g}; did you mean {example}?")
+            if not 1e9 <= (value := getattr(self, name)) <= 1e18:
+                raise ValueError(f"{name} must be from 1e+09 to 1e+18 {unit}, got {value:g}; did you mean {example}?")
         return self
 
     @model_validator(mode="after")
@@ -410,6 +410,15 @@ class RunConfig(StrictModel):
         return min(steps, self.optimizer_steps) - 1
 
     @property
+    def longest_rollout_tokens(self) -> int:
+        """Longest rollout, prompt included, as far as the run file tells (tokens).
+
+        How long the prompts of a length source or of a policy's task are, only these know (``sim.lengths``).
+        """
+        elsewhere = self.policy is not None or self.workload.length.kind == "empirical"
+        return self.workload.length.max + (0 if elsewhere else self.workload.prompt_tokens)
+
+    @property
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.kind == "conventional"
@@ -476,12 +485,12 @@ class RunConfig(StrictModel):
                     "plan.train_batch_size must hold multiples of workload.group_size, got "
                     f"{size}, group_size={self.workload.group_size}"
                 )
-        capacity = self.hardware.kv_cache_tokens
-        longest = self.workload.prompt_tokens + self.workload.length.max
+        capacity, longest = self.hardware.kv_cache_tokens, self.longest_rollout_tokens
         if capacity is not None and longest > capacity:
+            prompt = "workload.prompt_tokens + " if longest > self.workload.length.max else ""
             raise ValueError(
-                "hardware.kv_cache_tokens must hold the longest rollout, workload.prompt_tokens + "
-                f"workload.length.max = {longest} tokens, got kv_cache_tokens={capacity}"
+                f"hardware.kv_cache_tokens must hold the longest rollout, {prompt}workload.length.max = {longest} "
+                f"tokens, got kv_cache_tokens={capacity}"
             )
         return self
 

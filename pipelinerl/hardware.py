@@ -44,11 +44,16 @@ BF16_BYTES = 2
 """Of one number."""
 
 
-def resolved_hardware(config: RunConfig) -> ResolvedHardware:
+def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
     """Return the hardware of a run with every table as explicit numbers.
 
     Tables of the run file stay; the others are derived from ``hardware.gpu`` and ``hardware.model``. Without these
     two, tables that are missing cost nothing.
+
+    Args:
+        config: The run.
+        longest_tokens: Longest rollout, prompt included, that an engine has to hold (tokens). None: as far as the run
+            file tells.
 
     Raises:
         ConfigError: If GPU or model are unknown, or the model or the longest rollout do not fit.
@@ -65,7 +70,7 @@ def resolved_hardware(config: RunConfig) -> ResolvedHardware:
         values = coefficients(given.level, given.coefficients)
         tensor_parallel = config.cluster.tensor_parallel
         if given.kv_cache_tokens is None:
-            longest = config.workload.prompt_tokens + config.workload.length.max
+            longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
             check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
         derived = derive_hardware(
             gpu,

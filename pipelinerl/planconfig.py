@@ -14,7 +14,10 @@ Family = Literal["pipeline", "conventional", "one_step_off", "partial_rollouts"]
 
 
 class PlanConfig(StrictModel):
-    """What ``plan`` searches. Each list holds the values tried; the rest of the run file stays as it is."""
+    """What ``plan`` searches. Each list holds the values tried; the rest of the run file stays as it is.
+
+    A listed value that no candidate can have is refused by ``plan``; what a list left out would hold is what fits.
+    """
 
     schedulers: list[Family] = Field(default=["pipeline", "conventional"], min_length=1)
     """Kinds of scheduler to try; ``partial_rollouts`` is conventional with ``scheduler.partial_rollouts``."""
@@ -25,8 +28,9 @@ class PlanConfig(StrictModel):
     ``kv_cache_tokens`` as numbers, which hold for one size of engine."""
     generation_batch_size: Values | None = None
     """Sequences in progress per engine. None: 16, 24, 32, 48, ... 1024, as far as the KV cache holds them."""
-    optimizer_steps_per_rl_step: Values = [2, 4, 8, 16, 32, 64]
-    """Optimizer steps per RL step, of the schedulers that have them."""
+    optimizer_steps_per_rl_step: Values | None = None
+    """Optimizer steps per RL step, of the schedulers that have them. None: 2, 4, 8, 16, 32, 64, as far as
+    ``optimizer_steps`` goes."""
     train_batch_size: Values | None = None
     """Sequences per optimizer step. None: the run file's."""
     ready_queue_size: Values | None = None

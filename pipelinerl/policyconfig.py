@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.strictmodel import StrictModel
-from pipelinerl.trainconfig import LossConfig
+from pipelinerl.trainconfig import LossConfig, Temperature
 
 
 class WarmStartConfig(StrictModel):
@@ -36,7 +36,7 @@ class PolicyConfig(StrictModel):
     """Width of the residual stream (count)."""
     heads: int = Field(default=4, ge=1)
     """Attention heads (count); divides ``width``."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Temperature = 1.0
     """Softmax temperature of sampling, training and importance weights (no unit)."""
     learning_rate: float = Field(gt=0)
     """Adam's rate in the reinforcement learning (no unit)."""

@@ -6,7 +6,6 @@ Nothing is computed here but the meaning of words: which of our schedules ``mode
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
 
 
@@ -22,6 +22,8 @@ class Mode(StrEnum):
 
     SYNC = "synchronous"
     """Colocated: all generate, then all train."""
+    APART = "synchronous, on separate GPUs"
+    """Apart: what generates waits for the training, what trains for the generation."""
     PARTIAL = "colocated, partial rollouts"
     """Colocated: generation ends when enough is finished; what is in flight goes on after the training."""
     ONE_STEP_OFF = "one step off"
@@ -66,7 +68,7 @@ class PublishedRun:
 
     @property
     def schedule(self) -> Mode | None:
-        """The schedule that ``mode`` names; None if it names none that we have."""
+        """The schedule that ``mode`` names and the GPU columns allow; None if it names none that we have."""
         words = self.mode.lower().replace("_", " ").replace("-", " ")
         if "colocate" in words and "async" in words:
             return Mode.PARTIAL
@@ -74,7 +76,17 @@ class PublishedRun:
             return Mode.ONE_STEP_OFF
         if "async" in words or re.search(r"\b\d+ ?(step )?off\b|\bpipeline|\bin ?flight\b|\bstream", words):
             return Mode.ASYNC
-        return Mode.SYNC if re.search(r"sync|\bcolocat|\bhybrid\b|\bon policy\b", words) else None
+        if not re.search(r"sync|\bcolocat|\bhybrid\b|\bon policy\b", words):
+            return None
+        apart = self.apart and not re.search(r"\bcolocat|\bhybrid\b", words)
+        if "partial" in words:
+            return None if apart else Mode.PARTIAL
+        return Mode.APART if apart else Mode.SYNC
+
+    @property
+    def apart(self) -> bool:
+        """Whether some GPUs generate and others train, as far as their numbers say."""
+        return any(part is not None and part != self.gpus for part in (self.gpus_gen, self.gpus_train))
 
     @property
     def gpus(self) -> int | None:
@@ -94,7 +106,7 @@ class PublishedRun:
         stated = self.number_after("generate_sequences")
         if stated is not None and self.schedule is not Mode.SYNC:
             return stated
-        return self.gen_or_wait_s if self.schedule in (Mode.SYNC, Mode.PARTIAL) else None
+        return self.gen_or_wait_s if self.schedule in (Mode.SYNC, Mode.PARTIAL, Mode.APART) else None
 
     @property
     def measured_step_s(self) -> float | None:
@@ -114,16 +126,17 @@ class PublishedRun:
     def longest_tokens(self) -> int | None:
         """Longest answer (tokens): a limit in the note counts before the column."""
         stated = self.number_after("max_new")
-        return self.max_len if stated is None else int(stated)
+        return self.max_len if stated is None or stated % 1 or stated < 1 else int(stated)
 
     @property
     def sequences_per_step(self) -> int | None:
         """Answers per RL step (count), from the columns, or from the note's "G-GBS=512 sequences"."""
         if self.prompts_per_step is not None and self.n_per_prompt is not None:
             return self.prompts_per_step * self.n_per_prompt
-        found = re.search(r"(\d[\d,]*) sequences", self.note)
-        if found:
-            return int(found[1].replace(",", ""))
+        found = re.search(rf"{NUMBER} sequences", self.note)
+        stated = _number(found)
+        if found and stated and stated % 1 == 0 and not found[2]:  # a k may be 1000 or 1024, and a count is exact
+            return int(stated)
         if self.prompts_per_step is None:
             return None
         return self.prompts_per_step * (self.n_per_prompt or DEFAULT_GROUP_SIZE)
@@ -132,7 +145,7 @@ class PublishedRun:
     def optimizer_steps_per_rl_step(self) -> int:
         """Optimizer steps on the answers of one RL step (count): prompts per step over the ``mini`` batch."""
         mini = self.number_after("mini")
-        if mini is None or mini < 1 or self.prompts_per_step is None or self.prompts_per_step % int(mini):
+        if mini is None or mini < 1 or self.prompts_per_step is None or self.prompts_per_step % mini:
             return 1
         return self.prompts_per_step // int(mini)
 
@@ -146,7 +159,7 @@ class PublishedRun:
             value = _number_after(name, self.staleness_setting, self.mode)
             if value is not None:
                 return value
-        found = re.search(r"\b(\d+)[ _-]?(?:step[ _-])?off\b", self.mode)
+        found = re.search(r"(?<![\w.,])(\d+)[ _-]?(?:step[ _-])?off\b", self.mode)
         if found:
             return float(found[1])
         bare = r"(?:<=?|≤|at most|up to)?\s*(\d+(?:\.\d+)?)\s*(?:steps?|versions?|updates?)?"
@@ -154,16 +167,32 @@ class PublishedRun:
         return float(found[1]) if found else None
 
     def number_after(self, name: str) -> float | None:
-        """Return the number that follows a word of ``staleness_setting``, ``mode`` or ``note``, as in ``eta=8``."""
+        """Return the number that follows a word of ``staleness_setting``, ``mode`` or ``note``, as in ``eta=8``.
+
+        ``16,384`` and ``1.5k`` are read as such. What is no plain number (``458ms``, ``7.6 min``, ``16.384.000``) is
+        not read.
+        """
         return _number_after(name, self.staleness_setting, self.mode, self.note)
+
+
+NUMBER = (
+    r"(?<![\w.,])(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?) ?([kK]?)"
+    r"(?![\w%]|[.,]\d| ?(?:ms|min|minutes|h|hours)\b)"
+)
+"""A number in a text, thousands separated or not, alone or with a k for thousand; nothing that only begins like one."""
 
 
 def _number_after(name: str, *texts: str) -> float | None:
     for text in texts:
-        found = re.search(rf"\b{re.escape(name)}\s*(?:<=?|[=: ≤])\s*(\d+(?:\.\d+)?)", text)
-        if found:
-            return float(found[1])
+        value = _number(re.search(rf"\b{re.escape(name)}\s*(?:<=?|[=: ≤])\s*{NUMBER}", text))
+        if value is not None:
+            return value
     return None
+
+
+def _number(found: re.Match[str] | None) -> float | None:
+    """Return the value of a match of ``NUMBER``."""
+    return None if found is None else float(found[1].replace(",", "")) * (1000 if found[2] else 1)
 
 
 DEFAULT_GROUP_SIZE = 8
@@ -194,15 +223,10 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     Raises:
         ConfigError: If the file cannot be read, has no rows, or a cell is no number of the right kind.
     """
-    try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            rows = [_with_its_commas(row) for row in csv.DictReader(file, restval="")]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot read published runs {path}: {reason}") from None
-    if not rows or "id" not in rows[0] or "source" not in rows[0]:
+    (_, header), *lines = read_csv(Path(path), "published runs") or [(1, [])]
+    if not lines or "id" not in header or "source" not in header:
         raise ConfigError(f"{path} must have the columns id, source, ... and a row for each run")
-    runs = [_run(row, where=f"{path} row {number}") for number, row in enumerate(rows, start=1)]
+    runs = [_run(_with_its_commas(header, cells), where=f"{path} line {number}") for number, cells in lines]
     names = [run.id for run in runs]
     for name in names:
         if names.count(name) > 1:
@@ -210,16 +234,13 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     return runs
 
 
-def _with_its_commas(row: dict[str | None, Any]) -> dict[str, str]:
-    """Give the cells beyond the header back to ``evidence``, a column of words in which a comma was not quoted."""
-    surplus = row.pop(None, [])
-    names = [name for name in row if name is not None]
-    if not surplus or "evidence" not in names:
-        return {name: row[name] for name in names}
-    cells = [row[name] for name in names] + surplus
-    at = names.index("evidence")
-    joined = ",".join(cells[at : at + 1 + len(surplus)])
-    return dict(zip(names, [*cells[:at], joined, *cells[at + 1 + len(surplus) :]], strict=True))
+def _with_its_commas(header: list[str], cells: list[str]) -> dict[str, str]:
+    """Return a row by column; cells beyond the header belong to ``evidence``, words in which a comma was not quoted."""
+    surplus = len(cells) - len(header)
+    if surplus > 0 and "evidence" in header:
+        at = header.index("evidence")
+        cells = [*cells[:at], ", ".join(cells[at : at + 1 + surplus]), *cells[at + 1 + surplus :]]
+    return dict(zip(header, cells, strict=False))  # columns that a short line lacks are blank
 
 
 _NUMBERS = {one.name: one.type for one in fields(PublishedRun) if "None" in str(one.type)}
@@ -233,13 +254,13 @@ def _run(row: Mapping[str, str], *, where: str) -> PublishedRun:
         if kind is None:
             values[one.name] = text
         elif text:
-            values[one.name] = _number(text, whole="int" in str(kind), where=f"{where}, {one.name}")
+            values[one.name] = _cell(text, whole="int" in str(kind), where=f"{where}, {one.name}")
     if not values["id"]:
         raise ConfigError(f"{where}, id must not be empty")
     return PublishedRun(**values)
 
 
-def _number(text: str, *, whole: bool, where: str) -> float | int | None:
+def _cell(text: str, *, whole: bool, where: str) -> float | int | None:
     """Return a positive number; None for words ("about 14k, not stated for this row"), for signs of nothing, for 0."""
     if text.casefold() in ("n/a", "nan", "-", "–", "—", "?"):
         return None

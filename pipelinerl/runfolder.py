@@ -40,6 +40,7 @@ COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
 RECOMMENDED_FILE = "recommended.toml"
 VALIDATION_FILE = "validation.json"
+FIGURES_FOLDER = "figures"
 
 _FILES = (
     RUN_FILE,

@@ -19,7 +19,6 @@ rows with ``tp`` accelerators, in milliseconds.
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
@@ -122,23 +122,13 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
 
 def _cells(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     """Return the columns, and each line with its number."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            lines = []
-            for cells in reader:
-                if not any(cell.strip() for cell in cells):
-                    continue
-                if len(cells) != len(header):
-                    raise ConfigError(f"{path} line {reader.line_num}: {len(header)} cells expected, got {len(cells)}")
-                lines.append((reader.line_num, dict(zip(header, (cell.strip() for cell in cells), strict=True))))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not CSV text in UTF-8"
-        raise ConfigError(f"cannot read the table of step times {path}: {reason}") from None
+    (_, header), *rows = read_csv(path, "the table of step times") or [(1, [])]
     if len(set(header)) < len(header):
         raise ConfigError(f"{path} line 1: a column is there twice: {', '.join(header)}")
-    return header, lines
+    for number, cells in rows:
+        if len(cells) != len(header):
+            raise ConfigError(f"{path} line {number}: {len(header)} cells expected, got {len(cells)}")
+    return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
 
 
 def _one_series(

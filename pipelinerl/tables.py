@@ -108,6 +108,8 @@ def print_validation(report: dict[str, Any]) -> None:
         table.add_row(name, unit, measured, predicted, error)
     console = Console()
     console.print(table)
+    for words, names in _assumptions(report).items():
+        console.print(f"assumed: {words}: {', '.join(names)}", style="dim", highlight=False, markup=False)
     for row in report["unusable"]:
         console.print(f"not usable: {row['id']}: {row['reason']}", style="dim", highlight=False, markup=False)
     console.print(validation_verdict(report), highlight=False, markup=False)
@@ -124,6 +126,7 @@ def validation_markdown(report: dict[str, Any]) -> str:
         "error",
         "alone",
         "inputs of the row itself",
+        "assumed",
         "rows used",
     ]
     rows = [head, ["---"] * len(head), *(_validation_cells(row) for row in report["rows"])]
@@ -150,6 +153,15 @@ def validation_verdict(report: dict[str, Any]) -> str:
     return "; ".join(parts) + "."
 
 
+def _assumptions(report: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the rows of each thing that was assumed."""
+    rows: dict[str, list[str]] = {}
+    for row in report["rows"]:
+        for words in row["assumed"]:
+            rows.setdefault(words, []).append(row["id"])
+    return rows
+
+
 def _validation_cells(row: dict[str, Any]) -> list[str]:
     error = f"{row['error']:+.2f}" if row["quantity"] == "staleness" else f"{row['error']:+.0%}"
     band = "" if row["low"] == row["high"] else f"{row['low']:,.4g}-{row['high']:,.4g}"
@@ -163,6 +175,7 @@ def _validation_cells(row: dict[str, Any]) -> list[str]:
         error,
         "" if row["alone"] is None else f"{row['alone']:,.4g}",
         ", ".join(row["inputs"]),
+        "; ".join(row["assumed"]),
         str(len(row["fitted_to"])),
     ]
 
@@ -270,6 +283,8 @@ def _plan_reasons(plan: dict[str, Any]) -> list[str]:
         lines.append(f"runner-up ({other['label']}): {other['why']}")
     if own is not None:
         breaks = "" if own["keeps_to_limits"] else " (it breaks a limit)"
+        if not own["among_schedulers"]:
+            breaks = f" (only to compare with: plan.schedulers has no {own['family']})"
         lines.append(
             f"run file{breaks}: recommended is {own['recommended_over_own']:.2f} times as fast; {own['verdict']}"
         )
@@ -278,6 +293,8 @@ def _plan_reasons(plan: dict[str, Any]) -> list[str]:
             lines.append(
                 f"with {level} coefficients the decision changes: {decision['label']}, {decision['faster']:.0%} faster"
             )
+    for row in plan["search"]["not_tried"]:
+        lines.append(f"not tried: {row['key']}={row['value']}: {row['why']}")
     changing = [row["coefficient"] for row in plan["sensitivity"] if any(_moves(row))]
     if changing:
         names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")

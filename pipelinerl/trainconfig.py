@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipelinerl.strictmodel import StrictModel
+
+Temperature = Annotated[float, Field(ge=0.01, le=100)]
+"""Of a softmax (no unit). Below 0.01 engines sample at 0.01, as numbers overflow, and log-probabilities would be of
+another distribution than the one sampled from; above 100 all words are alike."""
 
 
 class ModelConfig(StrictModel):
@@ -34,7 +38,7 @@ class TaskConfig(StrictModel):
 class SamplingConfig(StrictModel):
     """How answers are sampled."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Temperature = 1.0
     """Softmax temperature (no unit); log-probabilities are those of the distribution sampled from."""
 
 

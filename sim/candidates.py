@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from pipelinerl.config import ResolvedHardware, RunConfig
+from pipelinerl.events import OnStale
 from pipelinerl.hardware import resolved_hardware
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
@@ -18,6 +19,8 @@ BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 
 """H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""
 TENSOR_PARALLEL = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
+RL_STEPS = (2, 4, 8, 16, 32, 64)
+"""G tried by default (optimizer steps per RL step)."""
 NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
 COLOCATED = ("conventional", "partial_rollouts")
@@ -110,13 +113,14 @@ def enumerate_candidates(space: Space) -> Iterator[Candidate]:
     """Yield every candidate, those included that cannot run; the run file's own values are always among them."""
     config, plan = space.config, space.plan
     for family in dict.fromkeys(plan.schedulers):
-        for tensor_parallel in _engine_sizes(space):
+        for tensor_parallel in engine_sizes(space):
             for batch in plan.train_batch_size or [config.scheduler.train_batch_size]:
                 for choice in _choices(space, family, tensor_parallel, batch):
                     yield _candidate(config, family, tensor_parallel, batch, **choice)
 
 
-def _engine_sizes(space: Space) -> Sequence[int]:
+def engine_sizes(space: Space) -> Sequence[int]:
+    """Return the sizes of an engine to try (accelerators)."""
     config, plan = space.config, space.plan
     own, hardware = config.cluster.tensor_parallel, config.hardware
     if plan.tensor_parallel is not None:
@@ -136,7 +140,7 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         for size in {*BATCH_SIZES, own.generation_batch_size}
         if size * space.answers.context <= space.memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
     )
-    rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step if steps <= config.optimizer_steps]
+    rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step or RL_STEPS if steps <= config.optimizer_steps]
     if family in COLOCATED:
         splits: Sequence[int] = [total] if total % tensor_parallel == 0 else []
     else:
@@ -146,15 +150,11 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         queues: Sequence[int | None] = [kept]
         if plan.ready_queue_size is not None:
             queues = [size for size in plan.ready_queue_size if size >= batch]  # the scheduler takes no smaller one
-        lags: Sequence[int | None] = sorted(
-            {lag if limits.lag is None else min(lag, limits.lag) for lag in plan.max_lag or []}
-        ) or [limits.lag]
-        for split, size, queue, lag in product(
-            splits,
-            batch_sizes,
-            queues,
-            lags,
-        ):
+        lags: Sequence[int | None] = [limits.lag]
+        if plan.max_lag is not None:  # the scheduler takes none below ``publish_every`` - 1
+            bounds = [lag for lag in plan.max_lag if lag >= own.publish_every - 1]
+            lags = sorted({lag if limits.lag is None else min(lag, limits.lag) for lag in bounds})
+        for split, size, queue, lag in product(splits, batch_sizes, queues, lags):
             yield {"split": split, "size": size, "queue": queue, "max_lag": lag, "rl_step": None}
         return
     for split, steps in product(splits, rl_steps):
@@ -190,14 +190,15 @@ def _candidate(
     rl_step: int | None,
 ) -> Candidate:
     own = config.scheduler
-    micro = own.micro_batch_size
+    partial, micro = family == "partial_rollouts", own.micro_batch_size
     changed = {
-        "kind": "conventional" if family == "partial_rollouts" else family,
-        "partial_rollouts": family == "partial_rollouts",
+        "kind": "conventional" if partial else family,
+        "partial_rollouts": partial,
         "train_batch_size": batch,
         "generation_batch_size": size,
         "ready_queue_size": queue,
         "max_lag": max_lag,
+        "on_stale": OnStale.TRAIN if partial and max_lag is not None else own.on_stale,  # it knows no other way
         "optimizer_steps_per_rl_step": rl_step or own.optimizer_steps_per_rl_step,
         "micro_batch_size": micro if micro is not None and batch % micro == 0 else None,
     }

@@ -232,7 +232,7 @@ def _log_residual(table: Table, points: Points, switch_s: float) -> FloatArray:
 def _observed(run: PublishedRun) -> list[tuple[int, float]]:
     """Return what a row tells about others: its training seconds, and its generation seconds or else its step."""
     observed = [] if run.train_s is None else [(TRAIN, run.train_s)]
-    if run.schedule is Mode.SYNC and run.generate_s is not None:
+    if run.schedule in (Mode.SYNC, Mode.APART) and run.generate_s is not None:
         return [*observed, (GENERATE, run.generate_s)]
     seconds = measured_seconds(run)
     return observed if seconds is None else [*observed, (STEP, seconds)]

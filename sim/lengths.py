@@ -24,10 +24,9 @@ mean of the *rounded and cut* lengths is the one asked for, which leaves at most
 
 from __future__ import annotations
 
-import csv
 import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -37,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config import LengthConfig, WorkloadConfig
+from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
@@ -112,9 +112,10 @@ class Workload:
         self._rewards = lru_cache(maxsize=BLOCKS_KEPT)(self._draw_rewards)
 
     @property
-    def longest_prompt_tokens(self) -> int:
-        """Length of the longest prompt that a group can have (tokens)."""
-        return max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
+    def longest_rollout_tokens(self) -> int:
+        """Longest rollout that there can be: the longest prompt and an answer of ``max`` (tokens)."""
+        prompt = max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
+        return prompt + self._config.length.max
 
     def group(self, group_id: int, prompt_id: int) -> Group:
         """Return what the rollouts of a group will be.
@@ -352,35 +353,24 @@ def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, .
         )
     path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return _read_prompts(file, name=str(path), prompt_tokens=prompt_tokens)
-    except OSError as error:
-        raise ConfigError(f"workload.length.source: cannot read {path}: {error.strerror}; {hint}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"workload.length.source: cannot read {path}: it is not UTF-8 text") from None
-
-
-def _read_prompts(lines: Iterable[str], *, name: str, prompt_tokens: int) -> tuple[SourcePrompt, ...]:
-    """Return the prompts in the lines of a CSV file called ``name`` in error messages."""
-    reader = csv.reader(lines, strict=True)
+        lines = read_csv(path, "workload.length.source")
+    except ConfigError as error:
+        raise ConfigError(str(error) if path.is_file() else f"{error}; {hint}") from None
+    (first, columns), *rows = lines or [(1, [])]
+    _check_columns(columns, where=f"{path} line {first}")
     answers: dict[str, list[dict[str, int]]] = {}
-    try:
-        columns = _checked_columns(next(reader, []), where=f"{name}, line 1")
-        for cells in reader:
-            if cells:  # an empty line is no answer
-                where = f"{name}, line {reader.line_num}"
-                prompt_id, answer = _checked_row(columns, cells, where=where)
-                siblings = answers.setdefault(prompt_id, [])
-                siblings.append(answer)
-                if answer.get("prompt_tokens") != siblings[0].get("prompt_tokens"):
-                    raise ConfigError(
-                        f"{where}: prompt_tokens must be the same in all rows of prompt_id {_shown(prompt_id)}, "
-                        f"{siblings[0]['prompt_tokens']}, got {answer['prompt_tokens']}"
-                    )
-    except csv.Error as error:
-        raise ConfigError(f"{name}, line {reader.line_num}: not a comma-separated table: {error}") from None
+    for number, cells in rows:
+        where = f"{path} line {number}"
+        prompt_id, answer = _checked_row(columns, cells, where=where)
+        siblings = answers.setdefault(prompt_id, [])
+        siblings.append(answer)
+        if answer.get("prompt_tokens") != siblings[0].get("prompt_tokens"):
+            raise ConfigError(
+                f"{where}: prompt_tokens must be the same in all rows of prompt_id {_shown(prompt_id)}, "
+                f"{siblings[0]['prompt_tokens']}, got {answer['prompt_tokens']}"
+            )
     if not answers:
-        raise ConfigError(f"{name}, line {reader.line_num}: there must be an answer below the header, got none")
+        raise ConfigError(f"{path} line {first}: there must be an answer below the header, got none")
     return tuple(_prompt_of(group, prompt_tokens=prompt_tokens) for group in answers.values())
 
 
@@ -391,9 +381,8 @@ def _prompt_of(answers: Sequence[Mapping[str, int]], *, prompt_tokens: int) -> S
     return SourcePrompt(answers[0].get("prompt_tokens", prompt_tokens), lengths, rewards)
 
 
-def _checked_columns(header: Sequence[str], *, where: str) -> list[str]:
-    """Return the names of the columns, all known, none twice, none missing that is required."""
-    columns = [column.strip() for column in header]
+def _check_columns(columns: Sequence[str], *, where: str) -> None:
+    """Raise ConfigError unless all columns are known, none is there twice, and none is missing that is required."""
     allowed = REQUIRED_COLUMNS + OPTIONAL_COLUMNS
     for column in columns:
         if column not in allowed:
@@ -404,14 +393,13 @@ def _checked_columns(header: Sequence[str], *, where: str) -> list[str]:
     for column in REQUIRED_COLUMNS:
         if column not in columns:
             raise ConfigError(f"{where}: column {column} is missing; needed: {', '.join(REQUIRED_COLUMNS)}")
-    return columns
 
 
 def _checked_row(columns: Sequence[str], cells: Sequence[str], *, where: str) -> tuple[str, dict[str, int]]:
     """Return the prompt of a row and its numbers by column, all of them allowed."""
     if len(cells) != len(columns):
         raise ConfigError(f"{where}: there must be {len(columns)} cells ({', '.join(columns)}), got {len(cells)}")
-    row = {column: cell.strip() for column, cell in zip(columns, cells, strict=True)}
+    row = dict(zip(columns, cells, strict=True))
     prompt_id = row.pop("prompt_id")
     if not prompt_id:
         raise ConfigError(f"{where}: prompt_id must not be empty, got ''")

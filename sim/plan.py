@@ -30,6 +30,7 @@ from sim.candidates import (
     way,
 )
 from sim.infeasible import why_nothing_is_left
+from sim.listed import check_lists, not_tried
 from sim.outcomes import Job, OnProgress, Outcome, Runner, checked
 from sim.space import space_of
 from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
@@ -132,6 +133,7 @@ class _Search:
         self.space = space_of(config)
         self.plan, self.limits, self.answers = self.space.plan, self.space.limits, self.space.answers
         self.candidates = list(enumerate_candidates(self.space))
+        check_lists(self.space, self.candidates)
         self.screener = Screener(config, self.answers)
         self.kept, self.rejected = screen_all(self.candidates, self.space, self.screener)
         if not self.kept:
@@ -161,8 +163,8 @@ class _Search:
         return in_memory and memory.heads_divide(engine)
 
     def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes that keep to the limits, best first."""
-        left = [one for one in outcomes if self._keeps(one)]
+        """Return the outcomes of the kinds asked for that keep to the limits, best first."""
+        left = [one for one in outcomes if one.candidate.family in self.plan.schedulers and self._keeps(one)]
         order: list[Outcome] = []
         while left:
             most = max(one.tokens_per_s for one in left)
@@ -183,11 +185,12 @@ class _Search:
             ConfigError: If no simulated candidate keeps to the limits.
             RunFailedError: If no simulation ended.
         """
-        if not outcomes:
+        tried = [one for one in outcomes if one.candidate.family in self.plan.schedulers]
+        if not tried:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
-        ranked = self.ranked(outcomes)
+        ranked = self.ranked(tried)
         if not ranked:
-            raise ConfigError(why_nothing_is_left(self.rejected + self._simulated_out(outcomes), self.space))
+            raise ConfigError(why_nothing_is_left(self.rejected + self._simulated_out(tried), self.space))
         best = ranked[0]
         others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
         families = {
@@ -215,6 +218,7 @@ class _Search:
                 "simulated_steps": self.steps,
                 "complete": not runner.interrupted and not runner.failures,
                 "failures": sorted(runner.failures),
+                "not_tried": not_tried(self.space, self.candidates, self.kept, self.rejected),
             },
             "recommended": self._described(best, bands),
             "runner_up": None
@@ -228,6 +232,7 @@ class _Search:
             else {
                 **self._described(own, bands),
                 "keeps_to_limits": self._keeps(own),
+                "among_schedulers": own.candidate.family in self.plan.schedulers,
                 "recommended_over_own": best.tokens_per_s / own.tokens_per_s,
             },
             "decisions": self._decisions(bands, best),

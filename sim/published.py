@@ -33,6 +33,9 @@ MAX_SLOTS = 256
 FEW_SEQUENCES = 1024
 """Sequences of one simulated RL step, about: larger clusters are simulated as a fraction of themselves."""
 
+UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
+"""Of the parameters in the name of a model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -48,7 +51,7 @@ class Subject:
     sequences: int
     longest_tokens: int
     optimizer_steps: int
-    """Per RL step (count)."""
+    """Of the simulation per RL step (count)."""
     tensor_parallel: int
     mean_tokens: float
     """Published, or the centre of what is likely."""
@@ -81,7 +84,8 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
     assumed: list[str] = []
     schedule = run.schedule
     if schedule is None:
-        raise ConfigError(f"mode {run.mode!r} names no schedule that is simulated")
+        where = " with generation and training on separate GPUs" if run.apart else ""
+        raise ConfigError(f"mode {run.mode!r} names no schedule that is simulated{where}")
     run = _filled_from_family(run, family)
     if run.longest_tokens is None:
         raise ConfigError("max_len is not published: lengths are unknown")
@@ -99,7 +103,9 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
     mean_is_known = run.avg_len is not None
     mean = run.avg_len if run.avg_len is not None else MEAN_OVER_LONGEST * run.longest_tokens
     if not mean_is_known:
-        assumed.append("mean length")
+        by_tokens = run.measured_step_s is None and run.tokens_per_s is not None
+        turned = f" of {mean:,.0f} tokens, by which tokens/s become seconds" if by_tokens else ""
+        assumed.append(f"mean length{turned}")
     generating = _generating(run, accelerators, assumed)
     tensor_parallel = _tensor_parallel(
         gpu,
@@ -121,7 +127,8 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
         generating=rounded,
         sequences=sequences,
         longest_tokens=run.longest_tokens,
-        optimizer_steps=run.optimizer_steps_per_rl_step,
+        # Apart, a pipeline that trains on the first batch at once would overlap what a synchronous run does not.
+        optimizer_steps=1 if schedule is Mode.APART else run.optimizer_steps_per_rl_step,
         tensor_parallel=tensor_parallel,
         mean_tokens=min(mean, LARGEST_MEAN * run.longest_tokens),
         mean_is_known=mean_is_known,
@@ -156,7 +163,7 @@ def as_run_config(
     sequences, steps = subject.sequences // divisor, subject.optimizer_steps
     trained_by = accelerators if colocated else accelerators - generating
     group = math.gcd(run.n_per_prompt or DEFAULT_GROUP_SIZE, sequences // steps)
-    staleness = run.staleness_rl_steps
+    staleness = 0.0 if mode is Mode.APART else run.staleness_rl_steps
     engines = max(1, generating // subject.tensor_parallel)
     slots = max(1, min(MAX_SLOTS, math.ceil(_in_flight(run, sequences) / engines)))
     hardware = _hardware(
@@ -180,7 +187,7 @@ def as_run_config(
             scheduler |= {"kind": "conventional", "partial_rollouts": True}
         case Mode.ONE_STEP_OFF:
             scheduler["kind"] = "one_step_off"
-        case Mode.ASYNC:
+        case Mode.ASYNC | Mode.APART:
             scheduler |= {"kind": "pipeline", "publish_every": steps, "weight_update": "recompute"}
             if staleness is not None:
                 scheduler["max_lag"] = max(0, round(steps * (1 + staleness)) - 1)
@@ -240,11 +247,13 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
     try:
         return find_model(name)
     except ConfigError:
-        found = re.search(r"(\d+(?:\.\d+)?)B\b(?:-A(\d+(?:\.\d+)?)B)?", name, re.IGNORECASE)
+        # Not the 7B of 8x7B, which says how large neither all nor the active parameters are.
+        size = r"(\d+(?:\.\d+)?[BT]|\d{3}M)\b"
+        found = re.search(rf"(?<![\dx.]){size}(?:-A{size})?", name, re.IGNORECASE)
         if found is None:
-            raise
-    total = 1e9 * float(found[1])
-    active = 1e9 * float(found[2]) if found[2] else total
+            known = "is not in the catalogue and has no size in its name, such as 7B or 30B-A3B, to find the nearest by"
+            raise ConfigError(f"model {name!r} {known}" if name else "model is not published") from None
+    total, active = (float(one[:-1]) * UNITS[one[-1].upper()] for one in (found[1], found[2] or found[1]))
 
     def distance(model: LanguageModel) -> float:
         weight = 1.0 if found[2] else 0.01  # without an "A" in its name, a mixture of experts looks dense
@@ -288,6 +297,9 @@ def _hardware(
         tables["training"] = {
             name: value * training if name.endswith("_s") else value for name, value in tables["training"].items()
         }
+        if subject.mode is Mode.APART:  # all optimizer steps of an RL step are one
+            for name in ("step_s", "micro_batch_s"):
+                tables["training"][name] *= run.optimizer_steps_per_rl_step
     else:
         tokens = subject.sequences / divisor * (PROMPT_TOKENS + mean_tokens)
         assert run.train_s is not None

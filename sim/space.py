@@ -134,7 +134,7 @@ def answers_of(config: RunConfig) -> tuple[Answers, int]:
     wait = (drawn * (drawn.max(axis=1, keepdims=True) - drawn)).sum() / drawn.sum()
     prompt = float(np.mean([group.prompt_tokens for group in groups]))
     answers = Answers(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
-    return answers, workload.longest_prompt_tokens + length.max
+    return answers, workload.longest_rollout_tokens
 
 
 def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:

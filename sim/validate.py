@@ -328,10 +328,10 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicti
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
     if generate_s is None or train_s is None or measured is None or run.schedule in (Mode.ASYNC, Mode.PARTIAL):
         return None
-    if run.schedule is Mode.SYNC:
-        both, (rest, learned_from) = generate_s + train_s, _switch(run, others)
-    else:
-        both, rest, learned_from = max(generate_s, train_s), _derived_rest(run, colocated=False), ()
+    both = max(generate_s, train_s) if run.schedule is Mode.ONE_STEP_OFF else generate_s + train_s
+    rest, learned_from = (
+        _switch(run, others) if run.schedule is Mode.SYNC else (_derived_rest(run, colocated=False), ())
+    )
     return Prediction(
         id=run.id,
         family=_family_name(run),

@@ -104,16 +104,18 @@ class World:
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
         """
-        hardware = resolved_hardware(config)
         self._config = config
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         self._workload = Workload(config.workload, seed=config.seed)
         self._policy = policy
         if config.policy is None:
-            _check_capacity(config, hardware.kv_cache_tokens, self._workload)
+            longest = self._workload.longest_rollout_tokens
+            _check_capacity(config.hardware.kv_cache_tokens, longest)
         else:
             self._policy_prompt_tokens = checked_task(config).prompt_tokens
+            longest = self._policy_prompt_tokens + config.workload.length.max
+        hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
         self._scheduler: Scheduler = make_scheduler(
             config.scheduler,
@@ -344,9 +346,8 @@ class World:
         Wake(self._clock, ticks, WORLD_PRIORITY, 0, call)
 
 
-def _check_capacity(config: RunConfig, capacity: int | None, workload: Workload) -> None:
-    """Raise ConfigError if a rollout can be longer than the KV cache can ever hold."""
-    longest = workload.longest_prompt_tokens + config.workload.length.max
+def _check_capacity(capacity: int | None, longest: int) -> None:
+    """Raise ConfigError if a rollout can be longer than a KV cache given as a number can ever hold."""
     if capacity is not None and longest > capacity:
         raise ConfigError(
             "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and "

@@ -605,13 +605,22 @@ def test_missing_table_is_refused_with_its_path(tmp_path):
     assert str(caught.value) == f"cannot read utilisation table {path}: No such file or directory"
 
 
-@pytest.mark.parametrize("content", [b"batch,utilisation\n\xff\xfe,1\n", b"x" * 200_000])
-def test_table_that_is_no_text_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"batch,utilisation\n\xff\xfe,1\n", "cannot read utilisation table {path}: it is not UTF-8 text"),
+        (
+            b"x" * 200_000,
+            "{path} line 1: not a comma-separated table: field larger than field limit (131072)",
+        ),
+    ],
+)
+def test_table_that_is_no_text_is_refused(tmp_path, content, line):
     path = tmp_path / "u.csv"
     path.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_utilisation(path)
-    assert str(caught.value) == f"cannot read utilisation table {path}: it is not CSV text in UTF-8"
+    assert str(caught.value) == line.format(path=path)
 
 
 # ------------------------------------------------------------------------------------- wrong arguments

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl import cli
-from pipelinerl.calibration import calibrate_numbers, calibrate_table, calibrate_trace, hardware_toml, write_hardware
+from pipelinerl.calibration import (
+    calibrate_numbers,
+    calibrate_table,
+    calibrate_trace,
+    doubts,
+    hardware_toml,
+    write_hardware,
+)
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, fit
@@ -502,8 +509,43 @@ def test_results_as_json(
     status, out, _ = call(monkeypatch, capsys, pipeline_folder, "--json")
     data = json.loads(out)
     assert status == 0
-    assert set(data) == {"hardware", "fits", "notes"}
+    assert set(data) == {"hardware", "fits", "notes", "warnings"}
+    assert data["warnings"] == []
     assert [part["what"] for part in data["fits"]] == ["decode", "training"]
+
+
+def test_a_poor_fit_is_warned_of_on_stderr_and_in_the_json_and_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every other row takes twice as long: no line is nearer than a third to both."""
+    rows = [row if index % 2 else doubled(row) for index, row in enumerate(decode_rows(*GRID))]
+    source = table_of(tmp_path / "t.csv", *rows)
+    status, out, err = call(monkeypatch, capsys, source, "--json")
+    assert (status, err.count("\n")) == (0, 1)
+    assert err.startswith(f"pipelinerl: warning: decode is a poor fit to {len(GRID)} rows of t.csv: error ")
+    assert json.loads(out)["warnings"] == [err.removeprefix("pipelinerl: warning: ").rstrip()]
+    status, out, err = call(monkeypatch, capsys, table_of(tmp_path / "good.csv", *decode_rows(*GRID)))
+    assert (status, err) == (0, "")
+
+
+def doubled(row: str) -> str:
+    *cells, seconds, last = row.split(",")
+    return ",".join([*cells, str(2 * float(seconds)), last])
+
+
+def test_a_share_of_the_peak_that_is_all_of_it_is_warned_of(tmp_path: Path) -> None:
+    """Prefill in a third of the time that the optimistic level needs cannot be."""
+    run = run_of(NAMED)
+    prefill = resolved_hardware(run).prefill
+    rows = [f"prefill,1,1,,{n},{(prefill.token_s * n + prefill.token_squared_s * n**2) / 3}," for n in (256, 512, 1024)]
+    (line,) = [one for one in doubts(calibrate_table(table_of(tmp_path / "t.csv", *rows), run)) if "bound" in one]
+    assert line.startswith("prefill_mfu came out at its bound, 1: prefill is as fast as the accelerator can be")
+
+
+def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: Path) -> None:
+    assert doubts(calibrate_trace(pipeline_folder)) == []
+    kernels = calibrate_table(Path(__file__).parent / "data" / "decode_step_kernels.csv", run_of(NAMED))
+    assert doubts(kernels) == []
 
 
 @pytest.mark.parametrize(

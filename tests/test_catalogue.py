@@ -301,11 +301,22 @@ def test_a_model_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"bandwidth": 3350.0}, "bandwidth must be in bytes/s and at least 1e9, got 3350; did you mean 3.35e12?"),
-        ({"network": 400.0}, "network must be in bytes/s and at least 1e9, got 400; did you mean 50e9?"),
-        ({"nvlink": 450.0}, "nvlink must be in bytes/s and at least 1e9, got 450; did you mean 450e9?"),
-        ({"memory_bytes": 80.0}, "memory_bytes must be in bytes and at least 1e9, got 80; did you mean 85.9e9?"),
-        ({"bf16_flops": 989.0}, "bf16_flops must be in FLOP/s and at least 1e11, got 989; did you mean 989e12?"),
+        ({"bandwidth": 3350.0}, "bandwidth must be from 1e+09 to 1e+15 bytes/s, got 3350; did you mean 3.35e12?"),
+        ({"network": 400.0}, "network must be from 1e+09 to 1e+14 bytes/s, got 400; did you mean 50e9?"),
+        ({"nvlink": 450.0}, "nvlink must be from 1e+09 to 1e+14 bytes/s, got 450; did you mean 450e9?"),
+        ({"memory_bytes": 80.0}, "memory_bytes must be from 1e+09 to 1e+14 bytes, got 80; did you mean 85.9e9?"),
+        ({"bf16_flops": 989.0}, "bf16_flops must be from 1e+11 to 1e+17 FLOP/s, got 989; did you mean 989e12?"),
+        ({"bandwidth": 3.35e24}, "bandwidth must be from 1e+09 to 1e+15 bytes/s, got 3.35e+24; did you mean 3.35e12?"),
+        ({"bf16_flops": 989e15}, "bf16_flops must be from 1e+11 to 1e+17 FLOP/s, got 9.89e+17; did you mean 989e12?"),
+        ({"fp8_flops": 2e18}, "fp8_flops must be from 1e+11 to 1e+17 FLOP/s, got 2e+18; did you mean 1979e12?"),
+        ({"memory_bytes": 85.9e15}, "memory_bytes must be from 1e+09 to 1e+14 bytes, got 8.59e+16; did you mean"),
+        ({"nvlink": 450e12}, "nvlink must be from 1e+09 to 1e+14 bytes/s, got 4.5e+14; did you mean 450e9?"),
+        ({"network": 400e12}, "network must be from 1e+09 to 1e+14 bytes/s, got 4e+14; did you mean 50e9?"),
+        (
+            {"gpus_per_node": 8_000_000},
+            "gpus_per_node must be from 1 to 10000 accelerators, got 8e+06; did you mean 8?",
+        ),
+        ({"price_per_hour": 2e6}, "price_per_hour must be from 0.001 to 10000 USD per hour, got 2e+06; did you mean"),
         ({"bandwith": 1e12}, "bandwith is an unknown key; did you mean bandwidth? allowed: "),
         ({"network": "fast"}, 'network must be a valid number, got "fast"'),
     ],
@@ -323,7 +334,20 @@ def test_a_gpu_without_a_key_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"parameters": 7.6}, "parameters must be a count, not billions, got 7.6; did you mean 7.6e9?"),
+        (
+            {"parameters": 7.6},
+            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6; did you mean 7.6e9?",
+        ),
+        (
+            {"parameters": 7.6e18},
+            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6e+18; did you mean 7.6e9?",
+        ),
+        ({"layers": 28_000_000}, "layers must be from 1 to 10000 layers, got 2.8e+07; did you mean 28?"),
+        ({"width": 10**7}, "width must be from 1 to 1e+06 numbers, got 1e+07; did you mean 3584?"),
+        (
+            {"kv_bytes_per_token": 57e9},
+            "kv_bytes_per_token must be from 1 to 1e+09 bytes per token, got 5.7e+10; did you mean 57344?",
+        ),
         ({"active_parameters": 2e9}, "active_parameters must be at most parameters = 1e+09, got 2e+09"),
         ({"experts": 8}, "experts, experts_per_token and expert_parameters belong together, got some of them"),
         (

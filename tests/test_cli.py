@@ -215,11 +215,11 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a missing length file": (
         (EMPIRICAL, "workload.length.source=none.csv"),
-        f"workload.length.source: cannot read {{tmp}}/none.csv: No such file or directory; {SHIPPED}",
+        f"cannot read workload.length.source {{tmp}}/none.csv: No such file or directory; {SHIPPED}",
     ),
     "a length file that is a folder": (
         (EMPIRICAL, "workload.length.source=folder.csv"),
-        f"workload.length.source: cannot read {{tmp}}/folder.csv: Is a directory; {SHIPPED}",
+        f"cannot read workload.length.source {{tmp}}/folder.csv: Is a directory; {SHIPPED}",
     ),
     "an unknown shipped set": (
         (EMPIRICAL, "workload.length.source=skythoughts"),
@@ -228,16 +228,16 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a length file with a wrong column": (
         (EMPIRICAL, "workload.length.source=header.csv"),
-        "{tmp}/header.csv, line 1: 'tokens' is an unknown column; did you mean prompt_tokens? allowed, with commas in "
+        "{tmp}/header.csv line 1: 'tokens' is an unknown column; did you mean prompt_tokens? allowed, with commas in "
         "between: prompt_id, response_tokens, prompt_tokens, correct",
     ),
     "a length file with a wrong cell": (
         (EMPIRICAL, "workload.length.source=cell.csv"),
-        "{tmp}/cell.csv, line 3: response_tokens must be a whole number from 0 to 1000000000, got 'many'",
+        "{tmp}/cell.csv line 3: response_tokens must be a whole number from 0 to 1000000000, got 'many'",
     ),
     "a length file that is no text": (
         (EMPIRICAL, "workload.length.source=binary.csv"),
-        "workload.length.source: cannot read {tmp}/binary.csv: it is not UTF-8 text",
+        "cannot read workload.length.source {tmp}/binary.csv: it is not UTF-8 text",
     ),
     "a missing utilisation table": (
         ("hardware.decode={kind='utilisation', flash_s=1e-5, table='none.csv'}",),

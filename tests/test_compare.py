@@ -225,7 +225,7 @@ def test_names_that_give_the_same_folder_are_one_line(names: tuple[str, str], fo
         ),
         (
             "workload.length={kind='empirical', source='/no/such/file.csv', max=9}",
-            "workload.length.source: cannot read /no/such/file.csv: No such file or directory; shipped sets: "
+            "cannot read workload.length.source /no/such/file.csv: No such file or directory; shipped sets: "
             "areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought",
         ),
     ],

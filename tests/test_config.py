@@ -552,7 +552,7 @@ NUMBERS = [case for case in every_case() if isinstance(case[1], int | float) and
 @pytest.mark.parametrize(("key", "value", "data"), NUMBERS, ids=[case[0] for case in NUMBERS])
 def test_a_number_that_is_negative_or_of_another_type_is_one_line(key: str, value: float, data: dict[str, Any]) -> None:
     (line,) = faults(with_overrides(data, [f"{key}=-1"]))
-    least = [f"run: {key} must be at least {limit}, got -1" for limit in (0, 1)]
+    least = [f"run: {key} must be at least {limit}, got -1" for limit in (0, 0.01, 1)]
     assert line in [*least, f"run: {key} must be above 0, got -1"]
     wanted = "a whole number" if isinstance(value, int) else "a number"
     for wrong in ('"3"', "true", "[3]", "nan", "{x=3}"):
@@ -610,6 +610,13 @@ MAY_BE_ZERO = {
 def test_a_count_is_at_least_one(key: str, value: int) -> None:
     (data,) = [data for one, _, data in NUMBERS if one == key]
     assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
+
+
+@pytest.mark.parametrize("key", ["policy.temperature", "train.sampling.temperature"])
+@pytest.mark.parametrize(("value", "rule"), [(1e-300, "at least 0.01"), (0, "at least 0.01"), (1e300, "at most 100")])
+def test_a_temperature_is_one_that_engines_sample_at(key: str, value: float, rule: str) -> None:
+    (data,) = [data for one, _, data in NUMBERS if one == key]
+    assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be {rule}, got {value}"]
 
 
 def test_all_other_whole_numbers_may_be_zero() -> None:

@@ -368,12 +368,12 @@ def test_rewards_are_drawn_where_the_source_does_not_give_them(tmp_path):
 
 def test_prompt_lengths_are_those_of_the_source_where_it_has_them(tmp_path):
     numbered = workload(kind="empirical", max=5000, source=write(tmp_path, NUMBERED), prompt_tokens=7)
-    assert numbered.longest_prompt_tokens == 21
+    assert numbered.longest_rollout_tokens == 5021
     bare = workload(
         kind="empirical", max=5000, prompt_tokens=7, source=write(tmp_path, "prompt_id,response_tokens\na,100\n")
     )
-    assert (bare.longest_prompt_tokens, bare.group(0, 0).prompt_tokens) == (7, 7)
-    assert workload(kind="fixed", max=5, prompt_tokens=7).longest_prompt_tokens == 7
+    assert (bare.longest_rollout_tokens, bare.group(0, 0).prompt_tokens) == (5007, 7)
+    assert workload(kind="fixed", max=5, prompt_tokens=7).longest_rollout_tokens == 12
 
 
 # -------------------------------------------------------------------------------------------- sources
@@ -436,7 +436,7 @@ def test_a_fault_in_a_source_is_one_line_with_file_line_column_rule_and_value(tm
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         workload(kind="empirical", max=10, source=path)
-    assert str(error.value) == f"{path}, {message}"
+    assert str(error.value) == f"{path} {message}"
 
 
 SHIPPED = "areal_deepscaler, areal_nemotron, rgym_llama_400, rgym_llama_800, skythought"
@@ -459,7 +459,7 @@ def test_a_missing_file_is_answered_with_the_shipped_sets(tmp_path):
     with pytest.raises(ConfigError) as error:
         read_source(str(path))
     assert str(error.value) == (
-        f"workload.length.source: cannot read {path}: No such file or directory; "
+        f"cannot read workload.length.source {path}: No such file or directory; "
         f"did you mean skythought? shipped sets: {SHIPPED}"
     )
 
@@ -469,7 +469,7 @@ def test_a_file_that_is_not_text_is_rejected(tmp_path):
     path.write_bytes(b"prompt_id,response_tokens\n\xff,3\n")
     with pytest.raises(ConfigError) as error:
         read_source(str(path))
-    assert str(error.value) == f"workload.length.source: cannot read {path}: it is not UTF-8 text"
+    assert str(error.value) == f"cannot read workload.length.source {path}: it is not UTF-8 text"
 
 
 # --------------------------------------------------------------------------------------- shipped sets

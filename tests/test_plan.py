@@ -25,7 +25,7 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.screening import Estimate
 from pipelinerl.tables import print_plan
-from sim import parallel
+from sim import outcomes, parallel
 from sim.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way
 from sim.outcomes import Job, extended
 from sim.parallel import run_all_on_ray
@@ -145,6 +145,108 @@ def test_choices_that_no_run_file_may_make_are_no_candidates() -> None:
     assert labels(table, "plan.ready_queue_size=[16]") == ["pipeline 2/2 H=8 queue=16"]
     own = [one.config for one in enumerate_candidates(space_of(run(table, "scheduler.ready_queue_size=16")))]
     assert [one.scheduler.ready_queue_limit for one in own] == [16, 64]
+
+
+def test_a_listed_value_that_no_candidate_can_have_is_a_fault_with_key_rule_and_value() -> None:
+    assert fault("plan.tensor_parallel=[1, 3]", "plan.schedulers=['conventional']") == (
+        "plan.tensor_parallel must hold divisors of cluster.accelerators=4, got 3"
+    )
+    assert fault("plan.tensor_parallel=[1, 2, 8]") == (
+        "plan.tensor_parallel must hold divisors of cluster.accelerators=4 or sizes below cluster.accelerators=4, as "
+        "others have to train, got 8"
+    )
+    assert fault("plan.tensor_parallel=[2]", "plan.generation_accelerators=[2, 3, 4]").splitlines() == [
+        "plan.generation_accelerators must hold multiples of an engine, 2 accelerators, got 3",
+        "plan.generation_accelerators must hold numbers below cluster.accelerators=4, as the others train, got 4",
+    ]
+    assert fault("plan.tensor_parallel=[1, 2]", "plan.generation_accelerators=[3]", "plan.schedulers=['pipeline']") == (
+        "plan.tensor_parallel must hold divisors of a number of plan.generation_accelerators=[3], got 2"
+    )
+    assert fault("plan.optimizer_steps_per_rl_step=[4, 64]") == (
+        "plan.optimizer_steps_per_rl_step must hold numbers of at most optimizer_steps=40, got 64"
+    )
+    assert fault("plan.ready_queue_size=[4, 16]") == (
+        "plan.ready_queue_size must hold sizes of at least the train_batch_size, 8, got 4"
+    )
+    pipeline = "plan.schedulers=['pipeline']"
+    assert fault(pipeline, "plan.ready_queue_size=[16]", "plan.train_batch_size=[8, 32]") == (
+        "plan.train_batch_size must hold sizes of at most the largest plan.ready_queue_size, 16, got 32"
+    )
+    assert fault("scheduler.publish_every=3", "plan.max_lag=[1, 4]") == (
+        "plan.max_lag must hold bounds of at least scheduler.publish_every - 1 = 2, got 1"
+    )
+
+
+def untried(*overrides: str) -> list[tuple[str, Any, str]]:
+    rows = plan(run("plan.simulate=2", "plan.simulate_steps=4", *overrides))["search"]["not_tried"]
+    return [(row["key"], row["value"], row["why"]) for row in rows]
+
+
+def test_what_does_not_fit_by_default_is_left_out_without_a_word() -> None:
+    """64 optimizer steps per RL step and engines of 8 are more than there are."""
+    plain = "plan={simulate=2, simulate_steps=4, generation_batch_size=[8]}"
+    assert plan(run(plain))["search"]["not_tried"] == []
+
+
+def test_a_listed_value_that_turns_out_not_to_fit_or_is_another_is_told() -> None:
+    assert untried("hardware.model=Qwen2.5-7B", "cluster.accelerators=8", "plan.tensor_parallel=[2, 8]") == [
+        ("plan.tensor_parallel", 8, "no candidate with it fits: the attention heads do not divide by tensor_parallel")
+    ]
+    assert untried("plan.lag_limit=2", "plan.max_lag=[1, 9]", "plan.optimizer_steps_per_rl_step=[1, 4]") == [
+        ("plan.optimizer_steps_per_rl_step", 4, "no candidate with it fits: lag_limit"),
+        ("plan.max_lag", 9, "tried as the lag limit, 2"),
+    ]
+    assert untried("plan.schedulers=['conventional']", "plan.max_lag=[1]") == [
+        ("plan.generation_batch_size", 16, "the same as a smaller one, whose slots are never all full"),
+        ("plan.max_lag", [1], "none of plan.schedulers has it"),
+    ]
+    assert untried("plan.lag_limit=0", "plan.optimizer_steps_per_rl_step=[2]")[0] == (
+        ("plan.schedulers", "conventional", "no candidate with it fits: lag_limit")
+    )
+
+
+def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -> None:
+    result = plan(
+        run("scheduler.on_stale='drop'", "plan.schedulers=['partial_rollouts']", "plan.lag_limit=4", "plan.simulate=2")
+    )
+    assert result["search"]["complete"]
+    assert result["recommended"]["scheduler"]["on_stale"] == "train"
+
+
+def test_a_run_file_of_a_kind_that_is_not_asked_for_is_shown_and_not_recommended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With all slots it is by far the fastest, and as soon as its kind may be chosen it is."""
+    slow = (
+        "plan.generation_batch_size=[1]",
+        "plan.generation_accelerators=[1]",
+        "plan.optimizer_steps_per_rl_step=[1]",
+    )
+    small = ("scheduler.generation_batch_size=64", *slow, "plan.simulate=4")
+    result = plan(run(*small, "plan.schedulers=['conventional']"))
+    assert result["own"]["tokens_per_s"] > 1.5 * result["recommended"]["tokens_per_s"]
+    assert result["recommended"]["family"] == "conventional"
+    assert not result["own"]["among_schedulers"]
+    assert result["own"]["label"] not in result["front"]
+    assert {one["label"] for one in result["decisions"].values()} == {result["recommended"]["label"]}
+    print_plan(result, "run.toml")
+    assert "run file (only to compare with: plan.schedulers has no pipeline): recommended is 0." in (
+        capsys.readouterr().out
+    )
+    asked = plan(run(*small, "plan.schedulers=['pipeline', 'conventional']"))
+    assert asked["recommended"]["label"] == asked["own"]["label"]
+    assert asked["own"]["among_schedulers"]
+
+
+def test_a_run_file_alone_that_is_not_asked_for_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outcomes, "run_all", lambda function, jobs, workers: (function(job) for job in jobs))
+
+    def stop(_stage: str, done: int, _total: int) -> None:
+        if done == 1:  # the run file, which has the most in progress, goes first
+            raise KeyboardInterrupt
+
+    with pytest.raises(RunFailedError, match="interrupted before the first simulation ended"):
+        plan(run("scheduler.generation_batch_size=64", "plan.schedulers=['conventional']"), on_progress=stop, workers=1)
 
 
 def test_engines_get_whole_heads() -> None:
@@ -493,6 +595,29 @@ def test_a_budget_needs_a_price() -> None:
     )
 
 
+def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
+    """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,100,30\n")
+    table = f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
+    small = (table, "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}")
+    simulate(run(*small, "hardware.kv_cache_tokens=130"))
+    assert plan(run(*small, "hardware.kv_cache_tokens=130"))["search"]["kept"] > 0
+    with pytest.raises(ConfigError, match="130 tokens in all, got kv_cache_tokens=129"):
+        simulate(run(*small, "hardware.kv_cache_tokens=129"))
+    assert "weights and the longest rollout do not fit" in fault(*small, "hardware.kv_cache_tokens=129")
+
+
+def test_prompts_of_a_source_that_fit_into_no_engine_are_told_alike_by_plan_and_simulate(tmp_path: Path) -> None:
+    """Qwen2.5-1.5B has 28 kB of cache per token: 3 million tokens are 86 GB."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,3000000,30\n")
+    table = f"workload={{group_size=2, length={{kind='empirical', source='{source}', max=30}}}}"
+    with pytest.raises(ConfigError, match=r"cluster.tensor_parallel=1 is too small .* one rollout of 3000030 tokens"):
+        simulate(run(table))
+    assert "do not fit into an engine (fits from tensor_parallel=2 on)" in fault(table)
+
+
 # ------------------------------------------------------------------------------------- interrupts, Ray
 
 
@@ -585,7 +710,7 @@ def test_the_command_prints_json_and_keeps_the_folder(
     path = tmp_path / "run.toml"
     path.write_text(tomli_w.dumps(TINY))
     out = tmp_path / "out"
-    monkeypatch.setattr(cli, "_draw", lambda folders, figures: [])
+    monkeypatch.setattr(cli, "_draw", lambda folders: [])
     monkeypatch.setattr(
         sys, "argv", ["pipelinerl", "plan", str(path), "--set", "plan.simulate=3", "--out", str(out), "--json"]
     )

@@ -22,6 +22,7 @@ def run(**values):
         ("colocate sync", Mode.SYNC),
         ("sync bf16", Mode.SYNC),
         ("colocate_async", Mode.PARTIAL),
+        ("sync partial rollout", Mode.PARTIAL),
         ("one-step-off FSDP2", Mode.ONE_STEP_OFF),
         ("1-step-off", Mode.ONE_STEP_OFF),
         ("2-step-off", Mode.ASYNC),
@@ -37,6 +38,21 @@ def run(**values):
 )
 def test_the_mode_names_a_schedule(mode, schedule):
     assert run(mode=mode).schedule is schedule
+
+
+@pytest.mark.parametrize(
+    ("values", "schedule"),
+    [
+        ({"mode": "sync", "gpus_gen": 4, "gpus_train": 4}, Mode.APART),
+        ({"mode": "sync", "gpus_total": 8, "gpus_train": 4}, Mode.APART),
+        ({"mode": "sync", "gpus_total": 8, "gpus_gen": 8, "gpus_train": 8}, Mode.SYNC),
+        ({"mode": "colocate sync", "gpus_gen": 4, "gpus_train": 4}, Mode.SYNC),
+        ({"mode": "sync partial rollout", "gpus_gen": 4, "gpus_train": 4}, None),  # who generates would stand still
+        ({"mode": "async", "gpus_gen": 4, "gpus_train": 4}, Mode.ASYNC),
+    ],
+)
+def test_synchronous_on_separate_gpus_is_a_schedule_of_its_own(values, schedule):
+    assert run(**values).schedule is schedule
 
 
 @pytest.mark.parametrize(
@@ -81,6 +97,39 @@ def test_sequences_and_limits_of_the_note_count():
     assert mini.optimizer_steps_per_rl_step == 16
 
 
+@pytest.mark.parametrize(
+    ("note", "number"),
+    [
+        ("max_new 16,384", 16384),
+        ("max_new=1.5k", 1500),
+        ("max_new 16K; GPU count", 16000),
+        ("max_new 8192, then more", 8192),
+        ("max_new 8192.", 8192),
+        ("max_new 1,234,567", 1234567),
+        ("max_new 16.384.000", None),
+        ("max_new 1,5", None),
+        ("max_new 16,38", None),
+        ("max_new 8192x", None),
+        ("max_new 4 kittens", 4),
+        ("max_new 458 s", 458),
+        ("max_new 458 ms", None),
+        ("max_new 7.6 min", None),
+        ("max_new 90%", None),
+    ],
+)
+def test_a_number_in_a_note_is_read_as_a_whole_or_not_at_all(note, number):
+    assert run(note=note).number_after("max_new") == number
+
+
+def test_what_is_no_whole_number_of_tokens_or_sequences_is_not_taken_for_one():
+    assert run(max_len=100, note="max_new 16.5").longest_tokens == 100
+    assert run(max_len=100, note="max_new 16,384").longest_tokens == 16384
+    assert run(prompts_per_step=64, note="16k sequences").sequences_per_step == 512
+    assert run(prompts_per_step=64, note="1.024 sequences").sequences_per_step == 512
+    assert run(prompts_per_step=64, n_per_prompt=8, note="1,024 sequences").sequences_per_step == 512
+    assert run(mode="1.5-off").staleness_rl_steps is None
+
+
 def test_the_shipped_rows_are_read(tmp_path):
     runs = {one.id: one for one in shipped_runs()}
     assert len(runs) == 40
@@ -113,10 +162,10 @@ def test_a_comma_without_quotes_goes_back_to_the_evidence(tmp_path):
         ("", "must have the columns id, source"),
         ("name,source\nx,y\n", "must have the columns id, source"),
         (HEADER, "must have the columns id, source, ... and a row"),
-        (HEADER + ",s,,,,,,,,\n", "row 1, id must not be empty"),
-        (HEADER + "a,s,,,,,-8,,,\n", "row 1, gpus_total must be above 0, got '-8'"),
-        (HEADER + "a,s,,,,,8.5,,,\n", "row 1, gpus_total must be a whole number, got '8.5'"),
-        (HEADER + "a,s,,,,,8,1..2,,\n", "row 1, step_s must be a number, got '1..2'"),
+        (HEADER + ",s,,,,,,,,\n", "line 2, id must not be empty"),
+        (HEADER + "a,s,,,,,-8,,,\n", "line 2, gpus_total must be above 0, got '-8'"),
+        (HEADER + "a,s,,,,,8.5,,,\n", "line 2, gpus_total must be a whole number, got '8.5'"),
+        (HEADER + "a,s,,,,,8,1..2,,\n", "line 2, step_s must be a number, got '1..2'"),
         (HEADER + "a,s,,,,,,,,\n" * 2, "id must be different in every row, got 'a' 2 times"),
     ],
 )
@@ -126,6 +175,13 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path, text, message):
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
         read_published_runs(path)
     assert message in str(caught.value)
+
+
+def test_an_open_quote_is_a_fault_and_does_not_swallow_the_rows_behind_it(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(HEADER + 'a,s,,H20,m,sync,8,10,0,"open\nb,s,,H20,m,sync,8,10,0,\n')
+    with pytest.raises(ConfigError, match=r"runs\.csv line 3: not a comma-separated table: unexpected end of data"):
+        read_published_runs(path)
 
 
 def test_a_missing_file_is_one_line(tmp_path):
@@ -178,5 +234,39 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest():
     assert "Qwen3-30B-A3B for Qwen9-31B-A3B" in as_subject(moe, [moe]).assumed
     lower = run(mode="sync", hw="H100", model="gemma-2-9b-it", gpus_total=32, max_len=4096, prompts_per_step=64)
     assert any("for gemma-2-9b-it" in words for words in as_subject(lower, []).assumed)
-    with pytest.raises(ConfigError, match="Frobnicator"):
-        as_subject(run(mode="sync", model="Frobnicator", gpus_total=8, max_len=10, prompts_per_step=8), [])
+    small = run(mode="sync", hw="H100", model="SmolLM-360M", gpus_total=8, max_len=4096, prompts_per_step=64)
+    assert as_subject(small, []).model.name == "Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            "Frobnicator",
+            "model 'Frobnicator' is not in the catalogue and has no size in its name, such as 7B or 30B-A3B",
+        ),
+        ("Mixtral-8x7B", "model 'Mixtral-8x7B' is not in the catalogue and has no size in its name"),
+        ("", "model is not published"),
+    ],
+)
+def test_a_model_of_unknown_size_says_so(model, reason):
+    one = run(mode="sync", model=model, gpus_total=8, max_len=10, prompts_per_step=8)
+    with pytest.raises(ConfigError) as caught:
+        as_subject(one, [])
+    assert str(caught.value).startswith(reason)
+
+
+def test_seconds_from_tokens_per_s_say_with_which_mean_length():
+    base = {
+        "mode": "sync",
+        "hw": "H100",
+        "model": "Qwen2.5-7B",
+        "gpus_total": 8,
+        "max_len": 5000,
+        "prompts_per_step": 64,
+    }
+    assert as_subject(run(tok_s_total=9000.0, **base), []).assumed == (
+        "8 answers per prompt", "mean length of 1,000 tokens, by which tokens/s become seconds"
+    )  # fmt: skip
+    assert "mean length" in as_subject(run(step_s=90.0, **base), []).assumed
+    assert "mean length" not in as_subject(run(tok_s_total=9e3, avg_len=900.0, **base), []).assumed[-1]

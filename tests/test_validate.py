@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.coefficients import Level
 from pipelinerl.published import Mode, PublishedRun
-from pipelinerl.tables import validation_markdown
+from pipelinerl.tables import print_validation, validation_markdown
 from sim.inference import STEP, Points, Table, seconds_band, simulated_table
-from sim.published import as_run_config, as_subject
+from sim.published import as_run_config, as_subject, overhead_s
 from sim.run import simulate
 from sim.validate import Prediction, Unusable, report, shipped_runs, validate
 
@@ -34,9 +35,9 @@ def simulated_seconds(run, *, generation, training):
     config = as_run_config(
         subject, generation=generation, training=training, mean_tokens=600.0, rl_steps=8, training_given=False
     )
-    ends = []
+    ends, each = [], subject.optimizer_steps
     simulate(config, on_step=lambda step: ends.append(step.time_s))
-    return (ends[-1] - ends[3]) / (len(ends) - 4)
+    return (ends[-1] - ends[4 * each - 1]) / (len(ends) / each - 4)
 
 
 def made_up_family():
@@ -90,6 +91,32 @@ def test_parts_add_up_or_run_side_by_side():
     assert predictions["twin"].predicted == 60 + 10 + 30 + 10
     assert 60 < predictions["off"].predicted < 62  # and the weights: a second
     assert predictions["off"].inputs == ("generation", "training")
+
+
+@pytest.mark.parametrize("setting", ["", "mini=4"])
+def test_a_synchronous_run_on_separate_gpus_generates_and_trains_in_turn(setting):
+    """It lasts as a colocated one on as many GPUs for each, and the weights' way besides; whatever G is."""
+    apart = row("apart", "sync", gpus_gen=4, gpus_train=4, staleness_setting=setting)
+    colocated = row("colocated", "sync", gpus_total=4, staleness_setting=setting)
+    seconds, together = (simulated_seconds(one, generation=1.0, training=1.0) for one in (apart, colocated))
+    way = overhead_s(apart, Level.CENTRAL, colocated=False)
+    assert seconds == pytest.approx(together + way, rel=0.02)
+    told = replace(apart, step_s=1.0, gen_or_wait_s=20.0, update_s=6.0)
+    (one,) = validate([told], workers=1)
+    assert one.predicted == pytest.approx(26 + way, rel=0.05)
+    assert one.fitted_to == ()
+
+
+def test_assumptions_are_told_beside_the_prediction(capsys):
+    rows = [Prediction("a", "f", "", "tokens/s", 10, 11, 0, 0, (), (), ("an H100", "mean length")), told_row("b")]
+    result = report(rows)
+    assert "| an H100; mean length | 0 |" in validation_markdown(result)
+    print_validation(result)
+    assert "assumed: mean length: a, b\n" in capsys.readouterr().out
+
+
+def told_row(name):
+    return Prediction(name, "f", "", "s/step", 10, 11, 0, 0, (), (), ("mean length",))
 
 
 def test_staleness_and_idle_share_follow_from_published_rates():
@@ -237,4 +264,4 @@ def test_areals_curve_follows_from_one_rate_and_one_length_tail():
 
 def test_every_mode_has_a_row_that_is_simulated():
     modes = {one.schedule for one in shipped_runs()}
-    assert modes == {None, *Mode}
+    assert modes == {None, *Mode} - {Mode.APART}  # nobody has published one

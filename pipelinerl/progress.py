@@ -1,0 +1,56 @@
+"""Progress on stderr, if that is a terminal: a bar, a bar per stage, or a bar that says how training goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def _bars() -> Iterator[Any]:
+    """Show progress on stderr if it is a terminal; yields rich's progress."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+@contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show one bar; yields what to call after each piece."""
+    with _bars() as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def stage_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar per stage; yields what to tell the stage, and how much is done."""
+    with _bars() as progress:
+        tasks: dict[str, Any] = {}
+
+        def told(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done)
+
+        yield told
+
+
+@contextmanager
+def training_bar(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
+    """Show optimizer steps, and how they go; yields what to call after each step."""
+    with _bars() as progress:
+        task = progress.add_task("starting", total=total)
+
+        def step_done(row: Any, metrics: dict[str, float]) -> None:
+            ess = metrics.get("ess/token_raw", float("nan"))
+            learning = f"reward {row.reward_mean:.3f}  lag {row.lag_mean:.2f}  ESS {ess:.3f}"
+            how = f"{learning}  trainer waits {metrics['idle/trainer']:.0%}"
+            progress.update(task, completed=row.step, description=how)
+
+        yield step_done
