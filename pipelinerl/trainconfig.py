@@ -126,7 +126,7 @@ class LoggingConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """How a real run is made. Read by ``pipelinerl train`` only."""
+    """How a real run is made. Read by ``pipelinerl train``; of ``trainer`` also by the hardware model."""
 
     device: Literal["cpu", "gpu"] = "gpu"
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""

@@ -308,13 +308,9 @@ class World:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False
-        tokens = squared = 0
-        for rollout_id in command.rollout_ids:
-            sequence = self._sequences.pop(rollout_id)
-            length = sequence.prompt_tokens + sequence.length
-            tokens += length
-            squared += length * length
-        train_ticks = self._training.ticks(tokens, squared_tokens=squared, completes_step=command.completes_step)
+        trained = map(self._sequences.pop, command.rollout_ids)
+        lengths = [sequence.prompt_tokens + sequence.length for sequence in trained]
+        train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 
