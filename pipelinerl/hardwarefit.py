@@ -207,7 +207,7 @@ class HardwareFit:
         shared = before.sequence_accelerators
         tokens, squares = times.loads(accelerators, shared)
         rows, largest = np.arange(len(times.seconds)), tokens.argmax(axis=0)
-        for _ in range(ROUNDS):
+        for _ in range(1 if shared is None else ROUNDS):  # which bound of a micro-batch holds depends on what is fitted
             columns = [
                 Column("token_s", tokens[largest, rows], before.token_s),
                 Column("step_s", times.steps, before.step_s),
@@ -216,9 +216,7 @@ class HardwareFit:
             ]
             found = fit(columns, times.seconds)
             work_s = found.values["token_s"] * tokens + found.values["token_squared_s"] * squares
-            largest, last = work_s.argmax(axis=0), largest
-            if (largest == last).all():
-                break
+            largest = work_s.argmax(axis=0)
         self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
         if shared is not None:
             self.table["training"]["sequence_accelerators"] = shared

@@ -1,4 +1,4 @@
-"""The table ``train`` of a run file: what the real backend needs and the simulator does not read."""
+"""The table ``train`` of a run file: what the real backend needs; the simulator reads ``trainer`` only, by name."""
 
 from __future__ import annotations
 
