@@ -16,7 +16,14 @@ from pipelinerl.config import HardwareConfig, RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Fit
 from pipelinerl.hardware import resolved_hardware
-from pipelinerl.hardwarefit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, HardwareFit, is_inverse, rounded
+from pipelinerl.hardwarefit import (
+    DECODE_COEFFICIENTS,
+    TRAINING_COEFFICIENTS,
+    HardwareFit,
+    fixed_coefficients,
+    is_inverse,
+    rounded,
+)
 from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.steptimes import Rows, read_step_times
 from pipelinerl.trace import Trace
@@ -57,7 +64,8 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     num_batches = len(times.training.seconds)
     if not num_batches or not any(log.lived for log in times.engines):
         raise ConfigError(f"{source} must hold an optimizer step and a finished rollout, got a run that ended before")
-    result = HardwareFit(times.config.hardware if run is None else run.hardware)
+    run = times.config if run is None else run
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
     _fit_decode(result, times)
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
@@ -135,7 +143,9 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
     Raises:
         ConfigError: If the table cannot be used, or GPU or model are unknown.
     """
-    result = HardwareFit(HardwareConfig.model_construct() if run is None else run.hardware)
+    result = HardwareFit(HardwareConfig.model_construct())
+    if run is not None:
+        result = HardwareFit(run.hardware, fixed_coefficients(run))
     series = None
     if result.gpu is not None and result.model is not None:
         series = (_names(result.model), _names(result.gpu))
@@ -152,7 +162,8 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
                 'hardware.decode of kind "utilisation" give utilisation.csv as its table'
             )
         elif kind == "train":
-            times = TrainingTimes(rows.tokens, rows.tokens**2 / rows.batch, ones, rows.seconds)
+            each = rows.tokens / rows.batch
+            times = TrainingTimes(rows.tokens, rows.tokens * each, rows.batch, each, each, ones, rows.seconds)
             result.training(times, rows.accelerators, data)
         else:
             sizes = _engine_sizes(source, rows, result)
@@ -224,7 +235,7 @@ def calibrate_numbers(
     for name, value in numbers.items():
         if value is not None and not 0 < value < 1e7:
             raise ConfigError(f"--{name} must be above 0 and in seconds, got {value:g}")
-    result = HardwareFit(run.hardware)
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
     if train_step_s is not None:
         result.check_number("train-step-s", train_step_s, model_train_s(run))
         factor = _solve(run, train_step_s, model_train_s, _slower_training, "--train-step-s")
@@ -246,8 +257,8 @@ def calibrate_numbers(
 def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
     """Return the parts of ``[hardware]`` that make training last ``factor`` times as long."""
     if run.hardware.training is not None:
-        times = run.hardware.training.model_dump()
-        return {"training": {name: value * factor for name, value in times.items()}}
+        times = run.hardware.training.model_dump(exclude_none=True)
+        return {"training": {name: value * factor if name.endswith("_s") else value for name, value in times.items()}}
     return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
 
 

@@ -70,6 +70,8 @@ class Coefficients(StrictModel):
     """Share of the gathers of weights and reductions of gradients that computing does not hide."""
     pack_tokens: float = Field(gt=0)
     """Tokens of one forward and backward pass on one accelerator, between two gathers of the weights (count)."""
+    sequence_accelerators: float = Field(ge=1)
+    """Accelerators that share one sequence in training (count); the fraction is dropped."""
     extra_forward_passes: float = Field(ge=0)
     """Forward passes per trained token besides the training pass: old or reference log-probabilities (count)."""
     transfer_share: float = Field(gt=0, le=1)

@@ -207,7 +207,10 @@ class PrefillConfig(StrictModel):
 
 
 class TrainingConfig(StrictModel):
-    """Seconds of training: per optimizer step, per micro-batch, and per token over the accelerators that train."""
+    """Seconds of training: per optimizer step, per micro-batch, and per token over the accelerators that train.
+
+    With ``sequence_accelerators`` a micro-batch lasts as long as its fullest rank (docs/hardware.md has the bound).
+    """
 
     token_s: float = Field(ge=0)
     """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
@@ -217,6 +220,9 @@ class TrainingConfig(StrictModel):
     """Seconds per optimizer step, whatever it holds."""
     micro_batch_s: float = Field(default=0.0, ge=0)
     """Seconds per micro-batch, whatever it holds."""
+    sequence_accelerators: int | None = Field(default=None, ge=1)
+    """Accelerators that share one sequence, a rank of the trainer (count): 1 under ZeRO. A micro-batch lasts at least
+    as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
 
 
 class WeightTransferConfig(StrictModel):
@@ -376,7 +382,7 @@ class RunConfig(StrictModel):
     plan: PlanConfig | None = None
     """What ``plan`` searches."""
     train: TrainConfig | None = None
-    """What ``train`` needs: model, task, optimizer. The simulator does not read it."""
+    """What ``train`` needs: model, task, optimizer. Hardware by name reads ``trainer`` of it, if the table is there."""
 
     @property
     def num_engines(self) -> int:

@@ -25,7 +25,8 @@ from pipelinerl.config import (
     WeightTransferConfig,
 )
 from pipelinerl.errors import ConfigError
-from pipelinerl.trainingmemory import TrainingMemory, kept_numbers, training_memory
+from pipelinerl.trainconfig import TrainConfig
+from pipelinerl.trainingmemory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
 
 __all__ = [
     "Coefficients",
@@ -42,6 +43,10 @@ __all__ = [
 
 BF16_BYTES = 2
 """Of one number."""
+ZERO_STAGE = 3
+"""Where a run file states none."""
+ROUNDING = 1e-9
+"""By which a pack that just fits may be too large (no unit)."""
 
 
 def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
@@ -67,10 +72,12 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
     }
     if given.gpu is not None and given.model is not None:
         gpu, model = find_gpu(given.gpu), find_model(given.model)
-        values = coefficients(given.level, given.coefficients)
         tensor_parallel = config.cluster.tensor_parallel
+        longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
+        values = run_coefficients(
+            config, gpu, model, training_accelerators=config.training_accelerators, longest=longest
+        )
         if given.kv_cache_tokens is None:
-            longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
             check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
         derived = derive_hardware(
             gpu,
@@ -79,10 +86,72 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
             training_accelerators=config.training_accelerators,
             colocated=config.colocated,
             coefficients=values,
+            zero_stage=zero_stage_of(config),
         )
         missing = {name: getattr(derived, name) for name in type(derived).model_fields}
     tables |= {name: missing[name] for name, value in tables.items() if value is None and name in missing}
     return ResolvedHardware.model_construct(**tables)
+
+
+def trainer_coefficients(train: TrainConfig | None) -> dict[str, float]:
+    """Return the coefficients that ``train.trainer`` of a run file states; ``hardware.coefficients`` go before them."""
+    if train is None:
+        return {}
+    trainer = train.trainer
+    return {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+
+
+def zero_stage_of(config: RunConfig) -> int:
+    """Return the ZeRO stage that a run file states, or 3, which the formulas of training assume."""
+    return ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
+
+
+def run_coefficients(
+    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
+) -> Coefficients:
+    """Return the coefficients of a run, with packs that its trainer can hold.
+
+    A level's ``pack_tokens`` are as many as it says, or as fit into memory if these are fewer, but at least the longest
+    rollout; a run file's own are taken at its word.
+
+    Args:
+        config: The run.
+        gpu: The accelerator.
+        model: The language model.
+        training_accelerators: Accelerators that train (count).
+        longest: Longest rollout, prompt included (tokens).
+
+    Raises:
+        ConfigError: If there is no coefficient of that name, or a value is out of range.
+    """
+    stated = {**trainer_coefficients(config.train), **config.hardware.coefficients}
+    values = coefficients(config.hardware.level, stated)
+    if "pack_tokens" in stated:
+        return values
+    fits = pack_that_fits(
+        model,
+        memory_bytes=values.memory_share * gpu.memory_bytes,
+        accelerators=training_accelerators,
+        zero_stage=zero_stage_of(config),
+        recomputation=values.recomputation,
+    )
+    needed = longest / min(int(values.sequence_accelerators), training_accelerators)
+    return values.model_copy(update={"pack_tokens": max(needed, min(values.pack_tokens, fits))})
+
+
+def trainer_fits(
+    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
+) -> bool:
+    """Return whether weights, gradients, optimizer states and the activations of a pack fit; arguments as above."""
+    values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
+    memory = training_memory(
+        model,
+        accelerators=training_accelerators,
+        zero_stage=zero_stage_of(config),
+        pack_tokens=values.pack_tokens,
+        recomputation=values.recomputation,
+    )
+    return memory.total <= values.memory_share * gpu.memory_bytes * (1 + ROUNDING)
 
 
 def derive_hardware(
@@ -93,6 +162,7 @@ def derive_hardware(
     training_accelerators: int,
     colocated: bool,
     coefficients: Coefficients,
+    zero_stage: int = ZERO_STAGE,
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
@@ -103,6 +173,7 @@ def derive_hardware(
         training_accelerators: Accelerators that train (count).
         colocated: Whether the same accelerators generate and train in turn.
         coefficients: The empirical numbers.
+        zero_stage: What the trainer spreads, as far as the phase switch moves it; its steps are those of stage 3.
     """
     fits = kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients)
     return ResolvedHardware(
@@ -111,7 +182,9 @@ def derive_hardware(
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
         weights=derive_weights(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
-        switch=derive_switch(model, training_accelerators=training_accelerators, coefficients=coefficients)
+        switch=derive_switch(
+            model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
+        )
         if colocated
         else PhaseSwitchConfig(),
     )
@@ -217,6 +290,7 @@ def derive_training(
         step_s=coefficients.training_step_s
         + OPTIMIZER_BYTES * model.parameters / training_accelerators / gpu.bandwidth,
         micro_batch_s=coefficients.training_micro_batch_s + gather_s / 2,
+        sequence_accelerators=min(int(coefficients.sequence_accelerators), training_accelerators),
     )
 
 
@@ -269,9 +343,11 @@ def derive_weights(
     return WeightTransferConfig(publish_s=transfer_s, pause_s=transfer_s + coefficients.pause_s)
 
 
-def derive_switch(model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients) -> PhaseSwitchConfig:
+def derive_switch(
+    model: LanguageModel, *, training_accelerators: int, coefficients: Coefficients, zero_stage: int = ZERO_STAGE
+) -> PhaseSwitchConfig:
     """Return the phase switch: the trainer's states come from the host's memory, and go back there."""
-    states = training_memory(model, accelerators=training_accelerators).states
+    states = training_memory(model, accelerators=training_accelerators, zero_stage=zero_stage).states
     moved_s = states / coefficients.host_bandwidth
     return PhaseSwitchConfig(
         to_training_s=coefficients.switch_to_training_s + moved_s,

@@ -10,7 +10,7 @@ fitted as they stand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.coefficients import Coefficients, coefficients
-from pipelinerl.config import AffineDecode, HardwareConfig, PrefillConfig, TrainingConfig
+from pipelinerl.config import AffineDecode, HardwareConfig, PrefillConfig, RunConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, Fit, fit
-from pipelinerl.hardware import derive_decode, derive_prefill, derive_training, step_seconds
+from pipelinerl.hardware import derive_decode, derive_prefill, derive_training, run_coefficients, step_seconds
 from pipelinerl.tracetimes import DecodeTimes, TrainingTimes
 
 FloatArray = NDArray[np.float64]
@@ -39,6 +39,7 @@ FASTEST_TRAINING = {
     "attention_flops_per_byte": 1e9,
     **dict.fromkeys(("training_step_s", "training_micro_batch_s", "activation_traffic", "extra_forward_passes"), 0.0),
     **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed"), 0.0),
+    "sequence_accelerators": 1e9,
 }
 """Coefficients of a trainer that does nothing but multiply, at the peak."""
 LEAST_STEP_S = 1e-9
@@ -69,13 +70,15 @@ class HardwareFit:
 
     Args:
         hardware: What it begins with: GPU and model, or tables; where the data determine nothing, its values stay.
+        trainer: Coefficients of the run's trainer that no time determines (``fixed_coefficients``).
 
     Raises:
         ConfigError: If GPU or model are unknown.
     """
 
-    def __init__(self, hardware: HardwareConfig) -> None:
+    def __init__(self, hardware: HardwareConfig, trainer: Mapping[str, float] | None = None) -> None:
         self.given = hardware
+        self._trainer = trainer or {}
         self.table: dict[str, Any] = hardware.model_dump(mode="json", exclude_none=True, exclude_unset=True)
         self.parts: list[Part] = []
         self.notes: list[str] = []
@@ -83,12 +86,12 @@ class HardwareFit:
         self.model: LanguageModel | None = None
         if hardware.gpu is not None and hardware.model is not None:
             self.gpu, self.model = find_gpu(hardware.gpu), find_model(hardware.model)
-            self._values = coefficients(hardware.level, hardware.coefficients)
+            self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
 
     @property
     def coefficients(self) -> Coefficients:
         """Return the coefficients as they are now; GPU and model are known."""
-        return coefficients(self.given.level, self.table.get("coefficients", {}))
+        return coefficients(self.given.level, {**self._trainer, **self.table.get("coefficients", {})})
 
     def decode(
         self, times: DecodeTimes, tensor_parallel: FloatArray, data: str, *, with_dispatch: bool = False
@@ -201,14 +204,22 @@ class HardwareFit:
             self._take("training", data, found, ["training"])
             return
         before = self.given.training or TrainingConfig(token_s=0.0)
-        columns = [
-            Column("token_s", times.tokens / accelerators, before.token_s),
-            Column("step_s", times.steps, before.step_s),
-            Column("micro_batch_s", np.ones(len(times.seconds)), before.micro_batch_s),
-            Column("token_squared_s", times.squares / accelerators, before.token_squared_s),
-        ]
-        found = fit(columns, times.seconds)
+        shared = before.sequence_accelerators
+        tokens, squares = times.loads(accelerators, shared)
+        rows, largest = np.arange(len(times.seconds)), tokens.argmax(axis=0)
+        for _ in range(1 if shared is None else ROUNDS):  # which bound of a micro-batch holds depends on what is fitted
+            columns = [
+                Column("token_s", tokens[largest, rows], before.token_s),
+                Column("step_s", times.steps, before.step_s),
+                Column("micro_batch_s", np.ones(len(rows)), before.micro_batch_s),
+                Column("token_squared_s", squares[largest, rows], before.token_squared_s),
+            ]
+            found = fit(columns, times.seconds)
+            work_s = found.values["token_s"] * tokens + found.values["token_squared_s"] * squares
+            largest = work_s.argmax(axis=0)
         self.table["training"] = {name: rounded(value) for name, value in found.values.items()}
+        if shared is not None:
+            self.table["training"]["sequence_accelerators"] = shared
         self.parts.append(Part("training", data, found))
 
     def decode_s(self, times: DecodeTimes, tensor_parallel: FloatArray) -> FloatArray:
@@ -254,7 +265,8 @@ class HardwareFit:
         seconds = np.zeros(len(times.seconds))
         for number in np.unique(accelerators):
             one = derive_training(self.gpu, self.model, training_accelerators=int(number), coefficients=values)
-            work_s = (one.token_s * times.tokens + one.token_squared_s * times.squares) / number
+            tokens, squares = times.loads(accelerators, one.sequence_accelerators)
+            work_s = (one.token_s * tokens + one.token_squared_s * squares).max(axis=0)
             of = accelerators == number
             seconds[of] = (work_s + one.step_s * times.steps + one.micro_batch_s)[of]
         return seconds
@@ -304,6 +316,17 @@ class HardwareFit:
         }
         self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
         self.parts.append(Part(what, data, found))
+
+
+def fixed_coefficients(run: RunConfig) -> dict[str, float]:
+    """Return what the trainer of a run is simulated with and no time determines; nothing without GPU and model."""
+    if run.hardware.gpu is None or run.hardware.model is None:
+        return {}
+    gpu, model = find_gpu(run.hardware.gpu), find_model(run.hardware.model)
+    longest = run.workload.prompt_tokens + run.workload.length.max
+    accelerators = run.training_accelerators
+    values = run_coefficients(run, gpu, model, training_accelerators=accelerators, longest=longest)
+    return {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
 
 
 def fit_coefficients(

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.analytic import Lengths
-from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig
+from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
 from pipelinerl.events import WeightUpdate
 from pipelinerl.hardware import step_seconds
 
@@ -103,7 +103,34 @@ class Answers:
 
     def longest(self, number: int) -> float:
         """Return the mean of the longest of ``number`` answers (tokens)."""
-        return float(self.width * (1 - (1 - self.share) ** number).sum())
+        return self._moments(1 - (1 - self.share) ** number)[0]
+
+    def training_s(self, cost: TrainingConfig, *, accelerators: int, sequences: int, micro_batch: int) -> float:
+        """Return the seconds of an optimizer step on so many sequences, in micro-batches.
+
+        The fullest rank is taken to have the largest of the means of what it has at least (``sim.costs``), where the
+        mean of the largest is meant: too fast where two of them are about equal, by up to a tenth.
+        """
+        total_s = sequences / micro_batch * cost.micro_batch_s + cost.step_s
+        work_s = self._work_s(cost, self.mean, self.spread * self.mean**2)
+        if cost.sequence_accelerators is None:
+            return total_s + sequences * work_s / accelerators
+        shared = min(cost.sequence_accelerators, accelerators)
+        on_rank = -(-micro_batch * shared // accelerators)
+        longest_s = self._work_s(cost, *self._moments(1 - (1 - self.share) ** micro_batch)) / shared
+        shortest_s = self._work_s(cost, *self._moments(self.share**micro_batch)) / shared
+        each_s = max(micro_batch * work_s / accelerators, longest_s, on_rank * shortest_s)
+        return total_s + sequences / micro_batch * each_s
+
+    def _work_s(self, cost: TrainingConfig, tokens: float, squares: float) -> float:
+        """Return the accelerator-seconds of an answer of that mean and mean square, prompt included."""
+        prompt = self.prompt_tokens
+        squared = prompt**2 + 2 * prompt * tokens + squares
+        return cost.token_s * (prompt + tokens) + cost.token_squared_s * squared
+
+    def _moments(self, share: FloatArray) -> tuple[float, float]:
+        """Return mean and mean square of a length that has at least so many tokens with this probability."""
+        return float(self.width * share.sum()), float(self.width * ((2 * self.position - 1) * share).sum())
 
     def _tail(self, value: FloatArray) -> FloatArray:
         whole = value[::-1].cumsum()[::-1]
@@ -378,11 +405,12 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
 
 def _training_s(config: RunConfig, hardware: ResolvedHardware, answers: Answers) -> float:
     """Return seconds in which the trainer works on one optimizer step."""
-    batch, cost, prompt = config.scheduler.train_batch_size, hardware.training, answers.prompt_tokens
-    tokens = prompt + answers.mean
-    squared = prompt**2 + 2 * prompt * answers.mean + answers.spread * answers.mean**2
-    spread_s = batch * (cost.token_s * tokens + cost.token_squared_s * squared) / config.training_accelerators
-    return cost.step_s + batch / config.scheduler.micro_batch * cost.micro_batch_s + spread_s
+    return answers.training_s(
+        hardware.training,
+        accelerators=config.training_accelerators,
+        sequences=config.scheduler.train_batch_size,
+        micro_batch=config.scheduler.micro_batch,
+    )
 
 
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:

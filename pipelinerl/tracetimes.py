@@ -87,10 +87,35 @@ class TrainingTimes:
     """Tokens, prompts included."""
     squares: FloatArray
     """Sum over the sequences of their squared tokens."""
+    sequences: FloatArray
+    """Sequences (count)."""
+    longest: FloatArray
+    """Tokens of the longest of them."""
+    shortest: FloatArray
+    """Tokens of the shortest of them."""
     steps: FloatArray
     """1 where the micro-batch completed an optimizer step, else 0."""
     seconds: FloatArray
     """How long it took (seconds)."""
+
+    def loads(self, accelerators: FloatArray, sequence_accelerators: int | None) -> tuple[FloatArray, FloatArray]:
+        """Return tokens and squared tokens that the fullest rank has at least, per accelerator.
+
+        Args:
+            accelerators: That trained, for each row (count).
+            sequence_accelerators: Of these, accelerators that share one sequence (count). None: all of them.
+
+        Returns:
+            Shape [bounds, micro-batches] each; ``sim.costs`` explains the bounds, of which the largest time holds.
+        """
+        tokens, squares = self.tokens / accelerators, self.squares / accelerators
+        if sequence_accelerators is None:
+            return tokens[None], squares[None]
+        shared = np.minimum(sequence_accelerators, accelerators)
+        on_rank = np.ceil(self.sequences * shared / accelerators)
+        each = np.stack([self.longest, self.shortest])
+        count = np.stack([np.ones_like(on_rank), on_rank]) / shared
+        return np.vstack([tokens[None], each * count]), np.vstack([squares[None], each**2 * count])
 
 
 @dataclass(slots=True)
@@ -273,8 +298,8 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     started: dict[int, tuple[float, int]] = {}
     finished_s: dict[int, float] = {}
     length: dict[int, int] = {}
-    training: list[tuple[float, float, float, float]] = []
-    result = TraceTimes(config, TrainingTimes(*np.zeros((4, 0))))
+    training: list[tuple[float, ...]] = []
+    result = TraceTimes(config, TrainingTimes(*np.zeros((7, 0))))
     batch: StartTraining | None = None
     batch_s = published_s = command_s = 0.0
     phase_begins = config.colocated
@@ -301,7 +326,8 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                 batch_s = now_s
             case TrainingFinished(train_s=seconds) if batch is not None:
                 sizes = [prompt_tokens + length.pop(one) for one in batch.rollout_ids]
-                training.append((sum(sizes), sum(size**2 for size in sizes), float(batch.completes_step), seconds))
+                squares, ends = sum(size**2 for size in sizes), (max(sizes), min(sizes))
+                training.append((sum(sizes), squares, len(sizes), *ends, float(batch.completes_step), seconds))
                 if phase_begins:
                     result.to_training_s.append(now_s - batch_s - seconds)
                     phase_begins = False
@@ -318,7 +344,7 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                     result.to_generation_s.append(now_s - pause_s - max(published_s - pause_s, command_s))
                 elif weight_update is not WeightUpdate.WAIT:
                     result.transfer_s.append(now_s - pause_s - command_s)
-    result.training = TrainingTimes(*np.array(training).reshape(-1, 4).T)
+    result.training = TrainingTimes(*np.array(training).reshape(-1, 7).T)
     result.engines = [logs[engine] for engine in sorted(logs)]
     recompute = weight_update is WeightUpdate.RECOMPUTE
     windows = [row for log in result.engines for row in log.windows(prompt_tokens, recompute=recompute)]

@@ -1,4 +1,4 @@
-"""The table ``train`` of a run file: what the real backend needs and the simulator does not read."""
+"""The table ``train`` of a run file: what the real backend needs; the simulator reads ``trainer`` only, by name."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class LoggingConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """How a real run is made. Read by ``pipelinerl train`` only."""
+    """How a real run is made. Read by ``pipelinerl train``; of ``trainer`` also by the hardware model."""
 
     device: Literal["cpu", "gpu"] = "gpu"
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""

@@ -31,6 +31,8 @@ class TrainingMemory:
         return self.states + self.activations
 
 
+LOGITS_TOKENS = 1024
+"""Tokens whose logits exist at once (count)."""
 LOGIT_BYTES = 2 + 4 + 4
 """Of one logit: bf16, fp32 for the softmax, and its gradient."""
 
@@ -50,9 +52,9 @@ def training_memory(
     *,
     accelerators: int,
     zero_stage: int = 3,
-    pack_tokens: int = 16384,
-    recomputation: bool = True,
-    logits_tokens: int = 1024,
+    pack_tokens: float = 16384,
+    recomputation: float = 1.0,
+    logits_tokens: int = LOGITS_TOKENS,
 ) -> TrainingMemory:
     """Return the memory of one accelerator that trains.
 
@@ -61,17 +63,42 @@ def training_memory(
         accelerators: Over which ZeRO spreads the states (count).
         zero_stage: 0: nothing is spread; 1: optimizer states; 2: gradients too; 3: weights too.
         pack_tokens: Tokens of one forward and backward pass on one accelerator.
-        recomputation: Whether activations inside a layer are computed again in the backward pass.
+        recomputation: Share of the layers whose activations are computed again in the backward pass (no unit).
         logits_tokens: Tokens whose logits exist at once.
     """
     p = model.parameters
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    inside = kept_numbers(model)
-    per_token = model.layers * model.width + inside if recomputation else model.layers * inside
     logits = min(logits_tokens, pack_tokens) * model.vocabulary * LOGIT_BYTES
     return TrainingMemory(
         weights=2 * p / spread[0],
         gradients=2 * p / spread[1],
         optimizer=12 * p / spread[2],
-        activations=2.0 * pack_tokens * per_token + logits,
+        activations=pack_tokens * _kept_bytes(model, recomputation) + logits,
     )
+
+
+def pack_that_fits(
+    model: LanguageModel, *, memory_bytes: float, accelerators: int, zero_stage: int, recomputation: float
+) -> float:
+    """Return the tokens of one pass whose activations fit beside the states; 0 or less: the states do not fit.
+
+    Args:
+        model: As for ``training_memory``.
+        memory_bytes: Memory of one accelerator that training may use.
+        accelerators: As for ``training_memory``.
+        zero_stage: As for ``training_memory``.
+        recomputation: As for ``training_memory``.
+    """
+    nothing = training_memory(model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=0)
+    logits = LOGITS_TOKENS * model.vocabulary * LOGIT_BYTES
+    return (memory_bytes - nothing.states - logits) / _kept_bytes(model, recomputation)
+
+
+def _kept_bytes(model: LanguageModel, recomputation: float) -> float:
+    """Return the bytes kept of one token until its backward pass.
+
+    Of a layer that is computed again its input, and everything in it of one such layer at a time.
+    """
+    again, inside = recomputation, kept_numbers(model)
+    numbers = model.layers * (again * model.width + (1 - again) * inside) + again * inside
+    return 2.0 * numbers

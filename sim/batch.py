@@ -54,13 +54,9 @@ def train_step_s(config: RunConfig) -> float:
     """
     cost = training_cost(resolved_hardware(config).training, training_accelerators=config.training_accelerators)
     workload = Workload(config.workload, seed=config.seed)
-    batch = config.scheduler.train_batch_size
+    batch, micro_batch = config.scheduler.train_batch_size, config.scheduler.micro_batch
     groups = [workload.group(one, one) for one in range(BATCHES * batch // config.workload.group_size)]
-    sizes = [group.prompt_tokens + length for group in groups for length in group.lengths]
-    tokens, squares = sum(sizes) / BATCHES, sum(size**2 for size in sizes) / BATCHES
-    return (
-        cost.step_s
-        + cost.micro_batch_s * (batch // config.scheduler.micro_batch)
-        + cost.token_s * tokens
-        + cost.token_squared_s * squares
-    )
+    lengths = [group.prompt_tokens + length for group in groups for length in group.lengths]
+    starts = range(0, len(lengths), micro_batch)
+    work_s = sum(cost.seconds(lengths[start : start + micro_batch], completes_step=False) for start in starts)
+    return cost.step_s + work_s / BATCHES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from pipelinerl.config import Decode, PrefillConfig, TrainingConfig
 from pipelinerl.hardware import step_seconds
@@ -36,23 +38,46 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class TrainingCost:
-    """One micro-batch: ``micro_batch_s``, per token, per squared token, and ``step_s`` if it completes the step."""
+    """One micro-batch: ``micro_batch_s``, what its fullest rank works, and ``step_s`` if it completes the step.
+
+    The fullest rank has at least the mean of all ranks, the longest sequence, and, of n sequences on R ranks, ceil(n/R)
+    times the shortest one. Whole sequences can be spread so that it has no more than the mean and the longest together.
+    """
 
     step_s: float
     micro_batch_s: float
     token_s: float
+    """Per token, spread over all accelerators."""
     token_squared_s: float = 0.0
+    """Per squared token, spread over all accelerators."""
+    accelerators: int = 1
+    """That train (count)."""
+    sequence_accelerators: int | None = None
+    """Of these, accelerators that share one sequence (count). None: all share all tokens."""
 
-    def ticks(self, tokens: int, *, squared_tokens: int = 0, completes_step: bool) -> int:
-        """Return the ticks to train on ``tokens`` tokens, prompts included.
+    def seconds(self, lengths: Sequence[int], *, completes_step: bool) -> float:
+        """Return the seconds to train on whole sequences.
 
         Args:
-            tokens: Of all sequences together.
-            squared_tokens: Sum over the sequences of their squared lengths.
+            lengths: Tokens of each, prompts included.
             completes_step: Whether the optimizer steps afterwards.
         """
         fixed_s = self.micro_batch_s + (self.step_s if completes_step else 0.0)
-        return to_ticks(fixed_s + self.token_s * tokens + self.token_squared_s * squared_tokens)
+        token_s, token_squared_s = self.token_s, self.token_squared_s
+        squares = sum(map(mul, lengths, lengths)) if token_squared_s else 0
+        seconds = fixed_s + token_s * sum(lengths) + token_squared_s * squares
+        if self.sequence_accelerators is None or not lengths:
+            return seconds
+        on_rank = -(-len(lengths) * self.sequence_accelerators // self.accelerators)
+        slower = self.accelerators / self.sequence_accelerators  # a rank than all of them
+        longest, shortest = max(lengths), min(lengths)
+        longest_s = (token_s + token_squared_s * longest) * longest * slower
+        several_s = (token_s + token_squared_s * shortest) * shortest * slower * on_rank
+        return max(seconds, fixed_s + longest_s, fixed_s + several_s)
+
+    def ticks(self, lengths: Sequence[int], *, completes_step: bool) -> int:
+        """Return the same in ticks."""
+        return to_ticks(self.seconds(lengths, completes_step=completes_step))
 
 
 def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:
@@ -75,10 +100,13 @@ def prefill_cost(config: PrefillConfig) -> PrefillCost:
 
 
 def training_cost(config: TrainingConfig, *, training_accelerators: int) -> TrainingCost:
-    """Return the cost of training: tokens are spread over the accelerators, the fixed parts are not."""
+    """Return the cost of training: sequences are spread over the accelerators, the fixed parts are not."""
+    shared = config.sequence_accelerators
     return TrainingCost(
         config.step_s,
         config.micro_batch_s,
         config.token_s / training_accelerators,
         config.token_squared_s / training_accelerators,
+        training_accelerators,
+        None if shared is None else min(shared, training_accelerators),
     )

@@ -42,7 +42,10 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: Space) -> str:
             return f"fits from tensor_parallel={size} on{there}" if size else "no tensor_parallel would do"
         case Reason.TRAINER_MEMORY:
             fewest = next((n for n in range(1, MOST + 1) if memory.trainer_fits(n)), None)
-            return f"fits from {fewest} training accelerators on" if fewest else "no number of accelerators would do"
+            if fewest:
+                return f"fits from {fewest} training accelerators on"
+            packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
+            return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
         case Reason.LAG:
             return f"lag_limit={min(one.candidate.config.least_max_lag for one in mine)} would do"
         case Reason.MEAN_LAG:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipelinerl.analytic import lengths_from
 from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.coefficients import Level, coefficients
-from pipelinerl.config import RunConfig
+from pipelinerl.config import RunConfig, TrainingConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware import derive_hardware, kv_cache_tokens
 from pipelinerl.published import DEFAULT_GROUP_SIZE, Mode, PublishedRun
 from pipelinerl.runfile import parse_run
+from pipelinerl.screening import Answers
+from sim.lengths import Workload
 
 PROMPT_TOKENS = 150
 """Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
@@ -30,6 +34,8 @@ STAND_IN_GPU = "H100"
 """Where the GPU is not published or not catalogued."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
+SAMPLE_SIZE = 8192
+"""Answers drawn to know how long the longest of a batch is (count)."""
 FEW_SEQUENCES = 1024
 """Sequences of one simulated RL step, about: larger clusters are simulated as a fraction of themselves."""
 
@@ -226,11 +232,12 @@ def _filled_from_family(run: PublishedRun, family: Sequence[PublishedRun]) -> Pu
                 continue  # the product is stated
             if given and (name != "prompts_per_step" or run.sequences_per_step is None):
                 changes[name] = given[0]
-    if run.number_after("mini") is None:
-        minis = {other.number_after("mini") for other in family} - {None}
-        if minis:
-            changes["note"] = f"{run.note} mini={min(value for value in minis if value is not None):g}"
-    return replace(run, **changes)
+    note = run.note
+    for name in ("mini", "sp"):
+        given = [value for other in family if (value := other.number_after(name)) is not None]
+        if given and run.number_after(name) is None:
+            note = f"{note} {name}={min(given):g}"
+    return replace(run, **changes, note=note)
 
 
 def _hardware_of(run: PublishedRun, assumed: list[str]) -> tuple[Gpu, LanguageModel]:
@@ -282,7 +289,13 @@ def _hardware(
         tensor_parallel=subject.tensor_parallel,
         training_accelerators=trained_by * divisor,
         colocated=subject.colocated,
-        coefficients=coefficients(Level.CENTRAL, {"extra_forward_passes": _extra_forward_passes(run)}),
+        coefficients=coefficients(
+            Level.CENTRAL,
+            {
+                "extra_forward_passes": _extra_forward_passes(run),
+                "sequence_accelerators": run.number_after("sp") or 1.0,
+            },
+        ),
     )
     tables = derived.model_dump(mode="json", exclude_none=True)
     if subject.colocated:  # what a step lasts besides is learned from published parts, not derived
@@ -294,9 +307,16 @@ def _hardware(
             tables["decode"][name] *= generation
     tables["prefill"] = {name: value * generation for name, value in tables["prefill"].items()}
     if not training_given:
-        tables["training"] = {
-            name: value * training if name.endswith("_s") else value for name, value in tables["training"].items()
-        }
+        # A fraction of a cluster has a fraction of the sequences, and a shorter longest one: so the wait for the
+        # longest is that of the whole, in the mean, and not simulated.
+        del tables["training"]["sequence_accelerators"]
+        tables["training"]["step_s"] += _wait_s(
+            derived.training,
+            _answers(mean_tokens, subject.longest_tokens),
+            accelerators=trained_by * divisor,
+            sequences=subject.sequences // subject.optimizer_steps,
+        )
+        tables["training"] = {name: value * training for name, value in tables["training"].items()}
         if subject.mode is Mode.APART:  # all optimizer steps of an RL step are one
             for name in ("step_s", "micro_batch_s"):
                 tables["training"][name] *= run.optimizer_steps_per_rl_step
@@ -305,6 +325,22 @@ def _hardware(
         assert run.train_s is not None
         tables["training"] = {"token_s": run.train_s * training * trained_by / tokens}
     return tables
+
+
+def _wait_s(training: TrainingConfig, answers: Answers, *, accelerators: int, sequences: int) -> float:
+    """Return by how much an optimizer step is longer because sequences are not divided."""
+    size = {"accelerators": accelerators, "sequences": sequences, "micro_batch": sequences}
+    divided = training.model_copy(update={"sequence_accelerators": None})
+    return answers.training_s(training, **size) - answers.training_s(divided, **size)
+
+
+@functools.cache
+def _answers(mean_tokens: float, longest_tokens: int) -> Answers:
+    """Return the answers that a row is simulated with."""
+    length = {"kind": "lognormal", "mean": mean_tokens, "cv": LENGTH_CV, "max": longest_tokens}
+    workload = Workload(WorkloadConfig.model_validate({"length": length}), seed=0)
+    drawn = [workload.group(index, index).lengths[0] for index in range(SAMPLE_SIZE)]
+    return Answers(lengths_from(drawn), prompt_tokens=PROMPT_TOKENS)
 
 
 def _tensor_parallel(

@@ -13,7 +13,7 @@ from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.config import RunConfig
 from pipelinerl.drift import DriftModel, ess_at_lag
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import coefficients, kv_cache_tokens, training_memory
+from pipelinerl.hardware import coefficients, kv_cache_tokens, trainer_fits
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.screening import Answers
 from sim.lengths import Workload, grown_length
@@ -110,11 +110,9 @@ class Memory:
         """Return whether weights, gradients, optimizer states and activations fit."""
         if self.gpu is None or self.model is None:
             return True
-        zero_stage, pack_tokens = 3, 16384
-        if self._config.train is not None:
-            zero_stage, pack_tokens = self._config.train.trainer.zero_stage, self._config.train.trainer.pack_tokens
-        memory = training_memory(self.model, accelerators=accelerators, zero_stage=zero_stage, pack_tokens=pack_tokens)
-        return memory.total <= self._coefficients.memory_share * self.gpu.memory_bytes
+        return trainer_fits(
+            self._config, self.gpu, self.model, training_accelerators=accelerators, longest=self._longest
+        )
 
 
 def answers_of(config: RunConfig) -> tuple[Answers, int]:

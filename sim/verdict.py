@@ -11,6 +11,7 @@ from pipelinerl.accounting import BALANCED_SHARE
 from pipelinerl.coefficients import Level, coefficient_table
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import trainer_coefficients
 from pipelinerl.screening import Answers
 from sim.candidates import Candidate, Screened, Screener, way
 from sim.space import Limits, Space
@@ -132,10 +133,11 @@ def sensitivity(
         return rate(here), best.candidate.label if differs else None
 
     base, already = moved({})  # what was not simulated may look faster as things are: no coefficient makes that so
+    stated = {**trainer_coefficients(config.train), **config.hardware.coefficients}
     rows = []
     for name, entry in coefficient_table().items():
-        if name in config.hardware.coefficients:
-            continue  # measured: it has no other value
+        if name in stated:
+            continue  # known: it has no other value
         effects: dict[str, Any] = {}
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             if entry[level.value] != entry[config.hardware.level.value]:

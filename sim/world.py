@@ -22,7 +22,6 @@ order of events: two schedulers meet the same answers and the same delays (commo
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import mul
 from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
@@ -320,10 +319,9 @@ class World:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False
-        sequences = map(self._sequences.pop, command.rollout_ids)
-        lengths = [sequence.prompt_tokens + sequence.length for sequence in sequences]
-        squared = sum(map(mul, lengths, lengths))
-        train_ticks = self._training.ticks(sum(lengths), squared_tokens=squared, completes_step=command.completes_step)
+        trained = map(self._sequences.pop, command.rollout_ids)
+        lengths = [sequence.prompt_tokens + sequence.length for sequence in trained]
+        train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 

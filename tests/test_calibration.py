@@ -20,10 +20,12 @@ from pipelinerl.calibration import (
     hardware_toml,
     write_hardware,
 )
+from pipelinerl.catalogue import find_gpu, find_model
+from pipelinerl.coefficients import Level, coefficients
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, fit
-from pipelinerl.hardware import decode_step_s, derive_decode, resolved_hardware
+from pipelinerl.hardware import decode_step_s, derive_decode, derive_training, resolved_hardware
 from pipelinerl.hardwarefit import HardwareFit
 from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.steptimes import read_step_times
@@ -265,6 +267,65 @@ def test_with_gpu_and_model_the_coefficients_come_back(tmp_path: Path) -> None:
     # one engine size: reading weights and the step's own overhead are both the same in every step
     assert "step_overhead_s" in undetermined(result)["weight_efficiency"]
     assert "weight_efficiency" not in found
+
+
+FEW: dict[str, Any] = {"train_batch_size": 16, "generation_batch_size": 16, "micro_batch_size": 8}
+
+
+def test_a_trainer_with_few_sequences_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    """8 sequences on 8 accelerators: a micro-batch lasts as long as its longest, in the simulator and in the fit."""
+    base = {**NAMED, "scheduler": FEW}
+    folder = traced(tmp_path / "run", run_of(base, "hardware.coefficients.training_mfu=0.33", "optimizer_steps=40"))
+    found = calibrate_trace(folder, run_of(base)).table["coefficients"]
+    assert found["training_mfu"] == pytest.approx(0.33, rel=1e-3)
+    linear = calibrate_trace(folder, run_of(base, "hardware.coefficients.sequence_accelerators=8")).table
+    assert linear["coefficients"].get("training_mfu", 0.9) != pytest.approx(0.33, rel=0.1)
+
+
+def test_tables_of_a_trainer_with_few_sequences_come_back(tmp_path: Path) -> None:
+    shared = "hardware.training.sequence_accelerators=1"
+    folder = traced(tmp_path / "run", run_of({**RUN, "scheduler": {**FEW, "micro_batch_size": 4}}, shared))
+    start = "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }"
+    training = calibrate_trace(folder, run_of(RUN, start, shared)).table["training"]
+    assert training == pytest.approx({**RUN["hardware"]["training"], "sequence_accelerators": 1}, rel=1e-3)
+
+
+def test_fewer_rows_of_a_table_than_accelerators_are_as_slow_as_one_each(tmp_path: Path) -> None:
+    """As measured: one sequence on each of b accelerators of 8, in the time of one."""
+    values = coefficients(Level.CENTRAL, {"training_mfu": 0.4})
+    one = derive_training(find_gpu("H100"), find_model("Qwen2.5-7B"), training_accelerators=8, coefficients=values)
+
+    def seconds(batch: int, tokens: int) -> float:
+        work_s = one.token_s * tokens + one.token_squared_s * tokens**2
+        return one.step_s + one.micro_batch_s + work_s * -(-batch // 8)
+
+    sizes = [(batch, tokens) for batch in (1, 3, 8, 20, 64) for tokens in (512, 4096)]
+    rows = [f"train,8,{batch},,{batch * tokens},{seconds(batch, tokens)!r}," for batch, tokens in sizes]
+    result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
+    assert result.table["coefficients"]["training_mfu"] == pytest.approx(0.4, rel=1e-3)
+    assert result.parts[0].fit.max_error < 1e-6
+
+
+def test_a_speed_factor_does_not_change_how_sequences_are_shared() -> None:
+    config = run_of(RUN, "hardware.training.sequence_accelerators=2")
+    goal_s = 3 * train_step_s(config)
+    table = calibrate_numbers(
+        config, train_step_s=goal_s, model_train_s=train_step_s, model_rollout_s=rollout_batch_s
+    ).table
+    assert table["training"]["sequence_accelerators"] == 2
+    assert train_step_s(run_of({**RUN, "hardware": table})) == pytest.approx(goal_s, rel=1e-3)
+
+
+def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
+    """Recomputing or not is read from train.trainer: the same speed of the products comes back either way."""
+    task = {"name": "math", "settings": {}}
+    train = {"model": {"path": "m"}, "task": task, "optimizer": {"learning_rate": 1e-6}}
+    run = {**NAMED, "train": train}
+    for again in ("true", "false"):
+        overrides = (f"train.trainer.activation_checkpointing={again}", "optimizer_steps=12")
+        slow = run_of(run, *overrides, "hardware.coefficients.training_mfu=0.33")
+        result = calibrate_trace(traced(tmp_path / again, slow), run_of(run, *overrides))
+        assert result.table["coefficients"]["training_mfu"] == pytest.approx(0.33, rel=1e-3)
 
 
 def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Path) -> None:

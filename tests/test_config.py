@@ -98,7 +98,13 @@ EVERY_KEY: dict[str, Any] = {
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
         "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10},
         "kv_cache_tokens": 1000,
-        "training": {"token_s": 1e-4, "token_squared_s": 1e-9, "step_s": 0.5, "micro_batch_s": 0.1},
+        "training": {
+            "token_s": 1e-4,
+            "token_squared_s": 1e-9,
+            "step_s": 0.5,
+            "micro_batch_s": 0.1,
+            "sequence_accelerators": 2,
+        },
         "weights": {"publish_s": 0.1, "transfer_s": 0.2, "pause_s": 0.3},
         "switch": {"to_training_s": 1.0, "to_generation_s": 2.0},
         "latency": {"dispatch_s": 0.01, "dispatch_jitter_s": 0.02, "reward_s": 0.03, "preprocess_s": 0.04},
@@ -423,7 +429,7 @@ def test_paths_in_the_overrides_of_a_comparison_are_relative_to_the_run_file(tmp
 seconds = st.floats(0, 1e6)
 positive = st.floats(1e-12, 1e18)
 share = st.floats(0.0, 1.0, exclude_min=True)
-words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
 paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12).map("{}.csv".format)
 
 
@@ -483,7 +489,9 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
         {
             "decode": decodes,
             "training": table(
-                {"token_s": seconds}, dict.fromkeys(("step_s", "micro_batch_s", "token_squared_s"), seconds)
+                {"token_s": seconds},
+                dict.fromkeys(("step_s", "micro_batch_s", "token_squared_s"), seconds)
+                | {"sequence_accelerators": st.integers(1, 9)},
             ),
         },
         {
@@ -575,6 +583,7 @@ COUNTS = (
     "workload.group_size",
     "workload.length.max",
     "hardware.kv_cache_tokens",
+    "hardware.training.sequence_accelerators",
     "plan.simulate",
     "plan.simulate_steps",
     "hardware.decode.experts",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.interface import Sample
+from backends.packing import pack
 from pipelinerl.config import PrefillConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware import resolved_hardware
@@ -145,18 +148,102 @@ def test_prefill_is_exact_for_long_prompts(tokens, fixed, linear, square):
 def test_training_spreads_tokens_over_the_accelerators_but_not_its_fixed_parts(completes_step, seconds):
     """1000 tokens at 8 ms over 4 accelerators: 2 s; 0.5 s per micro-batch; 3 s for the one that makes the step."""
     cost = training_cost(TrainingConfig(token_s=8e-3, step_s=3.0, micro_batch_s=0.5), training_accelerators=4)
-    assert cost.ticks(1000, completes_step=completes_step) == to_ticks(seconds)
+    assert cost.ticks([600, 400], completes_step=completes_step) == to_ticks(seconds)
+
+
+def trainer(accelerators, shared, **seconds):
+    config = TrainingConfig(**{"token_s": 8e-3, **seconds}, sequence_accelerators=shared)
+    return training_cost(config, training_accelerators=accelerators)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "accelerators", "shared", "seconds"),
+    [
+        pytest.param([400, 200, 100, 100], 4, None, 1.6, id="divided: 800 tokens at 8 ms over 4"),
+        pytest.param([400, 200, 100, 100], 4, 1, 3.2, id="the longest on one"),
+        pytest.param([400, 200, 100, 100], 4, 2, 1.6, id="the longest on two, as long as the mean"),
+        pytest.param([100] * 64, 128, 1, 0.8, id="half of 128 have nothing to do"),
+        pytest.param([100] * 96, 64, 1, 1.6, id="somebody has two of 96 equal ones on 64"),
+        pytest.param([100] * 96, 64, 2, 1.2, id="three each on 32 ranks of two"),
+        pytest.param([100] * 64, 64, 1, 0.8, id="one each"),
+        pytest.param([300], 2, 8, 1.2, id="no more than there are share a sequence"),
+    ],
+)
+def test_a_micro_batch_lasts_as_long_as_its_fullest_rank(lengths, accelerators, shared, seconds):
+    cost = trainer(accelerators, shared, micro_batch_s=0.5, step_s=3.0)
+    assert cost.seconds(lengths, completes_step=False) == pytest.approx(0.5 + seconds)
+    assert cost.seconds(lengths, completes_step=True) == pytest.approx(3.5 + seconds)
+
+
+def test_attention_of_the_longest_is_that_of_a_rank():
+    """20 tokens at 8 ms and 400 squared ones at 1 ms: 0.56 s on one; all 50 tokens on two: 0.55 s."""
+    cost = trainer(2, 1, token_squared_s=1e-3)
+    assert cost.seconds([20, 10, 10, 10], completes_step=True) == pytest.approx(20 * 8e-3 + 0.4)
+    assert cost.seconds([20, 10, 10, 10, 10], completes_step=True) == pytest.approx((60 * 8e-3 + 0.8) / 2)
+
+
+LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=LENGTHS, accelerators=st.integers(1, 99), more=st.integers(0, 99), shared=st.integers(1, 9))
+def test_more_accelerators_are_never_slower(lengths, accelerators, more, shared):
+    few, many = (trainer(n, shared, token_squared_s=1e-6) for n in (accelerators, accelerators + more))
+    assert many.seconds(lengths, completes_step=True) <= few.seconds(lengths, completes_step=True) * (1 + 1e-12)
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 30), shared=st.integers(1, 9))
+def test_a_micro_batch_is_between_what_is_needed_and_what_the_greedy_spread_takes(lengths, ranks, shared):
+    """No faster than the longest, or all divided; no slower than if each, longest first, goes to the emptiest rank."""
+    cost = trainer(ranks * shared, shared, token_squared_s=1e-6)
+    seconds = cost.seconds(lengths, completes_step=True)
+    work_s = [(8e-3 + 1e-6 * length) * length / shared for length in lengths]
+    loads = [0.0] * ranks
+    for one_s in sorted(work_s, reverse=True):
+        loads[loads.index(min(loads))] += one_s
+    assert max(*work_s, sum(work_s) / ranks) * (1 - 1e-12) <= seconds <= max(loads) * (1 + 1e-12)
+    assert max(loads) <= (sum(work_s) / ranks + max(work_s)) * (1 + 1e-12)
+
+
+@settings(derandomize=True, deadline=None)
+@given(length=st.integers(1, 9999), ranks=st.integers(1, 99), each=st.integers(1, 9), shared=st.integers(1, 9))
+def test_as_many_equal_sequences_on_every_rank_are_as_if_divided(length, ranks, each, shared):
+    lengths = [length] * (ranks * each)
+    whole, divided = (trainer(ranks * shared, one).seconds(lengths, completes_step=True) for one in (shared, None))
+    assert whole == pytest.approx(divided, rel=1e-12)
+
+
+@pytest.mark.parametrize("sequences", [16, 24, 32, 48, 64, 128, 256])
+def test_our_own_packing_is_as_balanced_as_the_simulator_takes_it_for(sequences):
+    """16 ranks, log-normal lengths: the fullest rank has what the simulator says or a little more, 13 % at most."""
+    lengths = np.random.default_rng(sequences).lognormal(6.0, 0.6, sequences).astype(int) + 2
+    samples = [
+        Sample(
+            rollout_id=index,
+            prompt_P=np.ones(1, np.int64),
+            answer_T=np.ones(length - 1, np.int64),
+            behaviour_logprob_T=np.zeros(length - 1, np.float32),
+            advantage=1.0,
+            reward=1.0,
+        )
+        for index, length in enumerate(lengths.tolist())
+    ]
+    ranks = pack(samples, pack_tokens=100_000, num_ranks=16)
+    fullest = max(sum(len(row.token_N) for row in rows) for rows in ranks)
+    seconds = trainer(16, 1, token_s=1.0).seconds(lengths.tolist(), completes_step=True)
+    assert seconds <= fullest <= 1.13 * seconds
 
 
 def test_the_papers_trainer_makes_17_tokens_per_flash():
     """A.4: 84 accelerators at tau = 84/17.08 = 4.918 flashes per token; the example says 75.7372 us at 15.4 us."""
     flash_s = 15.4e-6
     cost = training_cost(TrainingConfig(token_s=7.57372e-5), training_accelerators=84)
-    assert 10**6 / (to_seconds(cost.ticks(10**6, completes_step=True)) / flash_s) == pytest.approx(17.08, rel=1e-4)
+    assert 10**6 / (to_seconds(cost.ticks([10**6], completes_step=True)) / flash_s) == pytest.approx(17.08, rel=1e-4)
 
 
 def test_no_tokens_and_no_fixed_parts_train_in_no_time():
-    assert TrainingCost(0.0, 0.0, 1.0).ticks(0, completes_step=True) == 0
+    assert TrainingCost(0.0, 0.0, 1.0).ticks([], completes_step=True) == 0
 
 
 # ------------------------------------------------------------------------------------------- ticks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import tomllib
 from functools import cache
@@ -29,10 +30,12 @@ from pipelinerl.hardware import (
     derive_weights,
     kv_cache_tokens,
     resolved_hardware,
+    run_coefficients,
+    trainer_fits,
     training_memory,
 )
 from pipelinerl.runfile import dump_run, load_run, parse_run
-from pipelinerl.trainingmemory import kept_numbers
+from pipelinerl.trainingmemory import kept_numbers, pack_that_fits
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +64,7 @@ PLAIN = {
     "training_micro_batch_s": 0.0,
     "gather_exposed": 0.0,
     "pack_tokens": 16384.0,
+    "sequence_accelerators": 1.0,
     "extra_forward_passes": 0.0,
     "transfer_share": 1.0,
     "transfer_sharded": 1.0,
@@ -496,7 +500,9 @@ def test_the_band_of_everything_else_is_ordered(gpu, model, trainers):
     seconds = []
     for level in Level:
         it = derived(find_gpu(gpu), find_model(model), trainers=trainers, colocated=True, level=level)
-        parts = [*it.training.model_dump().values(), *it.weights.model_dump().values()]
+        training = it.training.model_dump()
+        assert training.pop("sequence_accelerators") == (min(8, trainers) if level is Level.OPTIMISTIC else 1)
+        parts = [*training.values(), *it.weights.model_dump().values()]
         seconds.append([*parts, *it.switch.model_dump().values(), *it.prefill.model_dump().values()])
     for fast, middle, slow in zip(*seconds, strict=True):
         assert fast <= middle <= slow
@@ -536,6 +542,80 @@ def test_training_memory_decides_what_fits():
     assert training_memory(QWEN7B, accelerators=1).total > H100.memory_bytes
     assert training_memory(QWEN7B, accelerators=8).total < 0.4 * H100.memory_bytes
     assert training_memory(QWEN7B, accelerators=8, recomputation=False).total > H100.memory_bytes
+
+
+def test_the_pack_that_fits_fills_the_memory():
+    """7B on 8 of 85.9 GB: with stage 3, 90 % of them hold states, logits and this many tokens, and not more."""
+    for stage, again in ((3, 1.0), (2, 1.0), (3, 0.0), (3, 0.5)):
+        known = {"accelerators": 8, "zero_stage": stage, "recomputation": again}
+        fits = pack_that_fits(QWEN7B, memory_bytes=0.9 * H100.memory_bytes, **known)
+        assert training_memory(QWEN7B, pack_tokens=fits, **known).total == pytest.approx(0.9 * H100.memory_bytes)
+    assert pack_that_fits(QWEN7B, memory_bytes=9e9, **known) < 0  # not even the states
+
+
+def trained(level="central", trainer=None, **hardware):
+    """A run file on 16 H100s, 8 of which train, with a table [train] if there is something about its trainer."""
+    tables = run_tables(gpu="H100", model="Qwen2.5-7B", level=level, **hardware)
+    if trainer is not None:
+        task = {"name": "math", "settings": {}}
+        trainer = {**trainer}
+        tables["train"] = {
+            "model": {"path": "m"}, "task": task, "optimizer": {"learning_rate": 1e-6}, "trainer": trainer
+        }  # fmt: skip
+    return parse_run(tables)
+
+
+def run_values(config, *, accelerators=8, longest=9000):
+    return run_coefficients(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
+
+
+def fits(config, *, accelerators=8, longest=9000):
+    return trainer_fits(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
+
+
+@pytest.mark.parametrize("level", Level)
+def test_every_level_has_packs_that_its_trainer_can_hold(level):
+    """Without recomputation, 8 H100s beside 15.2 GB of states and 1.6 of logits: 60.5 GB / 5.5 MB = 10 993 tokens."""
+    config = trained(level.value)
+    values = run_values(config)
+    expected = {"optimistic": 10_993, "central": 16_384, "pessimistic": 9000}  # the longest; not 8192
+    assert math.floor(values.pack_tokens) == expected[level.value]
+    assert fits(config)
+    assert not fits(config, accelerators=1)
+    resolved = resolved_hardware(config).training
+    packed = derived(values=run_values(config, longest=100)).training
+    assert resolved == packed
+
+
+def test_a_pack_holds_the_longest_rollout_or_training_does_not_fit():
+    """Without recomputation 8 share a sequence of 80 000 tokens; one alone holds 10 993 of them."""
+    together, alone = trained("optimistic"), trained("optimistic", coefficients={"sequence_accelerators": 1.0})
+    assert fits(together, longest=80_000)
+    assert not fits(alone, longest=11_500)
+    assert run_values(alone, longest=11_500).pack_tokens == 11_500
+    assert fits(trained("central"), longest=80_000)
+
+
+def test_what_the_run_file_says_about_its_trainer_counts_at_every_level():
+    """Packs and recomputation are known then: of these the band has none, and a pack that does not fit is refused."""
+    for level in Level:
+        values = run_values(trained(level.value, {"pack_tokens": 12_000, "activation_checkpointing": True}))
+        assert (values.pack_tokens, values.recomputation) == (12_000, 1.0)
+    assert not fits(trained(trainer={"zero_stage": 3}))  # 16 384 tokens, not computed again: 90 GB
+    assert fits(trained(trainer={"zero_stage": 3, "activation_checkpointing": True}))
+    assert not fits(trained(trainer={"zero_stage": 0, "activation_checkpointing": True}))
+    kept = run_values(trained(trainer={}, coefficients={"recomputation": 0.5}))
+    assert (kept.recomputation, kept.pack_tokens) == (0.5, 16_384)
+    slow, fast = (
+        resolved_hardware(trained(trainer={"activation_checkpointing": again})).training.token_s
+        for again in (True, False)
+    )
+    assert slow > fast
+
+
+def test_sequences_are_shared_by_at_most_those_that_train():
+    assert [derived(trainers=n, level=Level.OPTIMISTIC).training.sequence_accelerators for n in (2, 8, 64)] == [2, 8, 8]
+    assert derived(trainers=64).training.sequence_accelerators == 1
 
 
 # ----------------------------------------------------------------------------------- weights and switch
@@ -644,6 +724,14 @@ def test_a_given_capacity_needs_no_fit():
 def test_coefficients_of_the_run_file_are_used():
     expected = derived(values=coefficients(Level.CENTRAL, {"training_mfu": 0.31}))
     assert resolved_hardware(by_name(coefficients={"training_mfu": 0.31})).training == expected.training
+
+
+@pytest.mark.parametrize(("stage", "spread"), [(0, 16), (1, 4 + 12 / 16), (2, 2 + 14 / 16), (3, 1)])
+def test_the_switch_moves_what_the_zero_stage_leaves_on_an_accelerator(stage, spread):
+    """Bytes per parameter over 16 accelerators, at 25 GB/s, both ways, and 2 s besides."""
+    config = trained(trainer={"zero_stage": stage})
+    config = config.model_copy(update={"scheduler": config.scheduler.model_copy(update={"kind": "conventional"})})
+    assert resolved_hardware(config).switch.to_training_s == pytest.approx(2 + spread * QWEN7B.parameters / 25e9)
 
 
 def test_colocated_accelerators_all_train():

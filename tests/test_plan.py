@@ -570,6 +570,24 @@ def test_every_family_says_what_keeps_it_out_and_what_would_relax_it() -> None:
     assert lines[1] == "plan: no feasible conventional among 2: 2 by lag_limit (lag_limit=3 would do)"
 
 
+@pytest.mark.parametrize("level", Level)
+def test_what_fits_into_the_trainer_is_what_the_coefficients_of_the_level_need(level: Level) -> None:
+    """At every level a 7B is trained on 8 GPUs: packs are as large as the memory holds."""
+    memory = space_of(run("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'")).memory
+    assert memory.trainer_fits(8)
+    assert not memory.trainer_fits(1)
+
+
+def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
+    """As the run file says: 16 384 tokens of a 7B do not fit beside its states unless they are computed again."""
+    train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, trainer={zero_stage=3}}"
+    overrides = ("hardware.model='Qwen2.5-7B'", train)
+    assert not space_of(run(*overrides)).memory.trainer_fits(64)
+    assert space_of(run(*overrides, "train.trainer.pack_tokens=8192")).memory.trainer_fits(64)
+    assert space_of(run(*overrides, "train.trainer.activation_checkpointing=true")).memory.trainer_fits(64)
+    assert "[train.trainer]" in fault(*overrides, "plan.schedulers=['conventional']")
+
+
 def test_training_that_does_not_fit_says_how_many_accelerators_would_do() -> None:
     line = fault("hardware.model='Qwen2.5-32B'", "plan.schedulers=['conventional']", "plan.tensor_parallel=[2]")
     assert "training does not fit into the memory of the accelerators that train (fits from " in line

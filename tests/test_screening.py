@@ -15,6 +15,8 @@ from pipelinerl.config import RunConfig
 from pipelinerl.hardware import resolved_hardware
 from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
+from sim.costs import training_cost
+from sim.lengths import Workload
 from sim.run import simulate
 from sim.space import answers_of
 
@@ -123,6 +125,27 @@ def test_training_counts_tokens_and_their_squares_over_the_accelerators_that_tra
     assert estimate.training_s == pytest.approx(0.5 + 4 * 0.25 + (1e-3 * 8 * 120 + 1e-5 * 8 * 120**2) / 2)
 
 
+def test_training_of_few_sequences_lasts_as_long_as_the_longest() -> None:
+    """Fixed lengths of 120 tokens: 8 of them on 2 are 4 each, on 3 somebody has 3, on 16 one each."""
+    training = "hardware.training={token_s=1e-3, token_squared_s=1e-5, sequence_accelerators=1}"
+    for trainers, each in ((2, 4), (3, 3), (16, 1)):
+        config = run(FIXED, training, "workload.prompt_tokens=20", f"cluster.accelerators={trainers + 2}")
+        assert screened(config).training_s == pytest.approx(each * (1e-3 * 120 + 1e-5 * 120**2))
+
+
+@pytest.mark.parametrize(("sequences", "error"), [(4, 0.02), (16, 0.02), (48, 0.09), (64, 0.02), (512, 0.02)])
+def test_the_screened_training_step_is_the_mean_of_simulated_ones(sequences: int, error: float) -> None:
+    """16 ranks. At 3 sequences each mean and longest are about equal, and the mean of the larger one is 8 % more."""
+    training = "hardware.training={token_s=4e-4, token_squared_s=2e-7, sequence_accelerators=2}"
+    config = run(SPREAD, training, "cluster.accelerators=36", f"scheduler.train_batch_size={sequences}")
+    cost = training_cost(resolved_hardware(config).training, training_accelerators=32)
+    workload = Workload(config.workload, seed=0)
+    drawn = [100 + length for index in range(4000) for length in workload.group(index, index).lengths]
+    batches = [drawn[start : start + sequences] for start in range(0, len(drawn) - sequences + 1, sequences)]
+    mean_s = np.mean([cost.seconds(batch, completes_step=True) for batch in batches])
+    assert screened(config).training_s == pytest.approx(float(mean_s), rel=error)
+
+
 def test_publishing_every_4_steps_costs_a_quarter_and_adds_a_lag_of_one_and_a_half() -> None:
     weights = "hardware.weights={publish_s=0.4, pause_s=0.2}"
     every, fourth = (screened(run(FIXED, weights, f"scheduler.publish_every={steps}")) for steps in (1, 4))
@@ -187,6 +210,10 @@ CASES = {
     "training-bound": ("scheduler.generation_batch_size=32",),
     "one at a time": ("workload.group_size=1", "scheduler.generation_batch_size=8"),
     "lag 3": ("scheduler.max_lag=3", "scheduler.generation_batch_size=12"),
+    "few sequences per rank": (
+        "cluster.accelerators=20",
+        "hardware.training={token_s=4e-3, step_s=0.2, sequence_accelerators=1}",
+    ),
     "no lag": ("scheduler.max_lag=0",),
     "recompute": ("scheduler.weight_update='recompute'", "scheduler.generation_batch_size=6"),
     "small cache": ("hardware.kv_cache_tokens=2600",),

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.coefficients import Level
+from pipelinerl.coefficients import Level, coefficients
+from pipelinerl.hardware import derive_training
 from pipelinerl.published import Mode, PublishedRun
 from pipelinerl.tables import print_validation, validation_markdown
+from sim.batch import train_step_s
 from sim.inference import STEP, Points, Table, seconds_band, simulated_table
 from sim.published import as_run_config, as_subject, overhead_s
 from sim.run import simulate
@@ -229,6 +231,47 @@ def test_points_carry_every_combination_once():
     triples = {*zip(points.generation_P, points.training_P, points.mean_P, strict=True)}
     assert len(triples) == len(points.log_prior_P)
     assert points.log_prior_P.max() == 0.0
+
+
+def test_a_fraction_of_a_cluster_waits_for_the_longest_of_the_whole():
+    """2048 sequences on 512 GPUs, simulated as 1024 on 256: an optimizer step lasts as if none were left out."""
+    many = {"gpus_total": 512, "prompts_per_step": 256, "max_len": 8192, "avg_len": 1000.0}
+    wide = row("wide", "sync", **many, note="sp=1")
+    subject = as_subject(wide, [wide])
+    scales = {"generation": 1.0, "mean_tokens": 1000.0, "rl_steps": 1, "training_given": False}
+    config = as_run_config(subject, training=1.0, **scales)
+    assert (config.cluster.accelerators, config.scheduler.train_batch_size) == (256, 1024)
+    whole = config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"accelerators": 512}),
+            "scheduler": config.scheduler.model_copy(update={"train_batch_size": 2048}),
+            "hardware": config.hardware.model_copy(
+                update={"training": derived_training(subject, accelerators=512, shared=1)}
+            ),
+        }
+    )
+    assert train_step_s(config) == pytest.approx(train_step_s(whole), rel=0.05)
+    shared = replace(wide, note="sp=8")
+    divided = as_run_config(as_subject(shared, [shared]), training=1.0, **scales).hardware.training
+    assert divided.step_s < 0.7 * config.hardware.training.step_s
+    slower = as_run_config(subject, training=2.0, **scales).hardware.training
+    assert slower.step_s == pytest.approx(2 * config.hardware.training.step_s)
+
+
+def derived_training(subject, *, accelerators, shared):
+    known = {"extra_forward_passes": 1.0, "sequence_accelerators": float(shared)}
+    return derive_training(
+        subject.gpu,
+        subject.model,
+        training_accelerators=accelerators,
+        coefficients=coefficients(Level.CENTRAL, known),
+    )
+
+
+def test_how_many_gpus_share_a_sequence_is_taken_from_the_family():
+    rows = [row("a", "sync", note="sp=4"), row("b", "async", gpus_gen=4, gpus_train=4)]
+    assert as_subject(rows[1], rows).run.number_after("sp") == 4
+    assert as_subject(rows[1], rows[1:]).run.number_after("sp") is None
 
 
 @pytest.mark.slow
