@@ -94,7 +94,8 @@ def real_world(folder: Path) -> World:
     from backends.reference import RayReference, ReferenceSettings
     from backends.vllm_engine import VLLMEngine
     from backends.vllm_process import VLLMSettings
-    from backends.weights_file import checksums, write_weights
+    from backends.weights_check import checksums
+    from backends.weights_file import write_weights
     from pipelinerl.trainconfig import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)

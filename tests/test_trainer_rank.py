@@ -34,7 +34,8 @@ import backends.policy_model  # noqa: E402
 from backends.packing import pack  # noqa: E402
 from backends.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.trainer_rank import TrainerRank  # noqa: E402
-from backends.weights_file import checkpoint_shapes, read_verified  # noqa: E402
+from backends.weights_check import checkpoint_shapes  # noqa: E402
+from backends.weights_file import read_verified  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.trainconfig import LossConfig, TrainerConfig  # noqa: E402
 
