@@ -2,7 +2,8 @@
 
 Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
 event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
-so events are handled one after the other, as in the simulated world, and no lock is needed.
+so events are handled one after the other, as in the simulated world, and no lock is needed; but where weights are sent
+through a group, tasks take turns in having the trainer do something (``group.py``).
 
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
@@ -10,7 +11,7 @@ task              waits for                        bounded by                   
 ``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
 ``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
-``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
+``_publish``      the trainer; to send, engines    ``step_timeout_s``; one at a time   weights published
 ``_update``       its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
 ``_restart``      the engine's start               ``start_timeout_s``; ``restarts``   --
 ================  ===============================  ==================================  =========================

@@ -54,7 +54,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """An engine's part."""
 
-    num_starts: int
+    num_started: int
     """Times it was started: afterwards it is in no group."""
 
     async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
@@ -92,7 +92,7 @@ class Group:
         Raises:
             TrainerLostError: If the trainer is lost.
         """
-        members = tuple((engine, self._engines[engine].num_starts) for engine in engines)
+        members = tuple((engine, self._engines[engine].num_started) for engine in engines)
         if members == self._members:
             return
         self._members = None

@@ -254,11 +254,11 @@ class RayEngine:
     def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
         self._settings, self._options = settings, options
         self._actor: Any = None
-        self.num_starts = 0
+        self.num_started = 0
 
     async def start(self) -> None:
         """Start the process and load the model, at version 0."""
-        self.num_starts += 1
+        self.num_started += 1
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
         await self._call("start")
 
