@@ -124,7 +124,9 @@ def real_world(folder: Path) -> World:
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(reference),
         TrainerContract(
-            trainer, lambda weights: checksums(load_file(weights.location.removeprefix("file:"))), folder / "trainer"
+            trainer,
+            lambda weights: checksums(load_file(weights.location.removeprefix("file:")).items()),
+            folder / "trainer",
         ),
     )
 
