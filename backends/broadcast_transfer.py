@@ -90,7 +90,7 @@ class BroadcastTransferEngine(VerifiedTransferEngine):
         if refusal is not None:
             raise refusal
         if num_refusing:
-            raise BackendError(f"{num_refusing} other members refuse the weights that they received")
+            raise BackendError(f"other workers refuse the weights that they received (workers: {num_refusing})")
         return tensors
 
     def shutdown(self) -> None:

@@ -342,7 +342,7 @@ class TrainerRank:
                     return None
         except BackendError as error:
             return str(error)
-        return f"{num_refusing} members refused version {version}, {TRANSFER_ATTEMPTS} times"
+        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (workers: {num_refusing})"
 
     def save(self, folder: Path) -> None:
         """Write parameters, optimizer and schedule; every rank writes its own part."""
