@@ -8,7 +8,7 @@ others may hang in a collective that will never be complete. So nothing but ``sh
 call                      waits for                     limit
 ========================  ============================  =====================================
 every call                all ranks                     ``step_timeout_s``
-``send`` (nccl)           rank 0 and all engines        ``step_timeout_s``
+``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
 ``shutdown``              all ranks that still answer   ``SHUTDOWN_TIMEOUT_S``; then it kills
 ========================  ============================  =====================================
 """
@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backends.interface import Sample, TrainResult, Weights
 from backends.packing import pack
 from backends.trainer_rank import RankSettings, TrainerRank
-from pipelinerl.errors import TrainerLostError
+from pipelinerl.errors import TrainerLostError, TransferError
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """How long ranks may take to clean up before they are killed (seconds)."""
@@ -88,7 +88,8 @@ class DeepSpeedTrainer:
             actor.options(**options).remote(replace(self._settings, rank=rank))
             for rank, options in enumerate(self._options)
         ]
-        await self._call("start", "start", *await self.free_address())
+        (address,) = await self._call("meet", "free_address", ranks=self._ranks[:1])
+        await self._call("start", "start", *address)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         """Accumulate the gradient of some rollouts; make the optimizer step if they complete the batch.
@@ -119,36 +120,48 @@ class DeepSpeedTrainer:
         weights: Weights = (await self._call("publish", "publish", version))[0]
         return weights
 
-    async def free_address(self) -> tuple[str, int]:
-        """Return the address of rank 0's machine and a port that is free there now."""
-        address: tuple[str, int] = (await self._call("meet", "free_address", ranks=self._ranks[:1]))[0]
-        return address
-
-    async def init_transfer(self, *, master_address: str, master_port: int, world_size: int) -> None:
-        """Join the group of processes through which weights are sent (``nccl``). Not run yet: needs GPUs.
-
-        Returns when all members have joined, so call it at the time of all engines' ``init_transfer``, with the
-        same ``free_address``; again, after an engine has been started again.
+    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
+        """Leave the group through which weights were sent, if any, and open a new one (``broadcast``).
 
         Args:
-            master_address: Where the members meet: rank 0's machine.
-            master_port: A free port there.
-            world_size: Rank 0 and all workers of all engines (count).
+            timeout_s: Longest wait for its members (seconds).
+
+        Returns:
+            Where to join it: address of rank 0's machine, and a port there.
 
         Raises:
             TrainerLostError: If rank 0 fails or does not answer in time.
         """
-        arguments = (master_address, master_port, world_size)
-        await self._call("init_transfer", "init_transfer", *arguments, ranks=self._ranks[:1])
+        address: tuple[str, int] = (await self._call("join", "open_group", timeout_s, ranks=self._ranks[:1]))[0]
+        return address
 
-    async def send(self, weights: Weights) -> None:  # noqa: ARG002  # rank 0 has them
+    async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Join the group that was opened; returns when all members have joined (``broadcast``).
+
+        Args:
+            names: What its members are called: rank 0, then all workers of all engines.
+            timeout_s: Longest wait for them, now and in every transfer (seconds).
+
+        Raises:
+            TransferError: If not all members come in time.
+            TrainerLostError: If rank 0 fails or does not answer in time.
+        """
+        await self._transfer("join", "join_group", list(names), timeout_s)
+
+    async def send(self, weights: Weights) -> None:
         """Feed the engines that are loading. Files need no sending.
 
         Raises:
+            TransferError: If an engine was lost, does not answer, or refuses what it received, time and again.
             TrainerLostError: If rank 0 fails or does not answer in time.
         """
-        if self._settings.transport == "nccl":
-            await self._call("send", "send", ranks=self._ranks[:1])
+        if self._settings.transport == "broadcast":
+            await self._transfer("send", "send", weights.version)
+
+    async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
+        (fault,) = await self._call(phase, method, *arguments, ranks=self._ranks[:1])
+        if fault is not None:
+            raise TransferError(fault)
 
     async def save(self, folder: Path) -> None:
         """Write weights, optimizer and schedule into a new folder that all ranks can reach."""

@@ -2,7 +2,8 @@
 
 Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
 event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
-so events are handled one after the other, as in the simulated world, and no lock is needed.
+so events are handled one after the other, as in the simulated world, and no lock is needed; but where weights are sent
+through a group, tasks take turns in having the trainer do something (``group.py``).
 
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
@@ -10,7 +11,7 @@ task              waits for                        bounded by                   
 ``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
 ``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
-``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
+``_publish``      the trainer; to send, engines    ``step_timeout_s``; one at a time   weights published
 ``_update``       its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
 ``_restart``      the engine's start               ``start_timeout_s``; ``restarts``   --
 ================  ===============================  ==================================  =========================
@@ -31,12 +32,13 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
 from backends.answers import Answers
 from backends.fleet import Fleet, Seat
+from backends.group import Group
 from backends.interface import Engine, Reference, Sample, Trainer, Weights
 from backends.preprocessing import Preprocessing
 from backends.rollouts import Codec, lag_of_tokens, samples_of
@@ -88,7 +90,7 @@ class Driver:
         state: What to go on from; None: a new run.
         resume_from: The trainer's part of it.
         export_to: Folder for the trained model when the run is done; None: it is not exported.
-        meet: Has trainer and engines meet once they have started; None: they need not.
+        group: What weights are sent through; None: they lie where engines find them.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Driver:
         state: DriverState | None = None,
         resume_from: Path | None = None,
         export_to: Path | None = None,
-        meet: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        group: Group | None = None,
     ) -> None:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
@@ -122,11 +124,12 @@ class Driver:
             spawn=self._spawn,
             on_update=self.metrics.updated,
             on_restart=self.metrics.restarted,
+            bring_back=self._bring_back,
         )
         limit = config.scheduler.ready_queue_limit
         self._preprocessing = Preprocessing(reference, limit=limit, spawn=self._spawn)
         self._resumed = state is not None
-        self._resume_from, self._export_to, self._meet = resume_from, export_to, meet
+        self._resume_from, self._export_to, self._group = resume_from, export_to, group
         self._generating = True  # colocated only: the engines have the memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._trainer_task: asyncio.Task[None] | None = None
@@ -196,8 +199,6 @@ class Driver:
             await self._fleet.start()
         else:
             await asyncio.gather(self._start_trainer(), self._preprocessing.start(), self._fleet.start())
-        if self._meet is not None:
-            await self._meet()
         scheduler = self._config.scheduler
         next_publishes = scheduler.publish_every == 1 if scheduler.kind == "pipeline" else self._config.colocated
         if state.version > state.published and next_publishes:
@@ -219,9 +220,19 @@ class Driver:
         A run that goes on between two publications has no older ones: then the lag that it reports is too large.
         """
         await self._to_training()
-        weights = await self._trainer.publish(version)
+        async with self._turn():
+            weights = await self._trainer.publish(version)
+            self._fleet.published(weights)
         await self._to_generation()
-        await asyncio.gather(self._trainer.send(weights), self._fleet.load(weights))
+        async with self._turn():
+            await self._gather_takers(weights)
+            loading = asyncio.ensure_future(self._fleet.load(weights))
+            try:
+                await self._send(weights)
+            except BaseException:
+                loading.cancel()
+                raise
+        await loading
 
     async def _go_on(self) -> None:
         """Report to the scheduler what has become of everything that was under way."""
@@ -303,7 +314,7 @@ class Driver:
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
         """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
-        waits = self._config.colocated or self._meet is not None
+        waits = self._config.colocated
         if not isinstance(failure, ReferenceLostError) and (waits or not isinstance(failure, EngineLostError)):
             return
         if self._trainer_task is not None:
@@ -503,7 +514,8 @@ class Driver:
         await self._to_training()
         samples = self._samples(command)
         begin_s = time.monotonic()
-        result = await self._trainer.train(samples, completes_step=command.completes_step)
+        async with self._turn():
+            result = await self._trainer.train(samples, completes_step=command.completes_step)
         train_s = time.monotonic() - begin_s
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)
@@ -526,13 +538,53 @@ class Driver:
 
     async def _publish(self, command: PublishWeights) -> None:
         begin_s = time.monotonic()
-        weights = await self._trainer.publish(command.version)
-        self._fleet.published(weights)
+        async with self._turn():
+            weights = await self._trainer.publish(command.version)
+            self._fleet.published(weights)
         await self._to_generation()
-        for seat in self._fleet.seats:
-            self._spawn(self._update(seat, weights, command.weight_update))
-        await self._trainer.send(weights)
+        waits = self._group is not None and command.weight_update is WeightUpdate.WAIT
+        if not waits or await self._drained():  # all engines receive at a time
+            async with self._turn():
+                await self._gather_takers(weights)
+                for seat in self._fleet.seats:
+                    self._spawn(self._update(seat, weights, command.weight_update))
+                await self._send(weights)
         self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))
+
+    async def _drained(self) -> bool:
+        """Wait until no engine has a rollout in progress; return whether it came to that before the run's end."""
+        drained, ended = (asyncio.ensure_future(wait) for wait in (self._fleet.drained(), self._ended.wait()))
+        await asyncio.wait({drained, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        return not drained.cancel()
+
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Keep the trainer from anything else while weights are sent; files are loaded whatever it does."""
+        return contextlib.nullcontext() if self._group is None else self._group.turn
+
+    async def _gather_takers(self, weights: Weights) -> None:
+        """Have the engines that are to load these weights, and are up, form a group with the trainer."""
+        if self._group is not None:
+            takers = [seat for seat in self._fleet.seats if seat.up.is_set() and seat.version < weights.version]
+            await self._group.of([seat.index for seat in takers])
+
+    async def _send(self, weights: Weights) -> None:
+        """Feed the engines that are loading."""
+        await (self._trainer if self._group is None else self._group).send(weights)
+
+    async def _bring_back(self, seat: Seat) -> None:
+        """Have an engine that has been started again load the newest weights; then it is up."""
+        async with self._turn():
+            newest = self._fleet.newest
+            if newest is not None:
+                if self._group is not None:
+                    await self._group.of([seat.index])
+                loading = seat.engine.update(newest, WeightUpdate.KEEP)
+                for end in await asyncio.gather(loading, self._send(newest), return_exceptions=True):
+                    if isinstance(end, BaseException):
+                        raise end
+                seat.version = newest.version
+            seat.up.set()
 
     async def _to_training(self) -> None:
         """Colocated: have the engines give their memory to the trainer."""

@@ -51,6 +51,7 @@ class Fleet:
         spawn: Starts a task; the run ends if it fails.
         on_update: Told the times of every update.
         on_restart: Called when a lost engine is up again.
+        bring_back: Has an engine that has been started again load ``newest``, then sets ``up``.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Fleet:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_update: Callable[[UpdateTimes], None],
         on_restart: Callable[[], None],
+        bring_back: Callable[[Seat], Coroutine[Any, Any, None]],
     ) -> None:
         self.seats = [Seat(index, engine) for index, engine in enumerate(engines)]
         self._restarts_left = restarts
         self._spawn, self._on_update, self._on_restart = spawn, on_update, on_restart
-        self._newest: Weights | None = None
+        self._bring_back = bring_back
+        self.newest: Weights | None = None
         self._closing = False
 
     async def start(self) -> None:
@@ -81,11 +84,11 @@ class Fleet:
 
     def published(self, weights: Weights) -> None:
         """Take note of the newest weights."""
-        self._newest = weights
+        self.newest = weights
 
     async def load(self, weights: Weights) -> None:
         """Give all engines these weights, outside of the schedule; nothing is in progress."""
-        self._newest = weights
+        self.newest = weights
         await asyncio.gather(*(self._bring_to(seat, weights, WeightUpdate.KEEP) for seat in self.seats))
 
     async def generate(self, seat: Seat, request: GenerateRequest) -> Generated:
@@ -96,6 +99,10 @@ class Fleet:
                 return await seat.engine.generate(request)
             except EngineLostError as error:
                 self.lost(seat, error)
+
+    async def drained(self) -> None:
+        """Return when no rollout is in progress on any engine that may generate; nothing is started meanwhile."""
+        await asyncio.gather(*(seat.idle.wait() for seat in self.seats if seat.may_generate.is_set()))
 
     async def update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> float:
         """Bring an engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
@@ -137,15 +144,12 @@ class Fleet:
             try:
                 await seat.engine.shutdown()
                 await seat.engine.start()
-                seat.version, newest = 0, self._newest
-                if newest is not None:
-                    await seat.engine.update(newest, WeightUpdate.KEEP)
-                    seat.version = newest.version
+                seat.version = 0
+                await self._bring_back(seat)
             except EngineLostError as again:
                 error = again
                 LOG.warning("engine %d lost again: %s", seat.index, error)
                 continue
-            seat.up.set()
             self._on_restart()
             return
 

@@ -27,6 +27,9 @@ from pipelinerl.events import VersionSpans, WeightUpdate
 
 # Legend of shapes: T tokens of one answer; P tokens of one prompt.
 
+TRANSFER_ATTEMPTS = 2
+"""Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -67,6 +70,8 @@ class Weights:
     """Where engines find it: a file, or the address of a group of processes."""
     checksums: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each parameter's bytes by Hugging Face name, in the type they are sent in."""
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    """Name, type and shape of each, in the order in which they cross; empty where they lie in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +211,10 @@ class Trainer(Protocol):
         """Feed the engines that are loading; returns when the trainer is free to train again.
 
         Nothing to do where ``location`` is a file; where it is a group of processes, trainer and engines meet here.
+
+        Raises:
+            TransferError: If an engine was lost, does not answer, or refuses what it received, time and again.
+            TrainerLostError: If a rank has died.
         """
 
     async def save(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,5 @@ def _run_id(out: Path, *, fresh: bool) -> str:
     """Return the name under which Weights & Biases knows this run, also when it goes on."""
     path = out / "wandb_id.txt"
     if fresh or not path.exists():
-        import wandb
-
-        path.write_text(wandb.util.generate_id(), encoding="utf-8")
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed_trainer import DeepSpeedTrainer
+from backends.group import Group
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.reference import RayReference, ReferenceSettings
 from backends.trainer_rank import RankSettings
@@ -125,12 +126,12 @@ def weights_folder(config: RunConfig) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def transport(config: RunConfig) -> Literal["file", "nccl"]:
-    """Return how weights reach the engines: ``file`` or ``nccl``."""
+def transport(config: RunConfig) -> Literal["file", "broadcast"]:
+    """Return how weights reach the engines: ``file`` or ``broadcast``."""
     assert config.train is not None
     if config.train.transport is not None:
         return config.train.transport
-    return "nccl" if config.train.device == "gpu" and not config.colocated else "file"
+    return "broadcast" if config.train.device == "gpu" and not config.colocated else "file"
 
 
 def make_engines(config: RunConfig, group: PlacementGroup) -> list[RayEngine]:
@@ -229,19 +230,17 @@ def _rank_share(config: RunConfig) -> float:
     return share / 2 if config.train.loss.kl_coefficient else share
 
 
-def nccl_meeting(
-    config: RunConfig, engines: list[RayEngine], trainer: DeepSpeedTrainer
-) -> Callable[[], Coroutine[Any, Any, None]]:
-    """Return what has rank 0 and all engine workers form one NCCL group, once they run; not tried on GPUs yet."""
-
-    async def meet() -> None:
-        each = config.cluster.tensor_parallel
-        address, port = await trainer.free_address()
-        where: dict[str, Any] = {"master_address": address, "master_port": port, "world_size": 1 + each * len(engines)}
-        joins = [engine.init_transfer(rank_offset=1 + each * index, **where) for index, engine in enumerate(engines)]
-        await asyncio.gather(trainer.init_transfer(**where), *joins)
-
-    return meet
+def make_group(config: RunConfig, engines: list[RayEngine], trainer: DeepSpeedTrainer) -> Group | None:
+    """Return what weights are sent through; None if they lie in files."""
+    if transport(config) == "file":
+        return None
+    assert config.train is not None
+    return Group(
+        trainer,
+        engines,
+        workers_each=config.cluster.tensor_parallel,
+        timeout_s=config.train.engine.update_timeout_s,
+    )
 
 
 class RayEngine:
@@ -255,9 +254,11 @@ class RayEngine:
     def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
         self._settings, self._options = settings, options
         self._actor: Any = None
+        self.num_started = 0
 
     async def start(self) -> None:
         """Start the process and load the model, at version 0."""
+        self.num_started += 1
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
         await self._call("start")
 
@@ -275,9 +276,9 @@ class RayEngine:
         times: UpdateTimes = await self._call("update", weights, weight_update)
         return times
 
-    async def init_transfer(self, **where: Any) -> None:
-        """Join the NCCL group that weights arrive by."""
-        await self._call("init_transfer", **where)
+    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+        """Join the group that weights arrive through; see ``group.Receiver``."""
+        await self._call("join_group", address, port, rank_offset=rank_offset, num_members=num_members)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums that the last update was verified against; see ``interface.Engine``."""

@@ -67,10 +67,10 @@ def check(config: RunConfig) -> HuggingFaceCodec:
             "scheduler.partial_rollouts is for the simulator: train's engines lose what is in progress when they give "
             "their memory to the trainer, got true"
         )
-    if train.transport == "nccl" and (train.device == "cpu" or config.colocated):
+    if train.transport == "broadcast" and config.colocated:
         raise ConfigError(
-            "train.transport='nccl' needs train.device='gpu' and a scheduler.kind other than 'conventional', got "
-            f"device={train.device!r}, kind={config.scheduler.kind!r}"
+            "train.transport='broadcast' needs engines and trainer on accelerators of their own: NCCL refuses a group "
+            f"with two members on one GPU, got scheduler.kind={config.scheduler.kind!r}"
         )
     folder = Path(train.weights_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):

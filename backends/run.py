@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
+from backends.group import Group
 from backends.interface import Engine, Reference, Trainer
 from backends.metricslog import MetricsLog
 from backends.preflight import check, check_evaluation
@@ -39,7 +40,7 @@ def drive(
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
-    meet: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    group: Group | None = None,
 ) -> dict[str, Any]:
     """Run with these engines and this trainer, and keep the run in a folder.
 
@@ -56,7 +57,7 @@ def drive(
         out: The run's folder; new, or that of ``checkpoint``.
         checkpoint: What to go on from; its trainer's part is loaded by ``trainer``.
         on_step: Called with the row and the metrics of each optimizer step.
-        meet: Has trainer and engines meet once they have started.
+        group: What weights are sent through; None: they lie where engines find them.
 
     Returns:
         The content of summary.json.
@@ -89,7 +90,7 @@ def drive(
         state=None if checkpoint is None else checkpoint.state,
         resume_from=None if checkpoint is None else checkpoint.trainer_folder,
         export_to=out / MODEL_FOLDER,
-        meet=meet,
+        group=group,
     )
     with closing(log):
         try:
@@ -126,27 +127,26 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
         check_vacant(out)
     from backends.placement import (
         make_engines,
+        make_group,
         make_reference,
         make_trainer,
-        nccl_meeting,
         ray_cluster,
-        transport,
         weights_folder,
     )
 
-    with ray_cluster(config) as group, weights_folder(config) as folder:
-        engines, trainer = make_engines(config, group), make_trainer(config, group, folder)
+    with ray_cluster(config) as places, weights_folder(config) as folder:
+        engines, trainer = make_engines(config, places), make_trainer(config, places, folder)
         return drive(
             config,
             engines=engines,
             trainer=trainer,
-            reference=make_reference(config, group),
+            reference=make_reference(config, places),
             task=task,
             codec=codec,
             out=out,
             checkpoint=checkpoint,
             on_step=on_step,
-            meet=nccl_meeting(config, engines, trainer) if transport(config) == "nccl" else None,
+            group=make_group(config, engines, trainer),
         )
 
 

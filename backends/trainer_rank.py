@@ -10,7 +10,7 @@ is marked as the boundary by hand, and the loss is multiplied by the number of r
 ========================  ==============================================================================
 policy                    DeepSpeed's: parameters, gradients and optimizer states split by ZeRO's stage
 value head                with ``value_coefficient``: trained with the policy, never published or exported
-published weights         rank 0 only: a copy in the host's memory (nccl) or in files (file)
+published weights         rank 0 only: a copy in the host's memory (broadcast) or in files (file)
 ========================  ==============================================================================
 """
 
@@ -32,10 +32,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from backends.interface import Weights
+from backends.broadcast import BroadcastGroup, described, open_store, own_address
+from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.packing import PackedRow
 from backends.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
 from backends.schedule import learning_rate_factor
+from backends.weights_check import checksums
 from backends.weights_file import write_weights
 from pipelinerl.errors import BackendError
 from pipelinerl.losses import kl_to_reference, policy_loss, value_loss
@@ -44,6 +46,8 @@ from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""
 CHECKPOINT_TAG = "trainer"
+ENGINE_DTYPES = {"cpu": torch.float32, "gpu": torch.bfloat16}
+"""Type of an engine's parameters by device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class RankSettings:
     """Sequences per optimizer step. Paper symbol B."""
     optimizer_steps: int
     """Optimizer steps of the whole run, where the learning rate has come down to zero."""
-    transport: Literal["file", "nccl"]
+    transport: Literal["file", "broadcast"]
     """How weights reach the engines."""
     weights_folder: str
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""
@@ -89,15 +93,15 @@ class TrainerRank:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._published: list[Path] = []
-        self._sender: Any = None  # an NcclSender, whose module loads vLLM
-        self._group = ""
-        self._held: dict[str, torch.Tensor] = {}
+        self._store: Any = None
+        self._group: BroadcastGroup | None = None
+        self._held: tuple[Weights, dict[str, torch.Tensor]] | None = None
 
     def free_address(self) -> tuple[str, int]:
         """Return this machine's address and a port that is free now, for the ranks to meet at."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return _own_address(), probe.getsockname()[1]
+            return own_address(), probe.getsockname()[1]
 
     def start(self, master_address: str, master_port: int) -> None:
         """Meet the other ranks and load the model, at version 0.
@@ -271,37 +275,74 @@ class TrainerRank:
         copies = copy_policy(self._engine.module, receive=self._settings.rank == 0)
         if self._settings.rank:
             return None
-        if self._settings.transport == "nccl":
-            self._held = copies
-            return Weights(version, f"nccl:{self._group}")
+        if self._settings.transport == "broadcast":
+            dtype = ENGINE_DTYPES[self._settings.device]
+            copies = {name: copy.to(dtype) for name, copy in copies.items()}
+            weights = Weights(version, "broadcast:", checksums(copies.items()), described(copies))
+            self._held = weights, copies
+            return weights
         folder = Path(self._settings.weights_folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"version-{version:08d}.safetensors"
-        checksums = write_weights(path, copies)
+        weights = Weights(version, f"file:{path}", write_weights(path, copies))
         self._published = [*(old for old in self._published if old != path), path]
         for old in self._published[:-KEPT_FILES]:
             old.unlink(missing_ok=True)
         self._published = self._published[-KEPT_FILES:]
-        return Weights(version, f"file:{path}", checksums)
+        return weights
 
-    def init_transfer(self, master_address: str, master_port: int, world_size: int) -> None:
-        """Join the group through which engines get weights (``nccl``, rank 0); returns when all have joined.
+    def open_group(self, timeout_s: float) -> tuple[str, int]:
+        """Leave the group of before, and say where engines meet this rank for a new one (``broadcast``, rank 0)."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        address = own_address()
+        self._store = open_store(address, timeout_s=timeout_s)
+        return address, self._store.port
+
+    def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:
+        """Join the group that ``open_group`` has opened; returns when all have joined (``broadcast``, rank 0).
 
         Args:
-            master_address: Where the members meet: rank 0's machine.
-            master_port: A free port there.
-            world_size: Rank 0 and all workers of all engines (count).
+            names: What its members are called: rank 0, then all workers of all engines.
+            timeout_s: Longest wait for them, now and in every transfer (seconds).
+
+        Returns:
+            What went wrong, if something did; this rank is well nevertheless.
         """
-        from backends.nccl_source import NcclSender  # loads vLLM
+        try:
+            self._group = BroadcastGroup(
+                self._store,
+                rank=0,
+                num_members=len(names),
+                device=self._device,
+                timeout_s=timeout_s,
+                names=names,
+            )
+        except BackendError as error:
+            return str(error)
+        return None
 
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = NcclSender(master_address, master_port, world_size=world_size)
-        self._group = f"{master_address}:{master_port}"
+    def send(self, version: int) -> str | None:
+        """Send what was published last to all members of the group; returns when all have it (``broadcast``, rank 0).
 
-    def send(self) -> None:
-        """Send what was published last to all engines (``nccl``, rank 0); returns when all have it."""
-        self._sender.send(self._held)
+        Args:
+            version: That of what was published last.
+
+        Returns:
+            What went wrong, if something did; this rank is well nevertheless.
+        """
+        if self._group is None or self._held is None or self._held[0].version != version:
+            return f"version {version} cannot be sent: {'no group' if self._group is None else 'it is not held'}"
+        weights, tensors = self._held
+        try:
+            for _ in range(TRANSFER_ATTEMPTS):
+                num_refusing = self._group.send(weights.parameters, tensors)
+                if not num_refusing:
+                    return None
+        except BackendError as error:
+            return str(error)
+        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (workers: {num_refusing})"
 
     def save(self, folder: Path) -> None:
         """Write parameters, optimizer and schedule; every rank writes its own part."""
@@ -340,6 +381,8 @@ class TrainerRank:
         for path in self._published:
             path.unlink(missing_ok=True)
         self._published = []
+        if self._group is not None:
+            self._group.leave()
         self._engine.destroy()
 
 
@@ -347,13 +390,3 @@ def _silence_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses what torch renamed
     transformers.utils.logging.disable_progress_bar()
-
-
-def _own_address() -> str:
-    """Return the address that other machines reach this one at; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-        except OSError:  # no network
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
+from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm_process import VLLMSettings, check_model, end_processes, make_llm, process_tree
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
 from pipelinerl.events import VersionSpans, WeightUpdate
@@ -219,16 +219,16 @@ class VLLMEngine:
 
     # --------------------------------------------------------------------------------- weights
 
-    async def init_transfer(self, *, master_address: str, master_port: int, rank_offset: int, world_size: int) -> None:
-        """Join the group of processes through which weights arrive (transport ``nccl``). Not run yet: needs GPUs.
+    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+        """Join the group of processes through which weights arrive (transport ``broadcast``), and leave that of before.
 
-        Returns when all ``world_size`` members have joined, so call it on all engines and the sender at a time.
+        Returns when all members have joined, so it is called on the sender and all engines at a time.
 
         Args:
-            master_address: Where the members meet: the sender's host.
-            master_port: A free port there.
+            address: Where the members meet: the sender's machine.
+            port: Of the store there.
             rank_offset: Rank of this engine's first worker: 1 for the sender, plus the workers before.
-            world_size: The sender and all workers of all engines (count).
+            num_members: The sender and all workers of all engines (count).
 
         Raises:
             EngineLostError: If it does not succeed in ``update_timeout_s``.
@@ -236,14 +236,15 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {
-            "master_address": master_address,
-            "master_port": master_port,
+            "address": address,
+            "port": port,
             "rank_offset": rank_offset,
-            "world_size": world_size,
-            "packed": True,
+            "num_members": num_members,
+            "timeout_s": self._settings.update_timeout_s,
         }
-        request = WeightTransferInitRequest(init_info=info)
-        await self._control("joining the group", self._alive().init_weight_transfer_engine(request))
+        async with self._updating:
+            request = WeightTransferInitRequest(init_info=info)
+            await self._control("joining the group", self._alive().init_weight_transfer_engine(request))
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """Load new weights between two decode steps; tokens sampled from then on carry the new version.
@@ -278,7 +279,7 @@ class VLLMEngine:
                 if isinstance(error, Exception):
                     raise lost from error
                 raise  # cancelled
-            self._checksums = dict(weights.checksums) if self._settings.transport == "file" else {}
+            self._checksums = dict(weights.checksums)
             return UpdateTimes(*(after - before for before, after in pairwise(clock_s)))
 
     async def _pause(self, weight_update: WeightUpdate) -> None:
@@ -295,24 +296,24 @@ class VLLMEngine:
                 await ended.wait()
 
     async def _receive(self, weights: Weights) -> None:
-        """Bring the weights to all workers.
+        """Bring the weights to all workers, and have them verified.
 
-        A file is only read and verified here, and no worker's model touched, so a second attempt is safe. Through
-        NCCL they are loaded at once, and the group is of no use after a failure.
+        No worker's model is touched here, so another attempt is safe.
         """
         scheme, _, place = weights.location.partition(":")
         if scheme != self._settings.transport:
             raise BackendError(f"location must begin with {self._settings.transport}:, got {weights.location}")
-        if scheme == "nccl":
-            await self._until(self._send_update(nccl_update_info(self._settings.model_path)))
-            return
-        info = {"path": place, "checksums": weights.checksums}
-        try:
-            await self._until(self._send_update(info))
-        except EngineLostError:
-            raise
-        except Exception:
-            await self._until(self._send_update(info))
+        info: dict[str, Any] = {"checksums": weights.checksums}
+        info |= {"path": place} if scheme == "file" else {"parameters": weights.parameters}
+        for attempt in range(1, TRANSFER_ATTEMPTS + 1):
+            try:
+                await self._until(self._send_update(info))
+                return
+            except (EngineLostError, TimeoutError):
+                raise
+            except Exception:
+                if attempt == TRANSFER_ATTEMPTS:
+                    raise
 
     async def _send_update(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -321,7 +322,7 @@ class VLLMEngine:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksums that the last update was verified against; empty at version 0 and through NCCL."""
+        """Return the checksums that the last update was verified against; empty at version 0."""
         return dict(self._checksums)
 
 
@@ -361,15 +362,3 @@ def version_spans(reported: Iterable[Any], num_tokens: int) -> VersionSpans:
     if spans.num_tokens != num_tokens:
         raise BackendError(f"version spans end at token {spans.num_tokens}, but {num_tokens} tokens were generated")
     return spans
-
-
-def nccl_update_info(model_path: str) -> dict[str, Any]:
-    """Say what will come through NCCL: all parameters in the order of their names, in bfloat16. Not run yet."""
-    from backends.weights_file import checkpoint_shapes
-
-    shapes = sorted(checkpoint_shapes(model_path).items())
-    return {
-        "names": [name for name, _ in shapes],
-        "dtype_names": ["bfloat16"] * len(shapes),
-        "shapes": [list(shape) for _, shape in shapes],
-    }

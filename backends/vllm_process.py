@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from backends.weight_transfer import FILE_TRANSPORT
 from pipelinerl.errors import ConfigError
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -34,7 +33,7 @@ class VLLMSettings:
     """Longest prompt and answer together (tokens)."""
     device: Literal["cpu", "gpu"]
     """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
-    transport: Literal["file", "nccl"] = "file"
+    transport: Literal["file", "broadcast"] = "file"
     """How weights arrive; every ``Weights.location`` begins with it."""
     tensor_parallel: int = 1
     """Accelerators that share the model (count)."""
@@ -89,7 +88,7 @@ def make_llm(settings: VLLMSettings) -> Any:
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=FILE_TRANSPORT if settings.transport == "file" else "nccl"),
+        weight_transfer_config=WeightTransferConfig(backend=f"pipelinerl_{settings.transport}"),
     )
     return AsyncLLM.from_engine_args(arguments)
 

@@ -6,13 +6,17 @@ this module loads neither torch nor vLLM.
 
 from __future__ import annotations
 
-FILE_TRANSPORT = "pipelinerl_file"
-"""Name under which vLLM knows the transport of weights by file."""
+ENGINES = {
+    "pipelinerl_file": ("backends.file_transfer", "FileTransferEngine"),
+    "pipelinerl_broadcast": ("backends.broadcast_transfer", "BroadcastTransferEngine"),
+}
+"""Name under which vLLM knows a transport, ``pipelinerl_`` and ours: module and class of the worker's end."""
 
 
 def register() -> None:
-    """Make the file transport known to this process's vLLM; a second call does nothing."""
+    """Make our transports known to this process's vLLM; a second call does nothing."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    if FILE_TRANSPORT not in Factory._registry:
-        Factory.register_engine(FILE_TRANSPORT, "backends.file_transfer", "FileTransferEngine")
+    for name, (module, cls) in ENGINES.items():
+        if name not in Factory._registry:
+            Factory.register_engine(name, module, cls)

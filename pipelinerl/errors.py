@@ -31,6 +31,10 @@ class EngineLostError(BackendError):
     """An engine has died or hangs; its rollouts have to start again."""
 
 
+class TransferError(BackendError):
+    """Weights did not reach the engines; the trainer is well."""
+
+
 class ReferenceLostError(BackendError):
     """The reference model has died, failed or hangs; what it was asked has to be asked again."""
 

@@ -136,9 +136,9 @@ class TrainConfig(StrictModel):
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
     ray_address: str | None = None
     """Address of a running Ray cluster. None: a Ray of its own on this machine."""
-    transport: Literal["file", "nccl"] | None = None
-    """How weights reach engines: through a file in ``weights_folder``, or from GPU to GPU (pipeline only).
-    None: nccl on GPUs with the pipeline scheduler, else file."""
+    transport: Literal["file", "broadcast"] | None = None
+    """How weights reach engines: in a file in ``weights_folder``, or sent to all (gloo, on GPUs NCCL; not colocated).
+    None: broadcast on GPUs with engines and trainer apart, else file."""
     weights_folder: str = "/dev/shm"
     """Where weights are handed over as files: memory of this machine, or a folder that all machines share."""
     model: ModelConfig

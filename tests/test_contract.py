@@ -94,7 +94,8 @@ def real_world(folder: Path) -> World:
     from backends.reference import RayReference, ReferenceSettings
     from backends.vllm_engine import VLLMEngine
     from backends.vllm_process import VLLMSettings
-    from backends.weights_file import checksums, write_weights
+    from backends.weights_check import checksums
+    from backends.weights_file import write_weights
     from pipelinerl.trainconfig import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
@@ -123,7 +124,9 @@ def real_world(folder: Path) -> World:
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(reference),
         TrainerContract(
-            trainer, lambda weights: checksums(load_file(weights.location.removeprefix("file:"))), folder / "trainer"
+            trainer,
+            lambda weights: checksums(load_file(weights.location.removeprefix("file:")).items()),
+            folder / "trainer",
         ),
     )
 

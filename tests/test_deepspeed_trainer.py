@@ -21,7 +21,8 @@ from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, save
 
 import backends.deepspeed_trainer  # noqa: E402
 from backends.deepspeed_trainer import DeepSpeedTrainer  # noqa: E402
-from backends.weights_file import checkpoint_shapes, read_verified  # noqa: E402
+from backends.weights_check import checkpoint_shapes  # noqa: E402
+from backends.weights_file import read_verified  # noqa: E402
 from pipelinerl.errors import TrainerLostError  # noqa: E402
 from pipelinerl.trainconfig import TrainerConfig  # noqa: E402
 

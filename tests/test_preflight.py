@@ -137,11 +137,10 @@ def test_weights_in_a_folder_that_is_not_there(complaint):
     assert "train.weights_folder must be a folder that can be written" in complaint("train.weights_folder=/nowhere")
 
 
-@pytest.mark.parametrize("setting", ["train.device=cpu", "scheduler.kind=conventional"])
-def test_nccl_where_there_is_none(complaint, setting):
-    device = "gpu" if "kind" in setting else "cpu"
-    line = complaint(setting, f"train.device={device}", "train.transport=nccl")
-    assert "train.transport='nccl' needs train.device='gpu' and a scheduler.kind other than 'conventional'" in line
+def test_a_broadcast_to_engines_on_the_trainers_gpus(complaint):
+    line = complaint("scheduler.kind=conventional", "train.transport=broadcast")
+    assert "train.transport='broadcast' needs engines and trainer on accelerators of their own" in line
+    assert "got scheduler.kind='conventional'" in line
 
 
 def test_a_run_file_without_the_train_table(said_to, tmp_path):

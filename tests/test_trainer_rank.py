@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,14 @@ from tiny_trainer import (  # noqa: E402
     with_reference,
 )
 
+import backends.broadcast  # noqa: E402
 import backends.policy_model  # noqa: E402
+from backends.broadcast import BroadcastGroup, described  # noqa: E402
 from backends.packing import pack  # noqa: E402
 from backends.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.trainer_rank import TrainerRank  # noqa: E402
-from backends.weights_file import checkpoint_shapes, read_verified  # noqa: E402
+from backends.weights_check import checkpoint_shapes, checksums  # noqa: E402
+from backends.weights_file import read_verified  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 from pipelinerl.trainconfig import LossConfig, TrainerConfig  # noqa: E402
 
@@ -193,6 +197,42 @@ def test_what_is_published_and_exported_is_what_is_trained(
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export")("aa")["input_ids"] == [2, 2]
     rank.shutdown()
     assert list(folder.iterdir()) == []
+
+
+def test_what_is_sent_is_what_was_trained_when_it_was_published(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends.broadcast, "BUCKET_BYTES", 50_000)
+    rank = started(model_path, zero_stage=3, transport="broadcast")
+    train(rank, samples())
+    published = parameters(rank)
+    weights = rank.publish(1)
+    assert weights is not None
+    assert weights.parameters == described(published)
+    train(rank, samples(1))
+    assert rank.send(1) == "version 1 cannot be sent: no group"
+    address, port = rank.open_group(30.0)
+    got: dict[str, Any] = {}
+
+    def receive() -> None:
+        cpu = torch.device("cpu")
+        member = BroadcastGroup.join(address, port, rank=1, num_members=2, device=cpu, timeout_s=30.0)
+        for refused in (True, True, True, False):
+            got.clear()
+            got.update(member.receive(weights.parameters))
+            member.agree(refused=refused)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        receiving = thread.submit(receive)
+        assert rank.join_group(["trainer", "engine 0"], 30.0) is None
+        assert rank.send(2) == "version 2 cannot be sent: it is not held"
+        assert rank.send(1) == "version 1 was refused 2 times (workers: 1)"
+        assert rank.send(1) is None
+        receiving.result()
+    assert largest_difference(dict(sorted(published.items())), got) == 0
+    assert checksums(got.items()) == weights.checksums
+    rank.shutdown()
+    assert "the group has been left" in str(rank.send(1))
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

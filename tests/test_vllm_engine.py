@@ -1,8 +1,8 @@
 """vLLM behind the promises of ``Engine``: real processes on CPU, against transformers in float32.
 
-Two engines are started for the whole module, the second from a folder with the weights that the first one was
-updated to. The models are untrained and made here; that of the first engine has no end token, so that its
-answers have the length asked for.
+One engine is started for the whole module; a second one from a folder with the weights that the first one was
+updated to, and a third one that gets them by broadcast. The models are untrained and made here; that of the first
+engine has no end token, so that its answers have the length asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -344,17 +344,7 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
     fresh = VLLMEngine(settings(tmp_path / "model", cpu_cores="1"))
     run(fresh.start())
     try:
-        digests = [run(engine._llm.compute_weight_checksums()) for engine in (subject.engine, fresh)]
-        assert digests[0] == digests[1]
-        # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
-        before = [run(fresh.generate(request(number, 200))) for number in range(8)]
-        for number, answer in enumerate(before):
-            same = run(subject.engine.generate(request(number, answer.tokens_T.size)))
-            assert same.tokens_T.tolist() == answer.tokens_T.tolist()
-            assert same.logprob_T.tobytes() == answer.logprob_T.tobytes()
-            assert END not in answer.tokens_T[:-1]
-        assert any(answer.tokens_T[-1] == END for answer in before)
-
+        before = run(answers_bit_for_bit_the_same(fresh, subject.engine))
         run(bad_files_change_nothing(fresh, subject.next_weights(), tmp_path))
         after = [run(fresh.generate(request(number, 200))) for number in range(8)]
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
@@ -364,6 +354,21 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
     finally:
         run(fresh.shutdown())
     subject.versions.pop()  # it was never loaded
+
+
+async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> list[Generated]:
+    """Hold two engines of the same weights to each other; return the answers of the first, which knows an end token."""
+    digests = [await engine._llm.compute_weight_checksums() for engine in (fresh, other)]
+    assert digests[0] == digests[1]
+    # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
+    answers = await gather(fresh, [request(number, 200) for number in range(8)])
+    for number, answer in enumerate(answers):
+        same = await other.generate(request(number, answer.tokens_T.size))
+        assert same.tokens_T.tolist() == answer.tokens_T.tolist()
+        assert same.logprob_T.tobytes() == answer.logprob_T.tobytes()
+        assert END not in answer.tokens_T[:-1]
+    assert any(answer.tokens_T[-1] == END for answer in answers)
+    return answers
 
 
 async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:
@@ -403,6 +408,122 @@ async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
     for call in (in_progress, engine.generate(request(1, 5)), engine.update(Weights(7, "file:x"), WeightUpdate.KEEP)):
         with pytest.raises(EngineLostError, match="weight update failed"):
             await call
+
+
+class Sender:
+    """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
+
+    async def meet(self, engine: VLLMEngine) -> None:
+        import torch
+
+        from backends.broadcast import BroadcastGroup, open_store
+
+        store = open_store("127.0.0.1", timeout_s=30)
+        options = {"rank": 0, "num_members": 2, "device": torch.device("cpu"), "timeout_s": 30}
+        joining = asyncio.to_thread(BroadcastGroup, store, **options)
+        self.group, _ = await asyncio.gather(
+            joining, engine.join_group("127.0.0.1", store.port, rank_offset=1, num_members=2)
+        )
+
+    def weights(self, version: int, model: Any) -> Weights:
+        from backends.broadcast import described
+        from backends.weights_check import checksums
+
+        tensors = dict(model.named_parameters())
+        return Weights(version, "broadcast:", checksums(tensors.items()), described(tensors))
+
+    async def send(self, weights: Weights, *models: Any) -> list[int]:
+        """Send these one after the other; return how many members refused each."""
+        tensors = [dict(model.named_parameters()) for model in models]
+        return [await asyncio.to_thread(self.group.send, weights.parameters, one) for one in tensors]
+
+
+def wrong_in_one_bit(model: Any) -> Any:
+    import torch
+
+    wrong = copy.deepcopy(model)
+    wrong.lm_head.weight.data.view(torch.uint8)[5, 3] ^= 1
+    return wrong
+
+
+@real
+def test_what_is_broadcast_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_nothing(
+    subject: Subject, run: Run[Any], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "model", seed=9, end_token="<eos>")
+    engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport="broadcast"))
+    sender, model = Sender(), subject.versions[-1]
+    weights = sender.weights(7, model)
+
+    async def scenario() -> None:
+        await engine.start()
+        with pytest.raises(Exception, match="the engine has joined no group"):
+            await receive_only(engine, weights)
+        await sender.meet(engine)
+        await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sender.send(weights, model))
+        assert await engine.checksums() == weights.checksums
+        before = await answers_bit_for_bit_the_same(engine, subject.engine)
+        other = make_model(tmp_path / "other", seed=10, end_token=None)
+        await wrong_weights_are_refused(engine, sender, other)
+        after = await gather(engine, [request(number, 200) for number in range(8)])
+        assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
+        assert all(answer.spans.versions == (7,) for answer in [*before, *after])
+        await wrong_weights_are_tried_again(engine, sender, other, subject)
+        sender.group.leave()
+        pattern = (
+            "(?s)weight update failed: phase=transfer engine=2 version=7 .*the group has been left: transfer failed"
+        )
+        with pytest.raises(EngineLostError, match=pattern):
+            await engine.update(weights, WeightUpdate.KEEP)
+
+    try:
+        run(scenario())
+    finally:
+        run(engine.shutdown())
+
+
+async def receive_only(engine: VLLMEngine, weights: Weights) -> None:
+    """Receive past our own handling of failures."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    info = {"parameters": weights.parameters, "checksums": weights.checksums}
+    await engine._llm.start_weight_update()
+    await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+
+async def wrong_weights_are_refused(engine: VLLMEngine, sender: Sender, model: Any) -> None:
+    good = sender.weights(8, model)
+    larger = copy.deepcopy(model)
+    larger.register_parameter("more", copy.deepcopy(model.lm_head.weight))
+    unknown = (*good.parameters, ("more", "float32", (64, 64)))
+    missing = tuple(one for one in good.parameters if one[0] != "lm_head.weight")
+    unsaid = {name: value for name, value in good.checksums.items() if name != "model.norm.weight"}
+    await engine._llm.pause_generation(mode="keep", clear_cache=False)
+    for weights, sent, text in (
+        (good, wrong_in_one_bit(model), "have a wrong checksum in 1 of 27 parameters: lm_head.weight"),
+        (replace(good, parameters=missing), model, "lack 1 of 27 parameters: lm_head.weight"),
+        (replace(good, parameters=unknown), larger, "have unknown 1 of 27 parameters: more"),
+        (replace(good, checksums=unsaid), model, "have no checksum for 1 of 27 parameters: model.norm"),
+    ):
+        failure, num_refusing = await asyncio.gather(
+            receive_only(engine, weights), sender.send(weights, sent), return_exceptions=True
+        )
+        assert f"weights received {text}" in str(failure)
+        assert num_refusing == [1]
+    await engine._llm.resume_generation()
+
+
+async def wrong_weights_are_tried_again(engine: VLLMEngine, sender: Sender, model: Any, subject: Subject) -> None:
+    weights = sender.weights(8, model)
+    sending = sender.send(weights, wrong_in_one_bit(model), model)
+    _, num_refusing = await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sending)
+    assert num_refusing == [1, 0]
+    answer = await engine.generate(request(0, 60))
+    assert answer.spans.versions == (8,)
+    subject.versions.append(model)
+    as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
+    assert subject.error(as_newest, keep=False) < 1e-4
+    subject.versions.pop()
 
 
 @real

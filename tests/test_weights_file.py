@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from backends.weights_file import checkpoint_shapes, checksum, read_verified, write_weights  # noqa: E402
+from backends.weights_check import checkpoint_shapes, checksum  # noqa: E402
+from backends.weights_file import read_verified, write_weights  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 Tensors = dict[str, "torch.Tensor"]

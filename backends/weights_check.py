@@ -1,0 +1,115 @@
+"""Weights compared bit for bit: what the trainer says of them, and how a receiver holds them to it.
+
+The trainer and all transports share it. A checksum is computed while the next parameters arrive, on all cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from pipelinerl.errors import BackendError
+
+MAX_NAMES = 3
+"""Parameters that an error message names (count)."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in row-major order, shape [bytes], on its device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes in row-major order, as 64 hexadecimal digits.
+
+    Shape and type do not enter, only bytes: the same numbers in another type have another checksum.
+    """
+    return hashlib.sha256(as_bytes(tensor.cpu()).numpy()).hexdigest()
+
+
+def checksums(items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return the checksum of each parameter by name.
+
+    Args:
+        items: Names and parameters; as soon as one comes it is read by a thread of its own (hashing releases the
+            interpreter lock).
+    """
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        started = {name: threads.submit(checksum, tensor) for name, tensor in items}
+        return {name: thread.result() for name, thread in started.items()}
+
+
+def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter in a Hugging Face model folder, from the files' headers only.
+
+    This is the full list of names that a weight update has to bring. A tied parameter is listed once, as in the
+    folder.
+
+    Raises:
+        BackendError: If the folder has no weights in safetensors format.
+    """
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    else:
+        files = {folder / "model.safetensors"}
+    if missing := [str(file) for file in sorted(files) if not file.exists()]:
+        raise BackendError(f"model folder must hold weights in safetensors format, {missing[0]} is not there")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(files):
+        with safe_open(str(file), framework="pt") as opened:
+            shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+    return shapes
+
+
+def verified(
+    items: Iterable[tuple[str, torch.Tensor]],
+    *,
+    expected: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    source: str,
+) -> dict[str, torch.Tensor]:
+    """Take parameters in and return them only if they are complete and right, bit for bit.
+
+    Args:
+        items: Names and parameters, as they come.
+        expected: Checksum of each by name, from the sender.
+        shapes: Shape of every parameter of the model by name.
+        source: Where they come from, for messages: ``weights in /dev/shm/x``.
+
+    Returns:
+        Parameters by name.
+
+    Raises:
+        BackendError: If a parameter is missing, unknown or of another shape, or if a checksum is missing or differs.
+            The text names the first parameters concerned.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def kept() -> Any:
+        for name, tensor in items:
+            tensors[name] = tensor
+            yield name, tensor
+
+    actual = checksums(kept())
+    faults = {
+        "lack": shapes.keys() - tensors.keys(),
+        "have unknown": tensors.keys() - shapes.keys(),
+        "have no checksum for": tensors.keys() - expected.keys(),
+        "have a wrong shape in": {name for name in tensors if tuple(tensors[name].shape) != shapes.get(name)},
+        "have a wrong checksum in": {name for name in tensors if actual[name] != expected.get(name)},
+    }
+    for fault, names in faults.items():
+        if names:
+            listed = ", ".join(sorted(names)[:MAX_NAMES])
+            raise BackendError(f"{source} {fault} {len(names)} of {len(shapes)} parameters: {listed}")
+    return tensors
