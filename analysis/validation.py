@@ -60,9 +60,7 @@ def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
     ticks = [0.5, 0.7, 1.0, 1.3, 2.0, 3.0]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(
-        "predicted / measured (log scale); line: 10-90 %; grey: within 30 %; one colour after the other per system"
-    )
+    axes.set_xlabel("predicted / measured (log scale); line: 10-90 %; grey: within 30 %")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FIGURE_FILE
     figure.savefig(path, dpi=DPI)
