@@ -770,6 +770,7 @@ def check_identities(books):
     assert all(row.lag_mean == pytest.approx(row.lag_in_flight_mean + row.lag_in_queue_mean) for row in rows)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(tables=runs())
 def test_the_books_of_a_run_balance(tables):
@@ -785,6 +786,7 @@ def test_the_books_of_a_run_balance(tables):
     assert sum(row.wait_s for row in rows) == pytest.approx(waited_s, abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(tables=runs(), stop_after=st.integers(1, 6))
 def test_the_books_of_a_run_cut_short_balance(tables, stop_after):

@@ -783,6 +783,7 @@ def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
 # -------------------------------------------------------------------------------------------- report
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     # A new process, hash seed and date each: nothing of these may reach the files.
     code = (
@@ -803,6 +804,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     assert not any(b"CreationDate" in data or b"Matplotlib" in data for data in written[0].values())
 
 
+@pytest.mark.slow
 def test_save_figures_writes_all_that_the_data_allow(runs: list[Run], comparison: Comparison, tmp_path: Path) -> None:
     settings = dict(matplotlib.rcParams)
     paths = save_figures(runs, tmp_path / "new" / "figures", comparison=comparison)
@@ -825,6 +827,7 @@ def test_save_figures_writes_all_that_the_data_allow(runs: list[Run], comparison
     assert {path.suffix for path in paths} == {".png", ".pdf"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "added"),
     [(METRICS, {"ess", "reward"}), ([{"step": 1, "reward/mean": 0.5}], {"reward"})],
@@ -858,6 +861,7 @@ def test_a_run_without_window_and_timeline_has_the_other_figures(tmp_path: Path)
         figures.timeline(run)
 
 
+@pytest.mark.slow
 def test_names_that_differ_only_in_what_a_file_name_leaves_out_keep_their_own_files(
     runs: list[Run], tmp_path: Path
 ) -> None:

@@ -463,6 +463,7 @@ def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: 
     assert everything_in(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_in_every_file_and_figure(
     command: Command, tmp_path: Path, tiny: Path, small_figures: None
 ) -> None:
@@ -622,6 +623,7 @@ def test_paper_mode_is_compared_in_flashes_with_the_analytic_curves_beside_it(
     assert curves[0].max_lag[0] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("has_baseline", [True, False])
 def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
@@ -687,6 +689,7 @@ def test_plot_prints_the_figures_it_has_drawn(command: Command, tmp_path: Path, 
         assert command("plot", finished) == Result(0, f"{paths[0]}\n", "")
 
 
+@pytest.mark.slow
 def test_plot_draws_runs_side_by_side_where_it_is_told_to(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -629,6 +629,7 @@ def test_a_broken_checkpoint_is_named(tmp_path):
 # ------------------------------------------------------------------------------------------ chance
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     weight_update=st.sampled_from(KINDS),

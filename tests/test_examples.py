@@ -93,6 +93,7 @@ def test_the_quickstart_commands_do_what_their_comments_say():
 # ------------------------------------------------------------------- the paper's case study (appendix A)
 
 
+@pytest.mark.slow
 def test_the_pipeline_of_the_case_study_makes_16_9_tokens_per_flash():
     """A.4: r_gen = U(192) * 44 = 16.9. From step 150 on, when the first answers of all lengths have ended."""
     rows = rows_of(APPENDIX_A, "optimizer_steps=400")
@@ -173,6 +174,7 @@ def test_a_better_gpu_is_faster():
 # ---------------------------------------------------------------------------------- all of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [QUICKSTART, APPENDIX_A, QWEN7B, BY_NAME], ids=lambda path: path.stem)
 def test_every_arm_of_an_example_is_a_run_that_replays(example, tmp_path):
     """Cut to a few steps; the first scenario stands for all, which differ in hardware only."""

@@ -328,6 +328,7 @@ def test_drawn_lengths_have_the_mean_after_scaling_and_cut(name):
 PROMPT_LENGTHS = st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=6), min_size=1, max_size=5)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(PROMPT_LENGTHS, st.integers(2, 10_000), st.floats(0, 0.999))
 def test_a_scaled_source_has_the_mean_asked_for_to_half_a_token(prompts, longest, share):

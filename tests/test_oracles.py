@@ -403,6 +403,7 @@ def test_mean_lag_is_half_of_g_for_fixed_lengths():
     assert run.lag_mean(300) == pytest.approx(16 / 2 * 256 / 288.5, rel=0.03)
 
 
+@pytest.mark.slow
 def test_twice_the_accelerators_have_twice_the_lag():
     """N -> 2N at the same B, H and I/N (Fig. 3a): g = H I/B doubles, and with it the mean lag. sd 0.2 %."""
     small, large = (run_of_fixed_lengths(40 * engines, engines=engines).lag_mean(20 * engines) for engines in (8, 16))
@@ -417,6 +418,7 @@ TABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "in_flight", "busy", "mean", "largest"), TABLE)
 def test_lag_is_that_of_another_simulation(kind, in_flight, busy, mean, largest):
     """The table in section 5 of the paper's notes, B = 32, L = 256: another program's mean and largest lag.
@@ -444,6 +446,7 @@ def test_a_busy_trainer_adds_its_share_to_the_lag_of_fixed_lengths():
 # ------------------------------------------------------------------------------- lag when training limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_full", ["wait", "drop_oldest"])
 def test_a_bounded_queue_keeps_lag_flat_when_the_trainer_limits(on_full):
     """Generation 1.5 times as fast as training, C = 256, queue 64, B = 32: 600 steps, lag of the quarters 2 and 4.
@@ -589,6 +592,7 @@ def oldest_trained(run):
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(
     scheduler=st.fixed_dictionaries(
@@ -695,6 +699,7 @@ def test_partial_rollouts_do_not_wait_for_the_longest_answer():
     assert partly < 0.4 * without
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     rl_step=st.integers(1, 3),

@@ -308,6 +308,7 @@ def gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_hanging_process_is_killed_and_no_other_answer_is_lost(
     stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +373,7 @@ def test_math_verify_that_cannot_be_started_is_an_error(
     assert not verifiers.pids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last_words", "status"),
     [
