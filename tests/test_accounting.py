@@ -796,6 +796,7 @@ def test_the_books_of_a_run_cut_short_balance(tables, stop_after):
     assert not books.summary()["complete"]
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(tables=runs())
 def test_the_sums_are_those_of_the_single_rollouts(tables):

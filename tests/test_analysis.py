@@ -712,6 +712,7 @@ def test_every_figure_names_a_unit_on_its_number_axes(name: str, runs: list[Run]
     assert bare == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_text_fits_the_figure_and_is_large_enough_to_print(
     name: str, runs: list[Run], comparison: Comparison

@@ -185,6 +185,7 @@ def test_a_model_of_empty_parameters_crosses() -> None:
     assert same(threads.end()[1][0], sent)
 
 
+@pytest.mark.slow
 def test_the_member_that_does_not_come_is_named() -> None:
     sent = weights()
     store, join = sender(3, timeout_s=1.0)
@@ -230,6 +231,7 @@ def _process(port: int, sent: Tensors, results: Any) -> None:
     multiprocessing.current_process().kill()
 
 
+@pytest.mark.slow
 def test_a_process_gets_the_weights_and_its_death_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = weights()
     store, join = sender(2)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import need
 
-for package in ("vllm", "deepspeed", "ray", "tensorboard"):
-    pytest.importorskip(package)
+need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
 import ray  # noqa: E402

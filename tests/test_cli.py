@@ -870,6 +870,7 @@ def test_the_installed_command_is_this_one() -> None:
     assert script.load() is cli.main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "extra", "arguments"),
     [

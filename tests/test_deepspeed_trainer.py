@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from needs import need
 
+need("deepspeed")
 torch = pytest.importorskip("torch")
-pytest.importorskip("deepspeed")
 transformers = pytest.importorskip("transformers")
 ray = pytest.importorskip("ray")
 

@@ -452,6 +452,7 @@ def interrupted(config, out, *, at):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight_update):
@@ -519,6 +520,7 @@ def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(
             assert max(row.event.spans.versions) <= published
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(tmp_path):
     """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
     config = config_of(steps=12, longest=20, slots=16)

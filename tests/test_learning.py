@@ -208,6 +208,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path):
     assert simulate(config_with("seed=1"))["weights_sha256"] != simulate(config_with())["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep", "recompute", "abort", "wait"])
 @pytest.mark.parametrize("capacity", [None, 80])
 def test_engines_in_closed_form_and_step_by_step_learn_the_same(update, capacity):
@@ -247,6 +248,7 @@ def test_a_run_that_diverged_is_learned_again_up_to_there(tmp_path):
 SMALL_CACHE = ("hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "optimizer_steps=10")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep", "recompute", "abort"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_preempted_rollouts_are_learned_again_to_the_last_bit(tmp_path, update, seed):

@@ -70,6 +70,7 @@ def assert_mean(values, mean, *, z=4.9):
 # ------------------------------------------------------------------------------------ any distribution
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
@@ -147,6 +148,7 @@ def test_uniform_up_to_1_is_always_1():
     assert workload(group_size=2, kind="uniform", max=1).group(0, 0).lengths == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mean", "cv", "longest"),
     [(573.0, 0.8, 2048), (4000.0, 1.0, 16000), (900.0, 0.5, 1000), (1.5, 0.5, 3), (2.4, 0.1, 10), (50.0, 3.0, 10**6)],
@@ -264,6 +266,7 @@ def test_a_group_is_drawn_from_the_answers_of_one_prompt_with_their_rewards(grou
     assert group_size > 11 or len(set(answers)) == group_size  # without replacement where there are enough
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from(["rgym_llama_400", "areal_nemotron"]), st.integers(0, 3000), st.integers(1, 32))
 def test_a_group_of_a_shipped_set_is_a_part_of_one_prompt(name, k, group_size):

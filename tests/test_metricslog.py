@@ -127,6 +127,7 @@ def offline_runs(folder):
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_real_weights_and_biases_keeps_an_offline_run_and_its_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb")

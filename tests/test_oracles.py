@@ -373,6 +373,7 @@ def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
 # ------------------------------------------------------------------------- lag when generation limits
 
 
+@pytest.mark.slow
 def test_mean_lag_is_a_third_of_g_for_uniform_lengths():
     """Section 5 of the paper's notes: (H I/B) (1 + cv^2)/2; uniform on 1 .. L: g/3 with g = 2 H I/B = 64.
 
@@ -856,6 +857,7 @@ def test_a_requeued_prompt_is_tried_again_and_a_dropped_one_is_not():
     assert len(tries["requeue"]) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("success_rate", [0.5, 0.1, 0.9])
 def test_groups_without_a_signal_are_replaced_for_as_long_as_it_takes(success_rate):
     """Groups of 4 differ with probability 1 - p^4 - (1 - p)^4; of the n groups that ended, 1200 were trained.

@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from needs import need
 
-for package in ("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray"):
-    pytest.importorskip(package)
+need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
 from backends import metricslog, preflight  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402

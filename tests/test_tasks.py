@@ -212,6 +212,7 @@ def test_without_held_out_problems_asking_for_one_is_an_error(file: Path) -> Non
         Math(path=str(file), held_out_share=0.0).problem(0, held_out=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expected", "answer", "reward"),
     [
@@ -237,6 +238,7 @@ def test_an_expected_answer_that_cannot_be_read_is_an_error(file: Path) -> None:
 TOWER = "$9^{9^{9^{9}}}$"
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_ends_is_wrong_by_the_alarm_and_others_come_back_right(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +253,7 @@ def test_an_answer_that_never_ends_is_wrong_by_the_alarm_and_others_come_back_ri
     assert time.monotonic() - began < 5 + mathtask.START_LIMIT_S
 
 
+@pytest.mark.slow
 def test_an_answer_that_never_ends_is_wrong_by_the_kill_and_the_task_goes_on(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from needs import need
 from typer.testing import CliRunner
 
-for package in ("vllm", "deepspeed", "ray", "tensorboard"):
-    pytest.importorskip(package)
+need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
 from books import check_books, records  # noqa: E402
