@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -332,13 +333,13 @@ class Accountant:
     def _training_started(self, command: StartTraining) -> None:
         # As little as can be per rollout: most of this would otherwise be spent in loops.
         spans_M, finish_versions, rewards = zip(*map(self._finished.pop, command.rollout_ids), strict=True)
-        versions = [version for spans in spans_M for version in spans.versions]
-        ends = [end for spans in spans_M for end in spans.ends]
         counts = [len(spans.ends) for spans in spans_M]
-        end_N = np.array(ends, dtype=np.int64)
+        versions = chain.from_iterable([spans.versions for spans in spans_M])
+        ends = chain.from_iterable([spans.ends for spans in spans_M])
+        end_N = np.fromiter(ends, dtype=np.int64, count=sum(counts))
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[np.cumsum([0, *counts[:-1]])] = 0
-        lag_N = command.version - np.array(versions, dtype=np.int64)
+        lag_N = command.version - np.fromiter(versions, dtype=np.int64, count=len(end_N))
         queue_N = command.version - np.repeat(np.array(finish_versions, dtype=np.int64), counts)
         self._micro_batches.append(_MicroBatch(len(counts), math.fsum(rewards), start_N, end_N, lag_N, queue_N))
 

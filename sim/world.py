@@ -22,6 +22,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
@@ -52,7 +53,7 @@ from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
 from sim.learning.tasks import checked_task
-from sim.lengths import Group, Workload, grown_length, growth_factor
+from sim.lengths import Workload, grown_length, growth_factor
 from sim.sequence import EngineHost, Sequence, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
 
@@ -140,7 +141,7 @@ class World:
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
         self._drawn_id = -1
-        self._drawn_group = Group(0, (), ())
+        self._drawn: list[Sequence] = []
         self._drawn_delays: list[int] = []
         self._delays = DispatchDelays(
             fixed_s=hardware.latency.dispatch_s,
@@ -272,34 +273,32 @@ class World:
             self._done.succeed()
 
     def _start_rollout(self, command: StartRollout) -> None:
-        rollout_id = command.rollout_id
+        rollout_id, sequences = command.rollout_id, self._sequences
         engine = self._engines[command.engine]
         group_id, member = divmod(rollout_id, self._group_size)
-        if self._policy is not None:
-            self._policy.answers.ask(rollout_id, command.prompt_id)
-            sequence = self._sequences.get(rollout_id)
-            if sequence is None:
-                sequence = Sequence(rollout_id, self._policy_prompt_tokens, self._config.workload.length.max)
-                self._sequences[rollout_id] = sequence
-            engine.submit(sequence, self._now + self._delays.group(group_id)[member])
-            return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
-        sequence = self._sequences.get(rollout_id)
-        if sequence is None:
-            group = self._drawn_group
-            tokens = group.lengths[member]
+        if rollout_id in sequences:  # it goes on where it was aborted
+            sequence = sequences[rollout_id]
+        else:
+            sequences[rollout_id] = sequence = self._drawn[member]
             if self._growth != 1.0:
-                tokens = self._grown(tokens, engine.version)
-            sequence = Sequence(rollout_id, group.prompt_tokens, tokens, group.rewards[member])
-            self._sequences[rollout_id] = sequence
+                sequence.finish_at(self._grown(sequence.length, engine.version))
+        if self._policy is not None:
+            self._policy.answers.ask(rollout_id, command.prompt_id)
         engine.submit(sequence, self._now + self._drawn_delays[member])
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
-        self._drawn_id = group_id
-        self._drawn_group = self._workload.group(group_id, prompt_id)
+        ids = range(group_id * self._group_size, (group_id + 1) * self._group_size)
+        if self._policy is None:
+            group = self._workload.group(group_id, prompt_id)
+            self._drawn = list(map(Sequence, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
+        else:
+            longest = self._config.workload.length.max
+            self._drawn = [Sequence(rollout_id, self._policy_prompt_tokens, longest) for rollout_id in ids]
         self._drawn_delays = self._delays.group(group_id)
+        self._drawn_id = group_id
 
     def _grown(self, tokens: int, version: int) -> int:
         length = self._config.workload.length
