@@ -69,8 +69,8 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
     A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (all
     measurements at one context: who says whether a sequence or its context took the time?), or if its standard error
     is more than a tenth of the time. Then one of those concerned is kept at ``kept``, and the others take up the
-    rest; the last of the list is kept first, but before it what is next to nothing
-    of the time at its known value, unless the error grows by that.
+    rest; the last of the list is kept first, but before it what is next to nothing of the time at its known value,
+    unless the error grows by that.
 
     Args:
         columns: At most a handful, the surest first.

@@ -323,9 +323,9 @@ def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     if run.hardware.gpu is None or run.hardware.model is None:
         return {}
     gpu, model = find_gpu(run.hardware.gpu), find_model(run.hardware.model)
-    longest = run.workload.prompt_tokens + run.workload.length.max
-    accelerators = run.training_accelerators
-    values = run_coefficients(run, gpu, model, training_accelerators=accelerators, longest=longest)
+    values = run_coefficients(
+        run, gpu, model, training_accelerators=run.training_accelerators, longest=run.longest_rollout_tokens
+    )
     return {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
 
 

@@ -162,7 +162,7 @@ class RolloutPool:
     # --------------------------------------------------------------------------------------- ending
 
     def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
-        """Book the end of generation of a rollout, which ``await_score`` or ``score`` is to follow.
+        """Book that a rollout is on its engine no more; if it has finished, ``await_score`` or ``score`` is to follow.
 
         Returns:
             Its group.
@@ -193,7 +193,7 @@ class RolloutPool:
         self._scoring.add(rollout_id)
 
     def awaited(self, rollout_id: int) -> Group:
-        """Book that the score of a finished rollout is here, which ``score`` is to follow.
+        """Book that a rollout is not being scored any more; if it has a score, ``score`` is to follow.
 
         Returns:
             Its group.
@@ -245,9 +245,7 @@ class RolloutPool:
         if rollout_id in self._in_flight:
             group = self.leave_engine(rollout_id, self._in_flight[rollout_id], NO_TOKENS)
         elif rollout_id in self._scoring:
-            self._scoring.remove(rollout_id)
-            group = self.groups[rollout_id // self.group_size]
-            group.num_scoring -= 1
+            group = self.awaited(rollout_id)
         else:
             raise SchedulerError(f"cannot handle the failure of rollout {rollout_id}: it has ended or never started")
         if group.doomed:

@@ -160,7 +160,7 @@ def test_all_members_get_the_weights_and_a_wrong_byte_is_refused_by_all(monkeypa
 
     threads = Threads()
     for rank in (1, 2):
-        threads.start(rank, lambda rank=rank: receive(rank))  # type: ignore[misc]
+        threads.start(rank, lambda rank=rank: receive(rank))
     group = join()
     assert [group.send(described(sent), one) for one in (sent, corrupted, sent)] == [0, 2, 0]
     for rounds in threads.end().values():

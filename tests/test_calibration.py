@@ -26,7 +26,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, fit
 from pipelinerl.hardware import decode_step_s, derive_decode, derive_training, resolved_hardware
-from pipelinerl.hardwarefit import HardwareFit
+from pipelinerl.hardwarefit import HardwareFit, fixed_coefficients
 from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.steptimes import read_step_times
 from pipelinerl.trace import Trace
@@ -314,6 +314,17 @@ def test_a_speed_factor_does_not_change_how_sequences_are_shared() -> None:
     ).table
     assert table["training"]["sequence_accelerators"] == 2
     assert train_step_s(run_of({**RUN, "hardware": table})) == pytest.approx(goal_s, rel=1e-3)
+
+
+def test_packs_are_calibrated_for_the_longest_rollout_that_is_simulated() -> None:
+    """A length source knows its own prompts: ``workload.prompt_tokens``, far beyond any pack here, is not read."""
+    length = "workload.length={ kind = 'empirical', source = 'rgym_llama_400', mean = 300, max = 8000 }"
+    run = run_of(NAMED, length, "workload.prompt_tokens=500000")
+    trainer = fixed_coefficients(run)
+    assert trainer["pack_tokens"] < 500_000
+    hardware = run.hardware.model_copy(update={"coefficients": trainer})
+    again = resolved_hardware(run.model_copy(update={"hardware": hardware}))
+    assert again.training == resolved_hardware(run).training
 
 
 def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
