@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +42,7 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.finished import FinishedRollouts
 from pipelinerl.profile import Profile
 
 BALANCED_SHARE = 0.05
@@ -185,8 +185,7 @@ class Accountant:
         self._version = 0
         self._stop: str | None = None
         # Rollouts.
-        # Its tokens, the trainer's version at its end, its reward once there is one.
-        self._finished: dict[int, tuple[VersionSpans, int, float | None]] = {}
+        self._finished = FinishedRollouts()
         self._interrupted: dict[int, VersionSpans] = {}
         self._aborting: set[int] = set()
         self._num_started = self._num_finished = 0
@@ -221,13 +220,12 @@ class Accountant:
             self._leave_engine(rollout_id, event.engine, num_tokens)
             self._num_finished += 1
             self._tokens_finished += num_tokens
-            self._finished[rollout_id] = (event.spans, self._version, event.reward)
+            self._finished.add(rollout_id, event.spans, self._version, event.reward)
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             return
         if isinstance(event, RolloutScored):
-            spans, finish_version, _ = self._finished[event.rollout_id]
-            self._finished[event.rollout_id] = (spans, finish_version, event.reward)
+            self._finished.score(event.rollout_id, event.reward)
             return
         match event:
             case RolloutAborted():
@@ -304,7 +302,7 @@ class Accountant:
         if rollout_id in self._engine_of:
             self._leave_engine(rollout_id, self._engine_of[rollout_id], 0)
         else:
-            self._tokens["failed"] += self._forget(rollout_id)
+            self._tokens["failed"] += self._finished.remove(rollout_id)
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
@@ -313,12 +311,8 @@ class Accountant:
                 self._tokens["aborted"] += self._interrupted.pop(rollout_id).num_tokens
             else:
                 self._ended["discarded"] += 1
-                self._tokens["discarded"] += self._forget(rollout_id)
+                self._tokens["discarded"] += self._finished.remove(rollout_id)
                 self._reasons[command.reason.value] += 1
-
-    def _forget(self, rollout_id: int) -> int:
-        """Forget a finished rollout and return its tokens."""
-        return self._finished.pop(rollout_id)[0].num_tokens
 
     def _loaded(self, event: WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
@@ -331,17 +325,17 @@ class Accountant:
     # ------------------------------------------------------------------------------------- training
 
     def _training_started(self, command: StartTraining) -> None:
-        # As little as can be per rollout: most of this would otherwise be spent in loops.
-        spans_M, finish_versions, rewards = zip(*map(self._finished.pop, command.rollout_ids), strict=True)
-        counts = [len(spans.ends) for spans in spans_M]
-        versions = chain.from_iterable([spans.versions for spans in spans_M])
-        ends = chain.from_iterable([spans.ends for spans in spans_M])
-        end_N = np.fromiter(ends, dtype=np.int64, count=sum(counts))
-        start_N = np.concatenate(([0], end_N[:-1]))
-        start_N[np.cumsum([0, *counts[:-1]])] = 0
-        lag_N = command.version - np.fromiter(versions, dtype=np.int64, count=len(end_N))
-        queue_N = command.version - np.repeat(np.array(finish_versions, dtype=np.int64), counts)
-        self._micro_batches.append(_MicroBatch(len(counts), math.fsum(rewards), start_N, end_N, lag_N, queue_N))
+        taken = self._finished.take(command.rollout_ids)
+        self._micro_batches.append(
+            _MicroBatch(
+                samples=len(taken.rewards_M),
+                reward=math.fsum(taken.rewards_M),
+                starts=taken.starts_N,
+                ends=taken.ends_N,
+                lags=command.version - taken.versions_N,
+                queue_lags=command.version - taken.finish_versions_N,
+            )
+        )
 
     def _trained(self, event: TrainingFinished) -> None:
         self._seconds["training"] += event.train_s

@@ -85,12 +85,15 @@ class RolloutPool:
         self._next_group_id = 0
         self._next_prompt_id = 0
         self._prompts_again: deque[int] = deque()
-        self._free = [slots_per_engine] * num_engines
         self._held = [False] * num_engines
-        # Engines by free slots, most first, lowest number first among equals. An entry is stale, and
-        # skipped, when the engine has another number of free slots by now. While some slots are never
-        # used, stale entries are never met: the heap is made anew when most of it is stale.
-        self._roomy = [(-slots_per_engine, engine) for engine in range(num_engines)]
+        # The load of an engine: slots in use * engines + its number. So the least load is that of the engine with
+        # most free slots, and among equals of the one with the lowest number.
+        self._num_engines = num_engines
+        self._full = slots_per_engine * num_engines  # from this load on an engine has no free slot
+        self._loads = list(range(num_engines))
+        # A heap of them. One that is not the load of its engine any more is stale, and skipped. While some slots are
+        # never used, stale ones are never met: the heap is made anew when most of it is stale.
+        self._roomy = list(range(num_engines))
         self._roomy_limit = 8 * num_engines
 
     # ------------------------------------------------------------------------------------- starting
@@ -122,15 +125,16 @@ class RolloutPool:
 
         There must be such a rollout (``interrupted`` or ``starting``) and room (``num_free``).
         """
-        roomy, free, held = self._roomy, self._free, self._held
+        roomy, loads, held, num_engines = self._roomy, self._loads, self._held, self._num_engines
         while True:
-            negative, engine = heapq.heappop(roomy)
-            if free[engine] == -negative and not held[engine]:
+            load = heapq.heappop(roomy)
+            engine = load % num_engines
+            if loads[engine] == load and not held[engine]:
                 break  # the entry is not stale
-        free[engine] -= 1
+        loads[engine] = load = load + num_engines
         self.num_free -= 1
-        if negative < -1:
-            heapq.heappush(roomy, (negative + 1, engine))
+        if load < self._full:
+            heapq.heappush(roomy, load)
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
@@ -149,14 +153,14 @@ class RolloutPool:
     def hold(self, engine: int) -> None:
         """Start nothing on this engine until it is released."""
         self._held[engine] = True
-        self.num_free -= self._free[engine]
+        self.num_free -= self._num_free_on(engine)
 
     def release(self, engine: int) -> None:
         """Let rollouts start on this engine again."""
         if self._held[engine]:
             self._held[engine] = False
-            self.num_free += self._free[engine]
-            if self._free[engine]:
+            self.num_free += self._num_free_on(engine)
+            if self._loads[engine] < self._full:
                 self._list_as_roomy(engine)
 
     # --------------------------------------------------------------------------------------- ending
@@ -181,7 +185,7 @@ class RolloutPool:
                 group.oldest_reported = oldest
         del self._in_flight[rollout_id]
         group.num_in_flight -= 1
-        self._free[engine] += 1
+        self._loads[engine] -= self._num_engines
         if not self._held[engine]:
             self.num_free += 1
             self._list_as_roomy(engine)
@@ -295,11 +299,13 @@ class RolloutPool:
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
 
+    def _num_free_on(self, engine: int) -> int:
+        return (self._full // self._num_engines) - self._loads[engine] // self._num_engines
+
     def _list_as_roomy(self, engine: int) -> None:
-        heapq.heappush(self._roomy, (-self._free[engine], engine))
+        heapq.heappush(self._roomy, self._loads[engine])
         if len(self._roomy) > self._roomy_limit:
-            unheld = (one for one, held in enumerate(self._held) if not held)
-            self._roomy = [(-self._free[one], one) for one in unheld if self._free[one]]
+            self._roomy = [load for load in self._loads if load < self._full and not self._held[load % len(self._held)]]
             heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: Group) -> None:

@@ -56,13 +56,13 @@ class Wake(Event):
     """
 
     __slots__ = ("tag",)
+    _value = None  # nothing to tell
+    _ok = True
 
     def __init__(
         self, clock: Clock, delay: int, priority: EventPriority, tag: int, call: Callable[[Any], None]
     ) -> None:
         self.env = clock
         self.callbacks = [call]
-        self._value = None
-        self._ok = True
         self.tag = tag
         clock.schedule(self, priority, delay)

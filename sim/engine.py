@@ -27,8 +27,8 @@ Between boundaries at which something happens, b is constant and C grows by b pe
 in whole ticks, exactly what n single steps last (``reference.py`` makes them one by one, to prove it).
 The engine sleeps until the first boundary at which a rollout finishes, the cache would overflow, or a
 request is to be taken up. One such boundary needs no wake-up of its own, because nobody outside sees it: a
-single rollout joining the batch. It is looked through (``_join``), and made up for when the engine is next
-awake or asked. So a rollout costs one wake-up and O(log H), whatever its length.
+single rollout joining the batch. The engine goes through it ahead of time, and takes it back (``_take_back``) if
+it is asked for something before. So a rollout costs one wake-up and O(log H), whatever its length.
 
 A request that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes
 requests up at once.
@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -85,17 +86,18 @@ class Engine:
     __slots__ = (
         "_aborts",
         "_arrivals",
+        "_asked",
         "_awake",
         "_batch_ticks",
+        "_before_join",
         "_capacity",
         "_clock",
         "_context",
         "_context_ticks",
-        "_finishes",
+        "_finish_steps",
+        "_finishing",
         "_host",
         "_index",
-        "_join",
-        "_next_order",
         "_num_arrivals",
         "_num_slots",
         "_pause_end",
@@ -113,9 +115,9 @@ class Engine:
         "_version_steps",
         "_versions",
         "_waiting",
+        "_wake",
         "_wake_at",
         "_wake_steps",
-        "_wake_tag",
         "version",
     )
 
@@ -138,25 +140,28 @@ class Engine:
         self._context = 0  # tokens in the KV cache
         self._prefill_ticks = 0  # charged to the next step
         self._running: dict[int, Sequence] = {}  # in order of admission
-        self._finishes: list[tuple[int, int, Sequence]] = []  # heap of (step, order of admission, sequence)
-        self._next_order = index << 40  # no two engines give the same: a rollout may leave one and join another
+        self._finishing: list[Sequence] = []  # in the order in which they will have all their tokens, then of admission
+        self._finish_steps: list[int] = []  # the step at which each of them has
         self._waiting: deque[Sequence] = deque()
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
         self._versions = [0]
         self._pause_end: int | None = None
         self._still_since: int | None = None  # tick since which it stands still with what is in the batch
-        # Requests not yet taken up.
+        # Requests not yet taken up; whether there are others than arrivals.
+        self._asked = False
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._stand_at: int | None = None  # tick of the request to stand still
         self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
         self._arrivals: list[tuple[int, int, Sequence]] = []  # heap of (tick, number, sequence)
         self._num_arrivals = 0
-        # The wake-up that counts, and the steps from the boundary before it.
+        # The wake-up that counts, its tick, and the steps to it from the boundary before.
+        self._wake: Wake | None = None
         self._wake_at = NOT_PLANNED
         self._wake_steps = 0
-        self._wake_tag = 0
-        self._join: tuple[int, int, int] | None = None  # steps to a planned join, its tick, and ticks of its prefill
+        # While the boundary above is ahead of the clock, and a rollout joins at it: tick, step, context and prefill
+        # of the boundary before, and the arrival.
+        self._before_join: tuple[int, int, int, int, tuple[int, int, Sequence]]
         self._awake = False
 
     # -------------------------------------------------------------------------------------- requests
@@ -171,6 +176,7 @@ class Engine:
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
         self._aborts.append((self._clock.now, rollout_id))
+        self._asked = True
         if not self._awake:
             self._requested()
 
@@ -178,24 +184,26 @@ class Engine:
         """Have new weights arrive at tick ``at``."""
         assert self._update is None
         self._update = Update(at, version, weight_update)
+        self._asked = True
         if not self._awake:
             self._requested()
 
     def stand_still(self) -> None:
         """Stop, with what is in progress, until new weights are loaded."""
         self._stand_at = self._clock.now
+        self._asked = True
         if not self._awake:
             self._requested()
 
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
-        self._catch_up()
+        self._take_back()
         if self._is_decoding():
             self._step += self._first_boundary_after(self._clock.now)[0] - 1
         ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
         arriving = [sequence for _, _, sequence in self._arrivals]
         ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
-        self._wake_tag += 1  # no more wake-ups
+        self._wake = None
         return sorted(ended, key=lambda pair: pair[0])
 
     def _is_decoding(self) -> bool:
@@ -203,31 +211,29 @@ class Engine:
 
     def _requested(self) -> None:
         """Plan anew; not called in a boundary, at the end of which it plans anyway."""
-        self._catch_up()
+        self._take_back()
         self._plan(self._clock.now)
 
     # ------------------------------------------------------------------------------------ boundaries
 
     def _woken(self, wake: Wake) -> None:
         """Go through a boundary."""
-        if wake.tag != self._wake_tag:
+        if wake is not self._wake:
             return
         self._awake = True
-        now = self._wake_at
-        if self._join is not None:
-            self._make_join(self._join)
-        self._tick = taken_until = now
+        self._tick = now = taken_until = self._wake_at
         if self._pause_end is not None:
             taken_until = now - 1
             self._finish_update()
         elif self._running and self._still_since is None:
             taken_until = now - 1
-            self._step += self._wake_steps
-            self._context += self._wake_steps * len(self._running)
+            steps = self._wake_steps
+            self._step = step = self._step + steps
+            self._context += steps * len(self._running)
             self._prefill_ticks = 0
-            self._report_finished()
+            self._report_finished(step)
         arrivals = self._arrivals
-        if (arrivals and arrivals[0][0] <= taken_until) or not self._is_quiet():
+        if self._asked or (arrivals and arrivals[0][0] <= taken_until):
             self._take_requests(taken_until)
         if self._pause_end is None and self._still_since is None:
             if self._context + len(self._running) > self._capacity:
@@ -238,27 +244,23 @@ class Engine:
         self._wake_at = NOT_PLANNED
         self._plan(now)
 
-    def _catch_up(self) -> None:
-        """Go through the planned join if its boundary has passed."""
-        if self._join is not None and self._join[1] <= self._clock.now:
-            self._make_join(self._join)
+    def _take_back(self) -> None:
+        """Take back a join at a boundary that is still to come."""
+        if self._tick > self._clock.now:
+            _, sequence = self._running.popitem()
+            self._finishes_no_more(sequence)
+            self._tick, self._step, self._context, self._prefill_ticks, arrival = self._before_join
+            heapq.heappush(self._arrivals, arrival)
 
-    def _make_join(self, join: tuple[int, int, int]) -> None:
-        self._join = None
-        steps, self._tick, self._prefill_ticks = join
-        self._step += steps
-        self._context += steps * len(self._running)
-        self._join_batch(heapq.heappop(self._arrivals)[2])  # the first: others may have been submitted since
-
-    def _report_finished(self) -> None:
-        finishes, running, host, step = self._finishes, self._running, self._host, self._step
-        while finishes and finishes[0][0] <= step:
-            _, order, sequence = heapq.heappop(finishes)
-            if sequence.order != order:
-                continue  # it has left the batch before
+    def _report_finished(self, step: int) -> None:
+        """Report what has all its tokens at this step."""
+        running, finishing, finish_steps = self._running, self._finishing, self._finish_steps
+        while finish_steps and finish_steps[0] == step:
+            del finish_steps[0]
+            sequence = finishing.pop(0)
             del running[sequence.rollout_id]
             self._context -= sequence.prompt_tokens + sequence.length
-            host.rollout_finished(self._index, sequence, self._spans(sequence))
+            self._host.rollout_finished(self._index, sequence, self._spans(sequence))
 
     def _take_requests(self, until: int) -> None:
         """Take up what has arrived up to tick ``until``."""
@@ -271,10 +273,7 @@ class Engine:
             self._stand_at, self._still_since = None, self._tick
         if update is not None and update.at <= until:
             self._begin_update(update)
-
-    def _is_quiet(self) -> bool:
-        """Return whether nothing is requested but that rollouts join."""
-        return self._update is None and not self._aborts and self._stand_at is None
+        self._asked = self._update is not None or bool(self._aborts) or self._stand_at is not None
 
     def _begin_update(self, update: Update) -> None:
         match update.weight_update:
@@ -305,13 +304,23 @@ class Engine:
         """Take a rollout into the batch; its prefill is charged by the caller."""
         if self._tokens is not None:
             self._tokens.begin(sequence, self.version)
-        sequence.order = order = self._next_order
-        self._next_order += 1
-        sequence.start_step = step = self._step
+        sequence.start_step = self._step
         sequence.first_update = len(self._versions)
         self._running[sequence.rollout_id] = sequence
         self._context += sequence.tokens_to_prefill
-        heapq.heappush(self._finishes, (step + sequence.num_left, order, sequence))
+        self._finishes_at(self._step + sequence.num_left, sequence)
+
+    def _finishes_at(self, step: int, sequence: Sequence) -> None:
+        """Note when a rollout that joins the batch will have all its tokens."""
+        place = bisect_right(self._finish_steps, step)
+        self._finish_steps.insert(place, step)
+        self._finishing.insert(place, sequence)
+
+    def _finishes_no_more(self, sequence: Sequence) -> None:
+        """Forget when a rollout would have had all its tokens."""
+        first = bisect_left(self._finish_steps, sequence.start_step + sequence.num_left)
+        place = self._finishing.index(sequence, first)
+        del self._finish_steps[place], self._finishing[place]
 
     def _fits(self, sequence: Sequence, context: int, batch: int) -> bool:
         """Return whether a rollout, and one more step of everybody, fit beside what is there."""
@@ -320,8 +329,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """Note what a rollout has when it leaves the batch unfinished; it is out of ``_running`` already."""
         self._context -= sequence.tokens_to_prefill + self._step - sequence.start_step
+        self._finishes_no_more(sequence)
         sequence.keep(self._spans(sequence))
-        sequence.order = -1
 
     def _abort(self, rollout_id: int) -> None:
         sequence = self._running.pop(rollout_id, None)
@@ -339,7 +348,7 @@ class Engine:
                 heapq.heapify(self._arrivals)
             else:
                 return  # it has finished meanwhile
-        self._host.rollout_aborted(self._index, rollout_id, sequence.spans)
+        self._host.rollout_aborted(self._index, sequence)
 
     # --------------------------------------------------------------------------------------- weights
 
@@ -367,8 +376,9 @@ class Engine:
         running = list(self._running.values())
         num_tokens = [one.spans.num_tokens + self._step - one.start_step for one in running]
         tokens.go_on(running, num_tokens, self.version, recompute=recompute)
-        self._finishes = [(one.start_step + one.num_left, one.order, one) for one in running]
-        heapq.heapify(self._finishes)
+        self._finishing, self._finish_steps = [], []
+        for one in running:
+            self._finishes_at(one.start_step + one.num_left, one)
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
@@ -390,7 +400,6 @@ class Engine:
 
     def _plan(self, now: int) -> None:
         """Schedule the wake-up at the next boundary at which something happens that others see."""
-        self._join = None
         if self._pause_end is not None:
             at = self._pause_end
         elif self._running and self._still_since is None:
@@ -402,46 +411,40 @@ class Engine:
             at = max(request, now)
         if at != self._wake_at:
             self._wake_at = at
-            self._wake_tag += 1
-            Wake(self._clock, at - now, self._priority, self._wake_tag, self._woken)
+            self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
 
     def _plan_steps(self) -> int:
-        """Set the steps to the next wake-up, and the join before it, if any; return its tick."""
-        finishes, arrivals, context, batch = self._finishes, self._arrivals, self._context, len(self._running)
-        while finishes[0][2].order != finishes[0][1]:
-            heapq.heappop(finishes)
-        finish_step, step, tick = finishes[0][0], self._step, self._tick
-        steps = finish_step - step
+        """Set the steps to the next wake-up, go through the join before it, if any, and return its tick."""
+        arrivals, context, batch = self._arrivals, self._context, len(self._running)
+        steps = self._finish_steps[0] - self._step
         if context + steps * batch > self._capacity:
             steps = (self._capacity - context) // batch
-        quiet = self._is_quiet()
-        request = (arrivals[0][0] if arrivals else None) if quiet else self._next_request()
+        request = self._next_request() if self._asked else arrivals[0][0] if arrivals else None
         if request is not None:
             to_request, at = self._first_boundary_after(request)
             if to_request < steps:
-                context += to_request * batch
-                self._wake_steps = to_request
-                if not quiet or len(arrivals) > 1 or self._waiting:
+                at_request = context + to_request * batch
+                if (
+                    self._asked
+                    or self._waiting
+                    or len(arrivals) > 1
+                    or not self._fits(sequence := arrivals[0][2], at_request, batch)
+                ):
+                    self._wake_steps = to_request
                     return at
-                sequence = arrivals[0][2]
-                tokens = sequence.tokens_to_prefill
-                context += tokens
-                batch += 1
-                if context + batch > self._capacity or batch > self._num_slots:
-                    return at
-                # Look through this boundary: all that happens at it is that this rollout joins.
-                if self._tokens is not None:
-                    self._tokens.begin(sequence, self.version)
-                prefill_ticks = self._prefill.ticks(tokens)
-                self._join = (to_request, at, prefill_ticks)
-                steps = finish_step - step - to_request
-                steps = min(steps, sequence.num_left)
+                # All that happens at this boundary is that this rollout joins.
+                self._before_join = (self._tick, self._step, context, self._prefill_ticks, heapq.heappop(arrivals))
+                self._tick, self._context = at, at_request
+                self._step += to_request
+                self._prefill_ticks = self._prefill.ticks(sequence.tokens_to_prefill)
+                self._join_batch(sequence)
+                context, batch = self._context, batch + 1
+                steps = self._finish_steps[0] - self._step
                 if context + steps * batch > self._capacity:
                     steps = (self._capacity - context) // batch
-                self._wake_steps = steps
-                return at + self._duration(steps, context, batch, prefill_ticks)
         self._wake_steps = steps
-        return tick + self._duration(steps, context, batch, self._prefill_ticks)
+        first = self._batch_ticks[batch] + self._context_ticks * context
+        return self._tick + self._prefill_ticks + _steps_ticks(steps, first, self._context_ticks * batch)
 
     def _next_request(self) -> int | None:
         """Return the tick of the first request that can be taken up, if any."""
@@ -456,25 +459,25 @@ class Engine:
             ticks.append(self._stand_at)
         return min(ticks) if ticks else None
 
-    def _duration(self, steps: int, context: int, batch: int, prefill_ticks: int) -> int:
-        """Return the ticks of ``steps`` steps, t(n) at the top of this file."""
-        first = self._batch_ticks[batch] + self._context_ticks * context
-        return prefill_ticks + steps * first + self._context_ticks * batch * (steps * (steps - 1) // 2)
-
     def _first_boundary_after(self, tick: int) -> tuple[int, int]:
         """Return the steps to the first boundary after a tick, and the tick of that boundary; O(1)."""
-        context, batch, prefill_ticks, start = self._context, len(self._running), self._prefill_ticks, self._tick
-        first = self._batch_ticks[batch] + self._context_ticks * context
-        rest = tick - start - prefill_ticks
+        batch, start = len(self._running), self._tick + self._prefill_ticks
+        first = self._batch_ticks[batch] + self._context_ticks * self._context
+        rest = tick - start
         if first > rest:
-            return 1, start + prefill_ticks + first
+            return 1, start + first
         # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
         # is a step off at most, which the two loops put right in whole numbers.
         growth = self._context_ticks * batch
         linear = first - growth / 2
-        steps = int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
-        while start + self._duration(steps, context, batch, prefill_ticks) > tick:
+        steps = 1 + int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
+        while _steps_ticks(steps - 1, first, growth) > rest:
             steps -= 1
-        while (at := start + self._duration(steps, context, batch, prefill_ticks)) <= tick:
+        while (ticks := _steps_ticks(steps, first, growth)) <= rest:
             steps += 1
-        return steps, at
+        return steps, start + ticks
+
+
+def _steps_ticks(steps: int, first: int, growth: int) -> int:
+    """Return the ticks of steps of which the first lasts ``first`` and each one ``growth`` longer than the last."""
+    return steps * first + growth * (steps * (steps - 1) // 2)

@@ -126,7 +126,7 @@ class StepByStepEngine:
         self._waiting = [one for one in self._waiting if one is not sequence]
         self._arrivals = [arrival for arrival in self._arrivals if arrival[1] is not sequence]
         del self._token_versions[sequence.rollout_id]
-        self._host.rollout_aborted(self._index, sequence.rollout_id, sequence.spans)
+        self._host.rollout_aborted(self._index, sequence)
 
     def _preempt(self) -> bool:
         """Make room for the next step, last in first out; return whether anything had to leave."""

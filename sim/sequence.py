@@ -15,7 +15,6 @@ class Sequence:
         "first_update",
         "length",
         "num_left",
-        "order",
         "prompt_tokens",
         "reward",
         "rollout_id",
@@ -24,9 +23,7 @@ class Sequence:
         "tokens_to_prefill",
     )
 
-    # Set when it joins a batch: its place in the order of admission (-1 once it has left unfinished), the
-    # decode steps its engine had done, and the weight versions its engine had had.
-    order: int
+    # Set when it joins a batch: the decode steps its engine had done, and the weight versions its engine had had.
     start_step: int
     first_update: int
 
@@ -67,8 +64,8 @@ class EngineHost(Protocol):
     def rollout_finished(self, engine: int, sequence: Sequence, spans: VersionSpans) -> None:
         """The last token of a rollout is there: these are all."""
 
-    def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
-        """A rollout has ended early, with these tokens."""
+    def rollout_aborted(self, engine: int, sequence: Sequence) -> None:
+        """A rollout has ended early; it keeps the tokens it has."""
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
         """A rollout has lost its place in the KV cache; its tokens so far are prefilled again when it is admitted."""

@@ -15,9 +15,9 @@ from pipelinerl.events import (
     RolloutScored,
     StartTraining,
     TrainingFinished,
-    VersionSpans,
     WeightsPublished,
 )
+from pipelinerl.finished import FinishedRollouts
 from sim.run import no_garbage_collection
 from sim.world import World
 
@@ -42,14 +42,14 @@ class StepBooks:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self._version = 0
-        self._finished: dict[int, VersionSpans] = {}
+        self._finished = FinishedRollouts()
         self._start_s = self._train_s = self._publish_s = 0.0
         self._by_lag = np.zeros(1, dtype=np.int64)  # trained tokens of this step by lag
 
     def event(self, time_s: float, event: Event) -> None:
         """Book an event reported at ``time_s``."""
         if isinstance(event, RolloutFinished):
-            self._finished[event.rollout_id] = event.spans
+            self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
         elif isinstance(event, RolloutScored):
             pass  # comes as often as the one above
         elif isinstance(event, TrainingFinished):
@@ -66,21 +66,12 @@ class StepBooks:
             self._training_started(command)
         elif isinstance(command, DiscardRollouts):
             for rollout_id in command.rollout_ids:
-                self._finished.pop(rollout_id, None)
+                if rollout_id in self._finished:  # not one that a weight update had aborted
+                    self._finished.remove(rollout_id)
 
     def _training_started(self, command: StartTraining) -> None:
-        versions: list[int] = []
-        ends: list[int] = []
-        counts: list[int] = []
-        for rollout_id in command.rollout_ids:
-            spans = self._finished.pop(rollout_id)
-            versions += spans.versions
-            ends += spans.ends
-            counts.append(len(spans.ends))
-        tokens_N = np.diff(np.array(ends, dtype=np.int64), prepend=0)
-        first_M = np.cumsum([0, *counts[:-1]])
-        tokens_N[first_M] = np.array(ends, dtype=np.int64)[first_M]  # a rollout's first span begins at 0
-        lag_N = command.version - np.array(versions, dtype=np.int64)
+        taken = self._finished.take(command.rollout_ids)
+        tokens_N, lag_N = taken.ends_N - taken.starts_N, command.version - taken.versions_N
         added = np.bincount(lag_N, tokens_N, len(self._by_lag)).astype(np.int64)  # exact: counts below 2^53
         added[: len(self._by_lag)] += self._by_lag
         self._by_lag = added

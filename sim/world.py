@@ -136,7 +136,11 @@ class World:
         )
         self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
-        self._sequences: dict[int, Sequence] = {}  # started and not yet trained on or given up
+        # A rollout in progress is known to its engine alone, and afterwards to one of these until it is trained on or
+        # given up: small books stay in the processor's cache.
+        self._aborted: dict[int, Sequence] = {}  # aborted by a weight update, to be started again
+        self._rewards: dict[int, float] = {}  # of what is being scored
+        self._tokens: dict[int, int] = {}  # of what has finished, prompts included
         self._aborting: set[int] = set()  # rollouts that nobody wants any more
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
@@ -207,18 +211,22 @@ class World:
             self._aborting.discard(rollout_id)
         if self._policy is not None:
             sequence.reward = self._policy.finished(rollout_id, spans)
+        self._tokens[rollout_id] = sequence.prompt_tokens + sequence.length
         if not self._score_ticks:
             self._deliver(RolloutFinished(rollout_id, engine, spans, sequence.reward))
             return
+        self._rewards[rollout_id] = sequence.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
 
-    def rollout_aborted(self, engine: int, rollout_id: int, spans: VersionSpans) -> None:
+    def rollout_aborted(self, engine: int, sequence: Sequence) -> None:
         """Report a rollout that ended early."""
+        rollout_id = sequence.rollout_id
+        self._aborted[rollout_id] = sequence
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, spans))
+        self._deliver(RolloutAborted(rollout_id, engine, sequence.spans))
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
         """Report a rollout that has to be prefilled again."""
@@ -229,7 +237,7 @@ class World:
         self._deliver(WeightsLoaded(engine, version, to_seconds(pause_ticks)))
 
     def _scored(self, wake: Wake) -> None:
-        self._deliver(RolloutScored(wake.tag, self._sequences[wake.tag].reward))
+        self._deliver(RolloutScored(wake.tag, self._rewards.pop(wake.tag)))
 
     # ------------------------------------------------------------------------------------- commands
 
@@ -238,9 +246,10 @@ class World:
         now = self._clock.now
         if now != self._now:
             self._now, self._now_s = now, to_seconds(now)
-        self._recorder.event(self._now_s, event)
+        recorder, now_s = self._recorder, self._now_s
+        recorder.event(now_s, event)
         for command in self._scheduler.handle(event):
-            self._recorder.command(self._now_s, command)
+            recorder.command(now_s, command)
             if isinstance(command, StartRollout):  # comes once per rollout
                 self._start_rollout(command)
             else:
@@ -273,15 +282,15 @@ class World:
             self._done.succeed()
 
     def _start_rollout(self, command: StartRollout) -> None:
-        rollout_id, sequences = command.rollout_id, self._sequences
+        rollout_id = command.rollout_id
         engine = self._engines[command.engine]
         group_id, member = divmod(rollout_id, self._group_size)
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
-        if rollout_id in sequences:  # it goes on where it was aborted
-            sequence = sequences[rollout_id]
+        if rollout_id in self._aborted:  # it goes on where it was aborted
+            sequence = self._aborted.pop(rollout_id)
         else:
-            sequences[rollout_id] = sequence = self._drawn[member]
+            sequence = self._drawn[member]
             if self._growth != 1.0:
                 sequence.finish_at(self._grown(sequence.length, engine.version))
         if self._policy is not None:
@@ -318,8 +327,7 @@ class World:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False
-        trained = map(self._sequences.pop, command.rollout_ids)
-        lengths = [sequence.prompt_tokens + sequence.length for sequence in trained]
+        lengths = list(map(self._tokens.pop, command.rollout_ids))
         train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
@@ -335,7 +343,8 @@ class World:
             engine.update(command.version, command.weight_update, arrival)
 
     def _forget(self, rollout_id: int) -> None:
-        del self._sequences[rollout_id]
+        if self._aborted.pop(rollout_id, None) is None:
+            del self._tokens[rollout_id]
         if self._policy is not None:
             self._policy.forget(rollout_id)
 

@@ -57,8 +57,8 @@ class Log:
     def rollout_finished(self, engine, sequence, spans):
         self.entries.append((self.clock.now, "finished", sequence.rollout_id, spans))
 
-    def rollout_aborted(self, engine, rollout_id, spans):
-        self.entries.append((self.clock.now, "aborted", rollout_id, spans))
+    def rollout_aborted(self, engine, sequence):
+        self.entries.append((self.clock.now, "aborted", sequence.rollout_id, sequence.spans))
 
     def rollout_preempted(self, engine, rollout_id, num_tokens):
         self.entries.append((self.clock.now, "preempted", rollout_id, num_tokens))
@@ -533,8 +533,9 @@ class Scripted(Log):
     def rollout_preempted(self, engine, rollout_id, num_tokens):
         self.note("preempted", engine, rollout_id, num_tokens)
 
-    def rollout_aborted(self, engine, rollout_id, spans):
-        self.note("aborted", engine, rollout_id, spans)
+    def rollout_aborted(self, engine, sequence):
+        rollout_id = sequence.rollout_id
+        self.note("aborted", engine, rollout_id, sequence.spans)
         self.place[rollout_id] = None
         if rollout_id in self.unwanted:
             self.start_next(engine)

@@ -6,13 +6,14 @@ import csv
 import gzip
 import json
 import sys
+from itertools import takewhile
 
 import numpy as np
 import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.events import RolloutFinished, StartTraining, VersionSpans
+from pipelinerl.events import RolloutAborted, RolloutFinished, StartTraining, VersionSpans
 from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.trace import Trace, replay
 from sim.engine import Engine
@@ -359,11 +360,13 @@ def test_what_is_given_up_is_forgotten():
     config = config_with("scheduler.max_lag=1", "scheduler.on_stale=drop", "hardware.training.step_s=0.05")
     with one_thread():
         learner = Learner(config)
-        log = type("Log", (), {"event": lambda *_: None, "command": lambda *_: None})()
+        events = []
+        log = type("Log", (), {"event": lambda _, __, event: events.append(event), "command": lambda *_: None})()
         world = World(config, policy=learner)
         world.run(log)
-    assert set(learner.answers._drafts) <= set(world._sequences)
-    assert set(learner._spans) == set(learner._rewards) <= set(world._sequences)
+    unfinished = takewhile(lambda event: isinstance(event, RolloutAborted), reversed(events))  # by the end of the run
+    assert set(learner.answers._drafts) <= set(world._tokens) | {event.rollout_id for event in unfinished}
+    assert set(learner._spans) == set(learner._rewards) <= set(world._tokens)
 
 
 @pytest.mark.slow
