@@ -434,7 +434,7 @@ class Driver:
         state, rollout_id, seat = self._state, command.rollout_id, self._fleet.seats[command.engine]
         data = state.rollouts[rollout_id]
         if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
-            self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens")
+            self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         await self._preprocessing.room()
         await seat.may_generate.wait()
@@ -452,7 +452,7 @@ class Driver:
             self._aborted(rollout_id, command.engine)
             return
         except BackendError as error:
-            self._failed(rollout_id, str(error))
+            self._failed(rollout_id, str(error), command.engine)
             return
         finally:
             self._submitted.discard(rollout_id)
@@ -473,13 +473,14 @@ class Driver:
             del self._state.rollouts[rollout_id]
         self._deliver(RolloutAborted(rollout_id, engine, spans))
 
-    def _failed(self, rollout_id: int, why: str) -> None:
+    def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
+        """Report a rollout that will not be scored, and its engine if it has not finished."""
         if self._frozen:
             return
         self._answers.tell(f"rollout {rollout_id} failed: {why}")
         del self._state.rollouts[rollout_id]
         self._state.scoring.discard(rollout_id)
-        self._deliver(RolloutFailed(rollout_id))
+        self._deliver(RolloutFailed(rollout_id, engine))
 
     async def _abort(self, command: AbortRollout) -> None:
         seat = self._fleet.seats[command.engine]

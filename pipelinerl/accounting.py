@@ -141,7 +141,6 @@ class Accountant:
         "_busy_since_s",
         "_colocated",
         "_ended",
-        "_engine_of",
         "_engine_rollouts",
         "_finished",
         "_interrupted",
@@ -196,7 +195,6 @@ class Accountant:
         self._num_interruptions = self._num_preemptions = 0
         # Engines.
         self._engine_rollouts = [0] * num_engines
-        self._engine_of: dict[int, int] = {}
         self._busy_since_s = [0.0] * num_engines
         self._busy_s = [0.0] * num_engines
         # Colocated, in the training phase: since when what is in progress stands still.
@@ -231,7 +229,7 @@ class Accountant:
             case RolloutAborted():
                 self._aborted(event)
             case RolloutFailed():
-                self._failed(event.rollout_id)
+                self._failed(event)
             case RolloutPreempted():
                 self._num_preemptions += 1
             case TrainingFinished():
@@ -253,7 +251,6 @@ class Accountant:
                 self._num_interruptions += 1
             else:
                 self._num_started += 1
-            self._engine_of[rollout_id] = engine
             in_progress = self._engine_rollouts[engine] + 1
             self._engine_rollouts[engine] = in_progress
             if in_progress == 1:
@@ -276,7 +273,6 @@ class Accountant:
                 self._stop = command.reason.value
 
     def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int) -> None:
-        del self._engine_of[rollout_id]
         in_progress = self._engine_rollouts[engine] - 1
         self._engine_rollouts[engine] = in_progress
         if not in_progress:
@@ -296,13 +292,13 @@ class Accountant:
             self._interrupted[rollout_id] = event.spans
         self._aborting.discard(rollout_id)
 
-    def _failed(self, rollout_id: int) -> None:
+    def _failed(self, event: RolloutFailed) -> None:
         self._ended["failed"] += 1
-        self._aborting.discard(rollout_id)
-        if rollout_id in self._engine_of:
-            self._leave_engine(rollout_id, self._engine_of[rollout_id], 0)
+        self._aborting.discard(event.rollout_id)
+        if event.engine is not None:
+            self._leave_engine(event.rollout_id, event.engine, 0)
         else:
-            self._tokens["failed"] += self._finished.remove(rollout_id)
+            self._tokens["failed"] += self._finished.remove(event.rollout_id)
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:

@@ -181,6 +181,8 @@ class RolloutFailed:
     """A rollout will never be scored: generation, reward or preprocessing raised."""
 
     rollout_id: int
+    engine: int | None = None
+    """Where it was in progress. None: nowhere, it had finished."""
 
 
 @value

@@ -240,18 +240,20 @@ class RolloutPool:
             return
         self.interrupted[rollout_id] = spans.num_tokens
 
-    def fail(self, rollout_id: int) -> Group | None:
+    def fail(self, rollout_id: int, engine: int | None) -> Group | None:
         """Book a rollout that will never be scored.
+
+        Args:
+            rollout_id: The rollout.
+            engine: Where it was in progress. None: it had finished.
 
         Returns:
             Its group, which can never be ready now, if it is not doomed already.
         """
-        if rollout_id in self._in_flight:
-            group = self.leave_engine(rollout_id, self._in_flight[rollout_id], NO_TOKENS)
-        elif rollout_id in self._scoring:
+        if engine is None:
             group = self.awaited(rollout_id)
         else:
-            raise SchedulerError(f"cannot handle the failure of rollout {rollout_id}: it has ended or never started")
+            group = self.leave_engine(rollout_id, engine, NO_TOKENS)
         if group.doomed:
             self._forget_if_over(group)
             return None

@@ -185,7 +185,7 @@ class Scheduler(ABC):
                     raise self._impossible(event)
                 return commands
             case RolloutFailed():
-                failed = self._pool.fail(event.rollout_id)
+                failed = self._pool.fail(event.rollout_id, event.engine)
                 if failed is not None:
                     self._doom(failed, DiscardReason.SIBLING_FAILED, commands)
             case _:

@@ -38,7 +38,7 @@ from pipelinerl.scheduler import make_scheduler
 
 FORMAT = "pipelinerl-trace"
 """What the first line of a trace calls itself."""
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised when a reader of the old format could misread the new one."""
 
 T = TypeVar("T")
@@ -293,6 +293,7 @@ def _decoded_spans(spans: Any) -> VersionSpans:
 
 _DECODERS: dict[Any, Callable[[Any], Any]] = {
     int: operator.index,
+    int | None: lambda one: None if one is None else operator.index(one),
     float: float,
     float | None: lambda one: None if one is None else float(one),
     bool: bool,

@@ -330,7 +330,7 @@ def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
             trained, aborted, late, failed, unwanted = range(5 * n, 5 * n + 5)
             history.append((n + 0.1, *(start(k) for k in range(5 * n, 5 * n + 5))))
             history.append((n + 0.2, AbortRollout(aborted, 0), AbortRollout(late, 0)))
-            history.append((n + 0.3, RolloutAborted(aborted, 0, NO_TOKENS), RolloutFailed(failed)))
+            history.append((n + 0.3, RolloutAborted(aborted, 0, NO_TOKENS), RolloutFailed(failed, 0)))
             history.append((n + 0.4, *(entry for k in (trained, late, unwanted) for entry in ended(k, (0, 1)))))
             history.append((n + 0.5, DiscardRollouts((late, unwanted), DiscardReason.STALE)))
             history.append((n + 0.6, StartTraining((trained,), n, True), TrainingFinished(n + 1, 0.0)))
@@ -366,7 +366,7 @@ def test_a_failure_loses_the_tokens_that_are_known():
         [
             (0.0, start(0), start(1), start(2), start(3)),
             (5.0, RolloutFinished(1, 0, spans((0, 6)))),
-            (6.0, RolloutFailed(0), RolloutFailed(1), AbortRollout(2, 0)),
+            (6.0, RolloutFailed(0, 0), RolloutFailed(1), AbortRollout(2, 0)),
             (7.0, RolloutAborted(2, 0, spans((0, 1)))),
             (8.0, *ended(3, (0, 3)), DiscardRollouts((3,), DiscardReason.SIBLING_FAILED)),
         ]
@@ -517,7 +517,7 @@ def test_lag_by_position_has_at_most_64_bins_and_null_where_no_token_is():
             7.0,
             id="an aborting update",
         ),
-        pytest.param([(2.0, start(0)), (3.0, RolloutFailed(0)), (8.0, start(1))], 3.0, id="until it fails"),
+        pytest.param([(2.0, start(0)), (3.0, RolloutFailed(0, 0)), (8.0, start(1))], 3.0, id="until it fails"),
     ],
 )
 def test_an_engine_is_busy_while_it_works_on_a_rollout(history, busy_s):

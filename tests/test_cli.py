@@ -808,7 +808,7 @@ def with_garbage(path: Path) -> None:
 
 
 def of_another_version(path: Path) -> None:
-    text = gzip.decompress(path.read_bytes()).replace(b'"format_version":2', b'"format_version":9')
+    text = gzip.decompress(path.read_bytes()).replace(b'"format_version":3', b'"format_version":9')
     path.write_bytes(gzip.compress(text))
 
 
@@ -818,7 +818,7 @@ def of_another_version(path: Path) -> None:
         (Path.unlink, "cannot read trace {path}: No such file or directory"),
         (cut_off, "{path} is cut off after line "),
         (with_garbage, "{path}, line 5: broken (Expecting value: line 1 column 1 (char 0))"),
-        (of_another_version, "{path} has trace format version 9, this program reads 2"),
+        (of_another_version, "{path} has trace format version 9, this program reads 3"),
         (lambda path: path.write_text(TINY), "cannot read trace {path}: Not a gzipped file "),
     ],
 )

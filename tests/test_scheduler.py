@@ -89,6 +89,10 @@ def done(*rollout_ids, version=0, engine=0, rewards=(1.0,)):
     ]
 
 
+def failed(rollout_id, engine=0):
+    return RolloutFailed(rollout_id, engine)
+
+
 def aborted(rollout_id, *versions, engine=0):
     return RolloutAborted(rollout_id, engine, tokens(*versions))
 
@@ -136,7 +140,9 @@ def test_the_emptiest_engine_is_found_after_any_number_of_rollouts():
     """4 rollouts on 2 engines of 100 slots, 2 on each; whenever one fails on engine 1, that is the emptier one."""
     scheduler = started(max_lag=0, train_batch_size=4, generation_batch_size=100, num_engines=2)
     failing = [3, *range(4, 100)]
-    assert tell(scheduler, *map(RolloutFailed, failing)) == [start(rollout_id, 1) for rollout_id in range(4, 101)]
+    assert tell(scheduler, *(failed(rollout_id, engine=1) for rollout_id in failing)) == [
+        start(rollout_id, 1) for rollout_id in range(4, 101)
+    ]
 
 
 def test_rollouts_of_a_group_share_a_prompt_and_start_one_by_one():
@@ -265,7 +271,7 @@ def test_conventional_makes_the_last_RL_step_shorter():
 def test_conventional_replaces_what_fails():
     scheduler = conventional()
     scheduler.start()
-    assert tell(scheduler, *done(0, 1, 2), RolloutFailed(3)) == [start(4)]
+    assert tell(scheduler, *done(0, 1, 2), failed(3)) == [start(4)]
     assert tell(scheduler, *done(4)) == [train(0, 1)]
 
 
@@ -328,7 +334,7 @@ def test_the_lag_gate_counts_what_the_running_step_has_taken():
 
 def test_a_discarded_group_leaves_the_lag_gate():
     scheduler = started(max_lag=0, generation_batch_size=8)
-    assert tell(scheduler, RolloutFailed(0)) == [start(2)]
+    assert tell(scheduler, failed(0)) == [start(2)]
 
 
 def test_the_trainer_waits_for_a_straggler_that_would_be_too_old_afterwards():
@@ -349,8 +355,8 @@ def test_the_trainer_waits_for_a_straggler_that_would_be_too_old_afterwards():
 def test_the_trainer_does_not_wait_for_a_straggler_that_failed():
     scheduler = started(max_lag=1)
     tell(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
-    assert others(tell(scheduler, RolloutFailed(0))) == []
-    assert others(tell(scheduler, RolloutFailed(3))) == [train(4, 5, version=1)]
+    assert others(tell(scheduler, failed(0))) == []
+    assert others(tell(scheduler, failed(3))) == [train(4, 5, version=1)]
 
 
 def test_a_straggler_whose_tokens_are_new_does_not_hold_the_trainer():
@@ -450,7 +456,7 @@ def test_the_failure_of_one_rollout_ends_its_group():
     """Rollout 0 is scored, 1 is being scored, 2 in flight, 3 fails: each ends in its own way, and once."""
     scheduler = started(group_size=4, train_batch_size=4)
     tell(scheduler, *done(0), finished(1, 0))
-    assert tell(scheduler, RolloutFailed(3)) == [
+    assert tell(scheduler, failed(3)) == [
         AbortRollout(2, 0),
         discard(0, reason=DiscardReason.SIBLING_FAILED),
         start(6, prompt_id=1),
@@ -461,26 +467,26 @@ def test_the_failure_of_one_rollout_ends_its_group():
 
 def test_rollouts_of_a_failed_group_that_have_not_started_never_do():
     scheduler = started(group_size=4, train_batch_size=4, generation_batch_size=2)
-    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0), start(4, prompt_id=1)]
+    assert tell(scheduler, failed(0)) == [AbortRollout(1, 0), start(4, prompt_id=1)]
 
 
 def test_a_rollout_that_fails_while_it_is_scored_ends_its_group():
     scheduler = started(group_size=2, generation_batch_size=2)
     tell(scheduler, finished(0, 0))
-    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0)]
+    assert tell(scheduler, failed(0, engine=None)) == [AbortRollout(1, 0)]
 
 
 def test_all_rollouts_of_a_group_may_fail():
     scheduler = started(group_size=2, generation_batch_size=2)
-    assert tell(scheduler, RolloutFailed(0)) == [AbortRollout(1, 0), start(2, prompt_id=1)]
-    assert tell(scheduler, RolloutFailed(1)) == [start(3, prompt_id=1)]
+    assert tell(scheduler, failed(0)) == [AbortRollout(1, 0), start(2, prompt_id=1)]
+    assert tell(scheduler, failed(1)) == [start(3, prompt_id=1)]
 
 
 def test_an_interrupted_rollout_of_a_failed_group_is_discarded():
     """Rollout 2 is being scored and 3 waits for its engine to load when 2 fails."""
     scheduler = started(weight_update=WeightUpdate.WAIT, group_size=2, generation_batch_size=2)
     tell(scheduler, *done(0, 1), trained(1), finished(2, 0), aborted(3, 0))
-    assert tell(scheduler, RolloutFailed(2)) == [discard(3, reason=DiscardReason.SIBLING_FAILED)]
+    assert tell(scheduler, failed(2, engine=None)) == [discard(3, reason=DiscardReason.SIBLING_FAILED)]
     assert tell(scheduler, loaded(1)) == [start(4, prompt_id=2), start(5, prompt_id=2)]
 
 
@@ -528,28 +534,28 @@ def test_the_run_stops_after_the_last_step_without_publishing_it():
 def test_nothing_is_answered_after_the_stop_whatever_is_reported():
     scheduler = started(optimizer_steps=1)
     tell(scheduler, *done(0, 1), trained(1))
-    assert tell(scheduler, *done(2, 3), aborted(4, 0), RolloutFailed(99), trained(1), published(5), loaded(9)) == []
+    assert tell(scheduler, *done(2, 3), aborted(4, 0), failed(99), trained(1), published(5), loaded(9)) == []
 
 
 def test_the_run_stops_when_more_than_discard_limit_rollouts_are_given_up_in_one_step():
     scheduler = started(discard_limit=2)
-    assert others(tell(scheduler, RolloutFailed(0), RolloutFailed(1))) == []
-    assert others(tell(scheduler, RolloutFailed(2))) == [Stop(StopReason.STALLED)]
+    assert others(tell(scheduler, failed(0), failed(1))) == []
+    assert others(tell(scheduler, failed(2))) == [Stop(StopReason.STALLED)]
     assert scheduler.stopped is StopReason.STALLED
-    assert tell(scheduler, RolloutFailed(3)) == []
+    assert tell(scheduler, failed(3)) == []
 
 
 def test_every_optimizer_step_has_its_own_discard_limit():
     scheduler = started(discard_limit=1)
-    assert others(tell(scheduler, RolloutFailed(0), *done(1, 2), trained(1))) == [train(1, 2), publish(1)]
-    assert others(tell(scheduler, RolloutFailed(3))) == []
-    assert others(tell(scheduler, RolloutFailed(4))) == [Stop(StopReason.STALLED)]
+    assert others(tell(scheduler, failed(0), *done(1, 2), trained(1))) == [train(1, 2), publish(1)]
+    assert others(tell(scheduler, failed(3))) == []
+    assert others(tell(scheduler, failed(4))) == [Stop(StopReason.STALLED)]
 
 
 def test_a_group_that_is_given_up_counts_with_all_its_rollouts():
     scheduler = started(discard_limit=3, group_size=2)
-    assert others(tell(scheduler, RolloutFailed(0))) == [AbortRollout(1, 0)]
-    assert others(tell(scheduler, RolloutFailed(2))) == [AbortRollout(3, 0), Stop(StopReason.STALLED)]
+    assert others(tell(scheduler, failed(0))) == [AbortRollout(1, 0)]
+    assert others(tell(scheduler, failed(2))) == [AbortRollout(3, 0), Stop(StopReason.STALLED)]
 
 
 def test_filtering_without_end_stalls():
@@ -589,9 +595,12 @@ LOADED = [*LOADING, loaded(1)]
         ([], RolloutPreempted(7, 0, 1), "version 0"),
         ([], RolloutPreempted(0, 1, 1), "version 0"),
         (done(0), RolloutPreempted(0, 0, 1), "version 0"),
-        ([], RolloutFailed(7), "rollout 7: it has ended or never started"),
-        (done(0), RolloutFailed(0), "rollout 0: it has ended or never started"),
-        ([RolloutFailed(0)], RolloutFailed(0), "rollout 0: it has ended or never started"),
+        ([], failed(7), "rollout 7 on engine 0: it is not there"),
+        ([], failed(0, engine=1), "rollout 0 on engine 1: it is not there"),
+        ([], failed(0, engine=None), "rollout 0: it is not being scored"),
+        (done(0), failed(0), "rollout 0 on engine 0: it is not there"),
+        (done(0), failed(0, engine=None), "rollout 0: it is not being scored"),
+        ([failed(0)], failed(0), "rollout 0 on engine 0: it is not there"),
         ([], trained(1), "version 0, trainer IDLE"),
         (TRAINING, trained(0), "version 0, trainer TRAINING"),
         (TRAINING, trained(2), "version 0, trainer TRAINING"),

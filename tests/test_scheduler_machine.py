@@ -255,9 +255,10 @@ class World:
 
     def fail(self, entry):
         rollout_id, group, rollout = entry
+        in_flight = rollout.place is Place.IN_FLIGHT
         rollout.place = Place.FAILED
         self.give_up(group, DiscardReason.SIBLING_FAILED)
-        self.deliver(RolloutFailed(rollout_id))
+        self.deliver(RolloutFailed(rollout_id, rollout.engine if in_flight else None))
 
     def finish_training(self):
         command, self.training = self.training, None
@@ -315,6 +316,7 @@ class World:
         for rollout_id, group, rollout in self.rollouts(*Place):
             if rollout.place is Place.IN_FLIGHT:
                 yield RolloutFinished(rollout_id, rollout.engine + 1, rollout.spans)
+                yield RolloutFailed(rollout_id, rollout.engine + 1)
                 yield RolloutFinished(rollout_id, rollout.engine, VersionSpans((group.bound - 1,), (1,)))
                 yield RolloutAborted(rollout_id, rollout.engine, VersionSpans((self.published + 1,), (1,)))
             else:
@@ -322,8 +324,9 @@ class World:
                 yield RolloutAborted(rollout_id, rollout.engine, rollout.spans)
             if rollout.place is not Place.SCORING:
                 yield RolloutScored(rollout_id, 1.0)
+                yield RolloutFailed(rollout_id)
                 if rollout.place is not Place.IN_FLIGHT:
-                    yield RolloutFailed(rollout_id)
+                    yield RolloutFailed(rollout_id, 0)
 
     def lie(self, pick):
         lies = [] if self.stopped else list(self.impossible())

@@ -84,7 +84,8 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (RolloutScored(7, 0.5), '"event":"RolloutScored","rollout_id":7,"reward":0.5'),
     (RolloutAborted(8, 1, NO_TOKENS), '"event":"RolloutAborted","rollout_id":8,"engine":1,"spans":[]'),
     (RolloutPreempted(8, 1, 5), '"event":"RolloutPreempted","rollout_id":8,"engine":1,"num_tokens":5'),
-    (RolloutFailed(9), '"event":"RolloutFailed","rollout_id":9'),
+    (RolloutFailed(9), '"event":"RolloutFailed","rollout_id":9,"engine":null'),
+    (RolloutFailed(9, 1), '"event":"RolloutFailed","rollout_id":9,"engine":1'),
     (TrainingFinished(4, 2.25), '"event":"TrainingFinished","version":4,"train_s":2.25'),
     (WeightsPublished(4, 0.5), '"event":"WeightsPublished","version":4,"publish_s":0.5'),
     (WeightsLoaded(1, 4, 0.0), '"event":"WeightsLoaded","engine":1,"version":4,"pause_s":0.0'),
@@ -147,7 +148,7 @@ def test_a_trace_is_the_configuration_then_a_line_per_event_and_command(tmp_path
     header, *lines = lines_of(write(tmp_path / "trace", *(one for one, _ in EXAMPLES)))
     assert json.loads(header) == {
         "format": "pipelinerl-trace",
-        "format_version": 2,
+        "format_version": 3,
         "config": run().model_dump(mode="json", exclude_none=True),
     }
     assert lines == [f'{{"t":{float(time_s)},{text}}}' for time_s, (_, text) in enumerate(EXAMPLES)]
@@ -187,7 +188,7 @@ contents = st.one_of(
     st.builds(RolloutScored, whole, st.floats(-1e9, 1e9)),
     st.builds(RolloutAborted, whole, whole, spans),
     st.builds(RolloutPreempted, whole, whole, whole),
-    st.builds(RolloutFailed, whole),
+    st.builds(RolloutFailed, whole, st.none() | whole),
     st.builds(TrainingFinished, whole, seconds),
     st.builds(WeightsPublished, whole, seconds),
     st.builds(WeightsLoaded, whole, whole, seconds),
@@ -249,15 +250,15 @@ def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
 def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str) -> None:
     path = rewritten(tmp_path / "trace", [f'{{"format": "pipelinerl-trace", "format_version": {version}}}'])
     found = json.loads(version)
-    assert FORMAT_VERSION == 2
-    assert fault(path) == f"{path} has trace format version {found}, this program reads 2"
+    assert FORMAT_VERSION == 3
+    assert fault(path) == f"{path} has trace format version {found}, this program reads 3"
 
 
 @pytest.mark.parametrize(
     ("config", "message"), [("[]", "the root must be a table, got []"), ("{}", "optimizer_steps is missing")]
 )
 def test_of_a_broken_configuration_the_first_fault_is_told(tmp_path: Path, config: str, message: str) -> None:
-    line = f'{{"format": "pipelinerl-trace", "format_version": 2, "config": {config}}}'
+    line = f'{{"format": "pipelinerl-trace", "format_version": 3, "config": {config}}}'
     path = rewritten(tmp_path / "trace", [line])
     assert fault(path) == f"{path}, line 1: {message}"
 
@@ -521,7 +522,7 @@ def test_replay_names_the_first_difference_and_its_line(
 
 def test_what_happens_after_the_stop_has_no_answer(tmp_path: Path) -> None:
     path, lines = one_rollout(tmp_path, StopReason.DONE)
-    rewritten(path, [*lines, '{"t":2.0,"event":"RolloutFailed","rollout_id":5}'])
+    rewritten(path, [*lines, '{"t":2.0,"event":"RolloutFailed","rollout_id":5,"engine":0}'])
     assert replay(Trace(path)) == ReplayResult(4, 3, None)
 
 
