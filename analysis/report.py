@@ -92,9 +92,10 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write one figure in both formats."""
+    """Write one figure in both formats, laid out once."""
     paths = [folder / f"{name}.{kind}" for kind in _METADATA]
     with matplotlib.rc_context(RC):
         for path, metadata in zip(paths, _METADATA.values(), strict=True):
             figure.savefig(path, dpi=DPI, metadata=metadata)
+            figure.set_layout_engine("none")
     return paths

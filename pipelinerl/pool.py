@@ -250,10 +250,7 @@ class RolloutPool:
         Returns:
             Its group, which can never be ready now, if it is not doomed already.
         """
-        if engine is None:
-            group = self.awaited(rollout_id)
-        else:
-            group = self.leave_engine(rollout_id, engine, NO_TOKENS)
+        group = self.awaited(rollout_id) if engine is None else self.leave_engine(rollout_id, engine, NO_TOKENS)
         if group.doomed:
             self._forget_if_over(group)
             return None

@@ -9,13 +9,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+REFRESHES_PER_S = 2
+"""How often bars are drawn anew (1/s). Ten times, as rich does by itself, takes a tenth of a simulation's time."""
+
 
 @contextmanager
 def _bars() -> Iterator[Any]:
     """Show progress on stderr if it is a terminal; yields rich's progress."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        refresh_per_second=REFRESHES_PER_S,
+    ) as progress:
         yield progress
 
 

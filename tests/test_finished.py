@@ -1,0 +1,98 @@
+"""The packed books of finished rollouts against a dictionary of plain values."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import pipelinerl.finished
+from pipelinerl.events import VersionSpans
+from pipelinerl.finished import FinishedRollouts
+
+rising = st.lists(st.integers(1, 2**40), min_size=1, max_size=6, unique=True).map(sorted)
+rollouts = st.tuples(rising, rising, st.integers(0, 2**40), st.none() | st.floats(allow_nan=False)).map(
+    lambda drawn: (
+        VersionSpans(tuple(drawn[0][: len(drawn[1])]), tuple(drawn[1][: len(drawn[0])])),
+        drawn[2],
+        drawn[3],
+    )
+)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), rollouts),
+        st.tuples(st.just("score"), st.tuples(st.integers(0), st.floats(allow_nan=False))),
+        st.tuples(st.just("remove"), st.integers(0)),
+        st.tuples(st.just("take"), st.lists(st.integers(0), min_size=1, max_size=5)),
+    ),
+    max_size=60,
+)
+
+
+def check_taken(taken, expected):
+    """Compare what was gathered of some rollouts with their values, in the order asked for."""
+    starts, ends, versions, finish_versions = [], [], [], []
+    for spans, finish_version, _ in expected:
+        starts += [0, *spans.ends[:-1]]
+        ends += spans.ends
+        versions += spans.versions
+        finish_versions += [finish_version] * len(spans.ends)
+    assert taken.starts_N.tolist() == starts
+    assert taken.ends_N.tolist() == ends
+    assert taken.versions_N.tolist() == versions
+    assert taken.finish_versions_N.tolist() == finish_versions
+    rewards = [math.nan if reward is None else reward for _, _, reward in expected]
+    assert taken.rewards_M == pytest.approx(rewards, abs=0, rel=0, nan_ok=True)
+
+
+@given(operations=operations)
+def test_what_was_put_in_comes_out_in_any_order_whatever_is_cut_off(operations):
+    finished, model = FinishedRollouts(), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelinerl.finished, "CUT_AT_BYTES", 1)
+        for number, (what, value) in enumerate(operations):
+            ids = list(model)
+            if what == "add":
+                finished.add(number, *value)
+                model[number] = value
+            elif not ids:
+                continue
+            elif what == "score":
+                pick, reward = value
+                rollout_id = ids[pick % len(ids)]
+                finished.score(rollout_id, reward)
+                model[rollout_id] = (*model[rollout_id][:2], reward)
+            elif what == "remove":
+                rollout_id = ids[value % len(ids)]
+                assert finished.remove(rollout_id) == model.pop(rollout_id)[0].num_tokens
+            else:
+                chosen = list(dict.fromkeys(ids[pick % len(ids)] for pick in value))
+                check_taken(finished.take(chosen), [model.pop(rollout_id) for rollout_id in chosen])
+            assert len(finished) == len(model)
+            assert all((one in finished) == (one in model) for one in range(number + 1))
+
+
+def test_the_size_follows_what_waits():
+    """100,000 rollouts of 3 spans pass, 50 wait at a time: what is kept stays below the size at which it is cut."""
+    finished, sizes = FinishedRollouts(), []
+    for first in range(0, 100_000, 50):
+        for rollout_id in range(first, first + 50):
+            finished.add(rollout_id, VersionSpans((1, 2, 3), (10, 20, 30)), 3, 1.0)
+        finished.take(range(first, first + 50))
+        sizes.append(len(finished._rows))
+    assert all(before < pipelinerl.finished.CUT_AT_BYTES for before in sizes)
+    assert any(before > after for before, after in pairwise(sizes))
+    assert len(finished._numbers) == 2 * len(finished._rows)  # 6 numbers for the 3 of a row
+
+
+def test_a_rollout_that_does_not_wait_is_not_found():
+    finished = FinishedRollouts()
+    finished.add(1, VersionSpans((0,), (5,)), 0, None)
+    for call in (finished.remove, lambda one: finished.score(one, 1.0), lambda one: finished.take([one])):
+        with pytest.raises(KeyError):
+            call(2)
+    assert 1 in finished
+    assert finished.remove(1) == 5
