@@ -35,12 +35,16 @@ from pipelinerl.events import (
 NEVER_REPORTED = 2**62
 """Oldest version of a group no token of which has been reported: later than any."""
 
+NOWHERE = -1
+"""Engine of a rollout that is not in flight."""
+
 
 class Group:
     """Rollouts of one prompt (mutable; owned by the pool)."""
 
     __slots__ = (
         "doomed",
+        "engines",
         "group_id",
         "num_in_flight",
         "num_scoring",
@@ -54,12 +58,13 @@ class Group:
         "scored_reward",
     )
 
-    def __init__(self, group_id: int, prompt_id: int, oldest_bound: int) -> None:
+    def __init__(self, group_id: int, prompt_id: int, oldest_bound: int, group_size: int) -> None:
         self.group_id = group_id
         self.prompt_id = prompt_id
         self.oldest_bound = oldest_bound  # no token of the group is older than this version
         self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
         self.num_started = 0
+        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight
         self.num_in_flight = 0
         self.num_scoring = 0
         self.scored: list[int] = []
@@ -80,7 +85,7 @@ class RolloutPool:
         self.num_free = num_engines * slots_per_engine  # slots of engines that are not held
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.starting: Group | None = None  # the one admitted group with rollouts not yet started
-        self._in_flight: dict[int, int] = {}  # rollout -> engine
+        self.num_in_flight = 0  # rollouts in progress on the engines
         self._scoring: set[int] = set()
         self._next_group_id = 0
         self._next_prompt_id = 0
@@ -98,11 +103,6 @@ class RolloutPool:
 
     # ------------------------------------------------------------------------------------- starting
 
-    @property
-    def num_in_flight(self) -> int:
-        """Rollouts in progress on the engines (count)."""
-        return len(self._in_flight)
-
     def admit(self, oldest_bound: int) -> None:
         """Admit a new group; its prompt is one that is to be tried again, or else the next one.
 
@@ -115,7 +115,7 @@ class RolloutPool:
         else:
             prompt_id = self._next_prompt_id
             self._next_prompt_id += 1
-        group = Group(self._next_group_id, prompt_id, oldest_bound)
+        group = Group(self._next_group_id, prompt_id, oldest_bound, self.group_size)
         self._next_group_id += 1
         self.groups[group.group_id] = group
         self.starting = group
@@ -138,16 +138,19 @@ class RolloutPool:
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
-            group = self.groups[rollout_id // self.group_size]
+            group_id, member = divmod(rollout_id, self.group_size)
+            group = self.groups[group_id]
         else:
             assert self.starting is not None  # the caller has seen to it
             group, kept_tokens = self.starting, 0
-            rollout_id = group.group_id * self.group_size + group.num_started
-            group.num_started += 1
+            member = group.num_started
+            rollout_id = group.group_id * self.group_size + member
+            group.num_started = member + 1
             if group.num_started == self.group_size:
                 self.starting = None
+        group.engines[member] = engine
         group.num_in_flight += 1
-        self._in_flight[rollout_id] = engine
+        self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
     def hold(self, engine: int) -> None:
@@ -171,9 +174,10 @@ class RolloutPool:
         Returns:
             Its group.
         """
-        if self._in_flight.get(rollout_id) != engine:  # as ``is_on``: a call would cost more, once per rollout
+        group_id, member = divmod(rollout_id, self.group_size)
+        group = self.groups.get(group_id)
+        if group is None or group.engines[member] != engine or engine == NOWHERE:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
-        group = self.groups[rollout_id // self.group_size]
         if spans.versions:
             oldest, newest = spans.versions[0], spans.versions[-1]
             if oldest < group.oldest_bound or newest > self.newest_version:
@@ -183,8 +187,9 @@ class RolloutPool:
                 )
             if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
                 group.oldest_reported = oldest
-        del self._in_flight[rollout_id]
+        group.engines[member] = NOWHERE
         group.num_in_flight -= 1
+        self.num_in_flight -= 1
         self._loads[engine] -= self._num_engines
         if not self._held[engine]:
             self.num_free += 1
@@ -268,11 +273,11 @@ class RolloutPool:
         self.num_doomed += self.group_size
         ended = list(group.scored)
         first = group.group_id * self.group_size
-        for rollout_id in range(first, first + group.num_started):
-            if self.interrupted.pop(rollout_id, None) is not None:
+        for rollout_id, engine in enumerate(group.engines, start=first):
+            if engine != NOWHERE:
+                commands.append(AbortRollout(rollout_id, engine))
+            elif self.interrupted.pop(rollout_id, None) is not None:
                 ended.append(rollout_id)
-            elif rollout_id in self._in_flight:
-                commands.append(AbortRollout(rollout_id, self._in_flight[rollout_id]))
         if ended:
             commands.append(DiscardRollouts(tuple(ended), reason))
         if self.starting is group:
@@ -291,7 +296,9 @@ class RolloutPool:
 
     def is_on(self, rollout_id: int, engine: int) -> bool:
         """Return whether a rollout is in progress on an engine."""
-        return self._in_flight.get(rollout_id) == engine
+        group_id, member = divmod(rollout_id, self.group_size)
+        group = self.groups.get(group_id)
+        return group is not None and group.engines[member] == engine != NOWHERE
 
     def oldest(self, group: Group) -> int:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""

@@ -66,3 +66,8 @@ class Wake(Event):
         self.callbacks = [call]
         self.tag = tag
         clock.schedule(self, priority, delay)
+
+    def again(self, delay: int, priority: EventPriority, call: Callable[[Any], None]) -> None:
+        """Have another call; the one before must have been made."""
+        self.callbacks = [call]
+        self.env.schedule(self, priority, delay)

@@ -410,8 +410,11 @@ class Engine:
                 return
             at = max(request, now)
         if at != self._wake_at:
+            if self._wake is not None and self._wake_at == NOT_PLANNED:
+                self._wake.again(at - now, self._priority, self._woken)
+            else:
+                self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
             self._wake_at = at
-            self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
 
     def _plan_steps(self) -> int:
         """Set the steps to the next wake-up, go through the join before it, if any, and return its tick."""
