@@ -121,7 +121,7 @@ class PartialRolloutScheduler(Scheduler):
     def _may_admit(self) -> bool:
         if self.settings.max_lag is None:
             return True
-        num_batches = min(self._loaded) + self.settings.max_lag - self.version + 1
+        num_batches = self._oldest_loaded + self.settings.max_lag - self.version + 1
         return self.num_live + self._pool.group_size <= self.settings.train_batch_size * num_batches
 
     def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing

@@ -79,15 +79,16 @@ class PipelineScheduler(Scheduler):
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
+        self._drops_oldest = settings.on_full is OnFull.DROP_OLDEST
         self._room = num_engines * settings.generation_batch_size + settings.ready_queue_limit
 
     def _may_admit(self) -> bool:
         settings, size = self.settings, self._pool.group_size
-        if settings.on_full is OnFull.WAIT and self.num_ready + self._pool.num_in_flight + size > self._room:
+        if not self._drops_oldest and self.num_ready + self._pool.num_in_flight + size > self._room:
             return False
         if not self._waits or settings.max_lag is None:
             return True
-        num_batches = min(self._loaded) + settings.max_lag - self._next_version + 1
+        num_batches = self._oldest_loaded + settings.max_lag - self._next_version + 1
         num_taken = self._num_taken % settings.train_batch_size
         return self.num_live + size <= settings.train_batch_size * num_batches - num_taken
 
@@ -100,7 +101,7 @@ class PipelineScheduler(Scheduler):
         self.num_ready += size
         self._ready_by_bound[group.oldest_bound] = self._ready_by_bound.get(group.oldest_bound, 0) + size
         self._discard_stale_ready(commands)
-        if self.settings.on_full is OnFull.DROP_OLDEST:
+        if self._drops_oldest:
             while self.num_ready > self.settings.ready_queue_limit:
                 self._discard_first(DiscardReason.QUEUE_FULL, commands)
 

@@ -120,6 +120,7 @@ class Scheduler(ABC):
         )
         self._num_taken = 0  # rollouts of the current step already given to the trainer
         self._loaded = [0] * num_engines  # version each engine has reported
+        self._oldest_loaded = 0  # the least of them
         self._published = 0  # last version published
         self._num_loading = 0  # engines that have not yet reported it
         self._num_doomed_at_step = 0  # doomed rollouts when the last optimizer step ended
@@ -238,9 +239,8 @@ class Scheduler(ABC):
             if pool.starting is None and not pool.interrupted:
                 if not self._may_admit():
                     return
-                bound = min(self._loaded)
-                pool.admit(bound)
-                self._count_live(bound, pool.group_size)
+                pool.admit(self._oldest_loaded)
+                self._count_live(self._oldest_loaded, pool.group_size)
             commands.append(pool.start_one())
 
     def _train(self, commands: list[Command]) -> None:
@@ -328,6 +328,8 @@ class Scheduler(ABC):
             raise self._impossible(event)
         self._loaded[event.engine] = event.version
         self._num_loading -= 1
+        if not self._num_loading:
+            self._oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
         self._pool.release(event.engine)
 
     def _impossible(self, event: Event) -> SchedulerError:
