@@ -306,12 +306,14 @@ class RolloutPool:
         return group.oldest_reported if generated else group.oldest_bound
 
     def _num_free_on(self, engine: int) -> int:
-        return (self._full // self._num_engines) - self._loads[engine] // self._num_engines
+        return self._full // self._num_engines - self._loads[engine] // self._num_engines
 
     def _list_as_roomy(self, engine: int) -> None:
         heapq.heappush(self._roomy, self._loads[engine])
         if len(self._roomy) > self._roomy_limit:
-            self._roomy = [load for load in self._loads if load < self._full and not self._held[load % len(self._held)]]
+            self._roomy = [
+                load for load in self._loads if load < self._full and not self._held[load % self._num_engines]
+            ]
             heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: Group) -> None:

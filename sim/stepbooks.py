@@ -1,4 +1,4 @@
-"""Short books for who needs throughput and lag only: a fifth of the time of a simulation less than the full ones."""
+"""Short books for who needs throughput and lag only: an eighth of the time of a simulation less than the full ones."""
 
 from __future__ import annotations
 
