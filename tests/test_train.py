@@ -83,8 +83,12 @@ class Process:
         return self.seen.values()
 
     def kill(self, name):
-        victims = [one for one, what in self.tree() if name in what and one.is_running()]
-        assert victims, [what for _, what in self.tree()]
+        """Kill the first process of this name; one look at the names of all may miss it."""
+        over = time.monotonic() + START_TIMEOUT_S
+        while not (victims := [one for one, what in self.tree() if name in what and one.is_running()]):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over, sorted(what.strip()[:60] for _, what in self.tree())
+            time.sleep(0.05)
         victims[0].kill()
 
     def wait_for_step(self, step):
