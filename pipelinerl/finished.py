@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 
 from pipelinerl.events import VersionSpans
 
-CUT_AT_BYTES = 2**15
-"""Size of the rows from which on they are cut."""
+CUT_AT_BYTES = 2**16
+"""Size of what is packed from which on it is cut."""
 
-_ROW = np.dtype([("reward", "f8"), ("finish_version", "i8"), ("first", "i8")])
-_PACKED_ROW = struct.Struct("=dqq")
 _REWARD = struct.Struct("=d")
-_NUMBER = struct.Struct("=q")
+_COUNT = struct.Struct("=q")
+_COUNT_AT, _FIRST = 2, 3  # numbers of a rollout before its count of spans, and before the first of them
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """What packs so many whole numbers, by their count."""
+    """What packs a rollout of so many spans."""
 
-    def __missing__(self, count: int) -> Callable[..., bytes]:
-        self[count] = pack = struct.Struct(f"={count}q").pack
+    def __missing__(self, num_spans: int) -> Callable[..., bytes]:
+        self[num_spans] = pack = struct.Struct(f"=d{_FIRST - 1 + 2 * num_spans}q").pack
         return pack
 
 
@@ -56,11 +55,11 @@ class FinishedRollouts:
     """The rollouts that have finished and are neither trained on nor given up."""
 
     def __init__(self) -> None:
-        # Places count from the start of the run, in bytes; what lies before these has been cut off.
-        self._rows_cut = self._numbers_cut = 0
-        self._places: dict[int, int] = {}  # by rollout, the place of its row
-        self._rows = bytearray()  # of each rollout a _ROW: reward (NaN: not yet known), trainer's version, first number
-        self._numbers = bytearray()  # of each rollout the versions of its spans, then the ends of them
+        # Of each rollout: its reward (NaN: not yet known), the trainer's version, the number of its spans, the versions
+        # of them, the ends of them; eight bytes each.
+        self._packed = bytearray()
+        self._cut_off = 0  # bytes that have been cut off before these
+        self._places: dict[int, int] = {}  # where each rollout begins, in bytes from the start of the run
 
     def __len__(self) -> int:
         """Return how many wait (count)."""
@@ -80,52 +79,46 @@ class FinishedRollouts:
             reward: Its reward. None: not yet known.
         """
         versions, ends = spans.versions, spans.ends
-        self._places[rollout_id] = self._rows_cut + len(self._rows)
-        self._rows += _PACKED_ROW.pack(
-            math.nan if reward is None else reward, version, self._numbers_cut + len(self._numbers)
-        )
-        self._numbers += _PACKERS[2 * len(ends)](*versions, *ends)
+        packed, num_spans = self._packed, len(ends)
+        self._places[rollout_id] = self._cut_off + len(packed)
+        packed += _PACKERS[num_spans](math.nan if reward is None else reward, version, num_spans, *versions, *ends)
 
     def score(self, rollout_id: int, reward: float) -> None:
         """Note the reward of a rollout."""
-        _REWARD.pack_into(self._rows, self._places[rollout_id] - self._rows_cut, reward)
+        _REWARD.pack_into(self._packed, self._places[rollout_id] - self._cut_off, reward)
 
     def remove(self, rollout_id: int) -> int:
         """Give a rollout up and return its tokens (count)."""
-        next_row = self._places.pop(rollout_id) - self._rows_cut + _PACKED_ROW.size
-        end = len(self._numbers)
-        if next_row < len(self._rows):
-            end = _PACKED_ROW.unpack_from(self._rows, next_row)[2] - self._numbers_cut
-        num_tokens: int = _NUMBER.unpack_from(self._numbers, end - _NUMBER.size)[0]
-        return num_tokens
+        place = self._places.pop(rollout_id) - self._cut_off
+        num_spans: int = self._number(place, _COUNT_AT)
+        return self._number(place, _FIRST + 2 * num_spans - 1)
 
     def take(self, rollout_ids: Sequence[int]) -> Gathered:
         """Take rollouts, at least one, to train on them."""
         place_M = np.fromiter(map(self._places.pop, rollout_ids), np.int64, len(rollout_ids))
-        row_M = (place_M - self._rows_cut) // _PACKED_ROW.size
-        rows, numbers = np.frombuffer(self._rows, _ROW), np.frombuffer(self._numbers, np.int64)
-        first_R = np.append(rows["first"] - self._numbers_cut, len(self._numbers)) // _NUMBER.size
-        first_M = first_R[row_M]
-        count_M = (first_R[row_M + 1] - first_M) // 2
+        first_M = (place_M - self._cut_off) // _COUNT.size
+        numbers = np.frombuffer(self._packed, np.int64)
+        count_M = numbers[first_M + _COUNT_AT]
         gathered_M = np.cumsum(count_M) - count_M  # where a rollout's spans begin among those gathered
-        span_N = np.repeat(first_M - gathered_M, count_M) + np.arange(count_M.sum())
+        span_N = np.repeat(first_M + _FIRST - gathered_M, count_M) + np.arange(count_M.sum())
         version_N, end_N = numbers[span_N], numbers[span_N + np.repeat(count_M, count_M)]
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[gathered_M] = 0
-        finish_version_N = np.repeat(rows["finish_version"][row_M], count_M)
-        rewards_M: list[float] = rows["reward"][row_M].tolist()
-        del rows, numbers  # what is looked at cannot be cut
+        finish_version_N = np.repeat(numbers[first_M + 1], count_M)
+        rewards_M: list[float] = numbers.view(np.float64)[first_M].tolist()
+        del numbers  # what is looked at cannot be cut
         self._cut()
         return Gathered(rewards_M, start_N, end_N, version_N, finish_version_N)
 
+    def _number(self, place: int, index: int) -> int:
+        """Return a whole number of the rollout that begins at a place."""
+        number: int = _COUNT.unpack_from(self._packed, place + index * _COUNT.size)[0]
+        return number
+
     def _cut(self) -> None:
         """Cut off what lies before the oldest rollout that still waits, if that is most of what there is."""
-        size = len(self._rows)
-        dead = next(iter(self._places.values()), self._rows_cut + size) - self._rows_cut
-        if size < CUT_AT_BYTES or 2 * dead < size:
-            return
-        numbers_end = self._numbers_cut + len(self._numbers)
-        first = _PACKED_ROW.unpack_from(self._rows, dead)[2] if dead < size else numbers_end
-        del self._rows[:dead], self._numbers[: first - self._numbers_cut]
-        self._rows_cut += dead
-        self._numbers_cut = first
+        size = len(self._packed)
+        dead = next(iter(self._places.values()), self._cut_off + size) - self._cut_off
+        if size >= CUT_AT_BYTES and 2 * dead >= size:
+            del self._packed[:dead]
+            self._cut_off += dead
