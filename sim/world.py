@@ -21,6 +21,7 @@ order of events: two schedulers meet the same answers and the same delays (commo
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from itertools import repeat
 from typing import Protocol, assert_never
@@ -136,11 +137,10 @@ class World:
         )
         self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
-        # A rollout in progress is known to its engine alone, and afterwards to one of these until it is trained on or
-        # given up: small books stay in the processor's cache.
+        # A rollout in progress is known to its engine alone: small books stay in the processor's cache.
         self._aborted: dict[int, Sequence] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
-        self._tokens: dict[int, int] = {}  # of what has finished, prompts included
+        self._tokens = array("I")  # of each rollout that has finished, prompts included; four bytes each, to the end
         self._aborting: set[int] = set()  # rollouts that nobody wants any more
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
@@ -300,6 +300,7 @@ class World:
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
         ids = range(group_id * self._group_size, (group_id + 1) * self._group_size)
+        self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # of a new group
         if self._policy is None:
             group = self._workload.group(group_id, prompt_id)
             self._drawn = list(map(Sequence, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
@@ -327,7 +328,8 @@ class World:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False
-        lengths = list(map(self._tokens.pop, command.rollout_ids))
+        tokens = self._tokens
+        lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
         train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
@@ -343,8 +345,7 @@ class World:
             engine.update(command.version, command.weight_update, arrival)
 
     def _forget(self, rollout_id: int) -> None:
-        if self._aborted.pop(rollout_id, None) is None:
-            del self._tokens[rollout_id]
+        self._aborted.pop(rollout_id, None)
         if self._policy is not None:
             self._policy.forget(rollout_id)
 
