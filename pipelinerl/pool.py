@@ -100,6 +100,7 @@ class RolloutPool:
         # never used, stale ones are never met: the heap is made anew when most of it is stale.
         self._roomy = list(range(num_engines))
         self._roomy_limit = 8 * num_engines
+        self._unlisted = NOWHERE  # the last load that fell, which mostly is the least; not yet in the heap
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -126,11 +127,10 @@ class RolloutPool:
         There must be such a rollout (``interrupted`` or ``starting``) and room (``num_free``).
         """
         roomy, loads, held, num_engines = self._roomy, self._loads, self._held, self._num_engines
-        while True:
-            load = heapq.heappop(roomy)
-            engine = load % num_engines
-            if loads[engine] == load and not held[engine]:
-                break  # the entry is not stale
+        load, self._unlisted = self._unlisted, NOWHERE
+        load = heapq.heappop(roomy) if load == NOWHERE else heapq.heappushpop(roomy, load)
+        while loads[engine := load % num_engines] != load or held[engine]:
+            load = heapq.heappop(roomy)  # that entry is stale
         loads[engine] = load = load + num_engines
         self.num_free -= 1
         if load < self._full:
@@ -164,7 +164,7 @@ class RolloutPool:
             self._held[engine] = False
             self.num_free += self._num_free_on(engine)
             if self._loads[engine] < self._full:
-                self._list_as_roomy(engine)
+                self._list_as_roomy(self._loads[engine])
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -190,10 +190,12 @@ class RolloutPool:
         group.engines[member] = NOWHERE
         group.num_in_flight -= 1
         self.num_in_flight -= 1
-        self._loads[engine] -= self._num_engines
+        self._loads[engine] = load = self._loads[engine] - self._num_engines
         if not self._held[engine]:
             self.num_free += 1
-            self._list_as_roomy(engine)
+            if self._unlisted != NOWHERE:
+                self._list_as_roomy(self._unlisted)
+            self._unlisted = load
         return group
 
     def await_score(self, group: Group, rollout_id: int) -> None:
@@ -308,8 +310,8 @@ class RolloutPool:
     def _num_free_on(self, engine: int) -> int:
         return self._full // self._num_engines - self._loads[engine] // self._num_engines
 
-    def _list_as_roomy(self, engine: int) -> None:
-        heapq.heappush(self._roomy, self._loads[engine])
+    def _list_as_roomy(self, load: int) -> None:
+        heapq.heappush(self._roomy, load)
         if len(self._roomy) > self._roomy_limit:
             self._roomy = [
                 load for load in self._loads if load < self._full and not self._held[load % self._num_engines]
