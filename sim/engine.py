@@ -469,9 +469,12 @@ class Engine:
         rest = tick - start
         if first > rest:
             return 1, start + first
+        growth = self._context_ticks * batch
+        two = 2 * first + growth
+        if two > rest:  # so far mostly
+            return 2, start + two
         # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
         # is a step off at most, which the two loops put right in whole numbers.
-        growth = self._context_ticks * batch
         linear = first - growth / 2
         steps = 1 + int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
         while _steps_ticks(steps - 1, first, growth) > rest:
