@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +54,7 @@ OPTIONAL_COLUMNS = ("prompt_tokens", "correct")
 """Columns that a length source may have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """What the rollouts of one prompt will turn out to be; no scheduler may see it beforehand."""
 
     prompt_tokens: int
