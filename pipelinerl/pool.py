@@ -46,7 +46,6 @@ class Group:
         "doomed",
         "engines",
         "group_id",
-        "num_in_flight",
         "num_scoring",
         "num_started",
         "oldest_bound",
@@ -65,7 +64,6 @@ class Group:
         self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
         self.num_started = 0
         self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight
-        self.num_in_flight = 0
         self.num_scoring = 0
         self.scored: list[int] = []
         self.scored_reward = 0.0
@@ -92,7 +90,8 @@ class RolloutPool:
         self._prompts_again: deque[int] = deque()
         self._held = [False] * num_engines
         # The load of an engine: slots in use * engines + its number. So the least load is that of the engine with
-        # most free slots, and among equals of the one with the lowest number.
+        # most free slots, and among equals of the one with the lowest number. While an engine is held, it counts as
+        # if so many slots more were in use as it has: none is free.
         self._num_engines = num_engines
         self._full = slots_per_engine * num_engines  # from this load on an engine has no free slot
         self._loads = list(range(num_engines))
@@ -126,10 +125,10 @@ class RolloutPool:
 
         There must be such a rollout (``interrupted`` or ``starting``) and room (``num_free``).
         """
-        roomy, loads, held, num_engines = self._roomy, self._loads, self._held, self._num_engines
+        roomy, loads, num_engines = self._roomy, self._loads, self._num_engines
         load, self._unlisted = self._unlisted, NOWHERE
         load = heapq.heappop(roomy) if load == NOWHERE else heapq.heappushpop(roomy, load)
-        while loads[engine := load % num_engines] != load or held[engine]:
+        while loads[engine := load % num_engines] != load:
             load = heapq.heappop(roomy)  # that entry is stale
         loads[engine] = load = load + num_engines
         self.num_free -= 1
@@ -149,7 +148,6 @@ class RolloutPool:
             if group.num_started == self.group_size:
                 self.starting = None
         group.engines[member] = engine
-        group.num_in_flight += 1
         self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
@@ -157,14 +155,16 @@ class RolloutPool:
         """Start nothing on this engine until it is released."""
         self._held[engine] = True
         self.num_free -= self._num_free_on(engine)
+        self._loads[engine] += self._full
 
     def release(self, engine: int) -> None:
         """Let rollouts start on this engine again."""
         if self._held[engine]:
             self._held[engine] = False
+            self._loads[engine] = load = self._loads[engine] - self._full
             self.num_free += self._num_free_on(engine)
-            if self._loads[engine] < self._full:
-                self._list_as_roomy(self._loads[engine])
+            if load < self._full:
+                self._list_as_roomy(load)
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -188,10 +188,9 @@ class RolloutPool:
             if oldest < group.oldest_reported:  # noqa: PLR1730 - a call would cost more, once per rollout
                 group.oldest_reported = oldest
         group.engines[member] = NOWHERE
-        group.num_in_flight -= 1
         self.num_in_flight -= 1
         self._loads[engine] = load = self._loads[engine] - self._num_engines
-        if not self._held[engine]:
+        if load < self._full:
             self.num_free += 1
             if self._unlisted != NOWHERE:
                 self._list_as_roomy(self._unlisted)
@@ -313,11 +312,9 @@ class RolloutPool:
     def _list_as_roomy(self, load: int) -> None:
         heapq.heappush(self._roomy, load)
         if len(self._roomy) > self._roomy_limit:
-            self._roomy = [
-                load for load in self._loads if load < self._full and not self._held[load % self._num_engines]
-            ]
+            self._roomy = [load for load in self._loads if load < self._full]
             heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: Group) -> None:
-        if not group.num_in_flight and not group.num_scoring:
+        if not group.num_scoring and max(group.engines) == NOWHERE:
             del self.groups[group.group_id]
