@@ -107,6 +107,7 @@ class Engine:
         "_priority",
         "_running",
         "_stand_at",
+        "_stands",
         "_step",
         "_still_since",
         "_tick",
@@ -146,6 +147,7 @@ class Engine:
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
         self._versions = [0]
+        self._stands = False  # whether it stands still: for an update, or from a request on until there was one
         self._pause_end: int | None = None
         self._still_since: int | None = None  # tick since which it stands still with what is in the batch
         # Requests not yet taken up; whether there are others than arrivals.
@@ -198,16 +200,13 @@ class Engine:
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._take_back()
-        if self._is_decoding():
+        if self._running and not self._stands:
             self._step += self._first_boundary_after(self._clock.now)[0] - 1
         ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
         arriving = [sequence for _, _, sequence in self._arrivals]
         ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
         self._wake = None
         return sorted(ended, key=lambda pair: pair[0])
-
-    def _is_decoding(self) -> bool:
-        return bool(self._running) and self._pause_end is None and self._still_since is None
 
     def _requested(self) -> None:
         """Plan anew; not called in a boundary, at the end of which it plans anyway."""
@@ -222,21 +221,22 @@ class Engine:
             return
         self._awake = True
         self._tick = now = taken_until = self._wake_at
-        if self._pause_end is not None:
-            taken_until = now - 1
-            self._finish_update()
-        elif self._running and self._still_since is None:
+        running = self._running
+        if running and not self._stands:
             taken_until = now - 1
             steps = self._wake_steps
             self._step = step = self._step + steps
-            self._context += steps * len(self._running)
+            self._context += steps * len(running)
             self._prefill_ticks = 0
             self._report_finished(step)
+        elif self._pause_end is not None:
+            taken_until = now - 1
+            self._finish_update()
         arrivals = self._arrivals
         if self._asked or (arrivals and arrivals[0][0] <= taken_until):
             self._take_requests(taken_until)
-        if self._pause_end is None and self._still_since is None:
-            if self._context + len(self._running) > self._capacity:
+        if not self._stands:
+            if self._context + len(running) > self._capacity:
                 self._preempt()
             elif self._waiting:
                 self._admit()
@@ -270,7 +270,7 @@ class Engine:
         while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
             self._waiting.append(heapq.heappop(arrivals)[2])
         if self._stand_at is not None and self._stand_at <= until:
-            self._stand_at, self._still_since = None, self._tick
+            self._stand_at, self._still_since, self._stands = None, self._tick, True
         if update is not None and update.at <= until:
             self._begin_update(update)
         self._asked = self._update is not None or bool(self._aborts) or self._stand_at is not None
@@ -282,7 +282,7 @@ class Engine:
                     self._abort(rollout_id)
             case WeightUpdate.WAIT if self._still_since is None and (self._running or self._waiting):
                 return
-        self._pause_end = self._tick + self._pause_ticks
+        self._pause_end, self._stands = self._tick + self._pause_ticks, True
 
     def _preempt(self) -> None:
         """Send away what was admitted last until the next step fits."""
@@ -356,7 +356,7 @@ class Engine:
         assert self._update is not None
         update, self._update, self._pause_end = self._update, None, None
         still_ticks = self._pause_ticks if self._still_since is None else self._tick - self._still_since
-        self._still_since = None
+        self._still_since, self._stands = None, False
         self.version = update.version
         if self._version_steps[-1] == self._step:
             self._versions[-1] = update.version
@@ -400,10 +400,10 @@ class Engine:
 
     def _plan(self, now: int) -> None:
         """Schedule the wake-up at the next boundary at which something happens that others see."""
-        if self._pause_end is not None:
-            at = self._pause_end
-        elif self._running and self._still_since is None:
+        if self._running and not self._stands:
             at = self._plan_steps()
+        elif self._pause_end is not None:
+            at = self._pause_end
         else:
             request = self._next_request()
             if request is None:
