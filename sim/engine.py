@@ -228,7 +228,13 @@ class Engine:
             self._step = step = self._step + steps
             self._context += steps * len(running)
             self._prefill_ticks = 0
-            self._report_finished(step)
+            finishing, finish_steps = self._finishing, self._finish_steps
+            while finish_steps and finish_steps[0] == step:
+                del finish_steps[0]
+                sequence = finishing.pop(0)
+                del running[sequence.rollout_id]
+                self._context -= sequence.prompt_tokens + sequence.length
+                self._host.rollout_finished(self._index, sequence, self._spans(sequence))
         elif self._pause_end is not None:
             taken_until = now - 1
             self._finish_update()
@@ -251,16 +257,6 @@ class Engine:
             self._finishes_no_more(sequence)
             self._tick, self._step, self._context, self._prefill_ticks, arrival = self._before_join
             heapq.heappush(self._arrivals, arrival)
-
-    def _report_finished(self, step: int) -> None:
-        """Report what has all its tokens at this step."""
-        running, finishing, finish_steps = self._running, self._finishing, self._finish_steps
-        while finish_steps and finish_steps[0] == step:
-            del finish_steps[0]
-            sequence = finishing.pop(0)
-            del running[sequence.rollout_id]
-            self._context -= sequence.prompt_tokens + sequence.length
-            self._host.rollout_finished(self._index, sequence, self._spans(sequence))
 
     def _take_requests(self, until: int) -> None:
         """Take up what has arrived up to tick ``until``."""
@@ -308,10 +304,7 @@ class Engine:
         sequence.first_update = len(self._versions)
         self._running[sequence.rollout_id] = sequence
         self._context += sequence.tokens_to_prefill
-        self._finishes_at(self._step + sequence.num_left, sequence)
-
-    def _finishes_at(self, step: int, sequence: Sequence) -> None:
-        """Note when a rollout that joins the batch will have all its tokens."""
+        step = self._step + sequence.num_left
         place = bisect_right(self._finish_steps, step)
         self._finish_steps.insert(place, step)
         self._finishing.insert(place, sequence)
@@ -376,9 +369,8 @@ class Engine:
         running = list(self._running.values())
         num_tokens = [one.spans.num_tokens + self._step - one.start_step for one in running]
         tokens.go_on(running, num_tokens, self.version, recompute=recompute)
-        self._finishing, self._finish_steps = [], []
-        for one in running:
-            self._finishes_at(one.start_step + one.num_left, one)
+        self._finishing = sorted(running, key=lambda one: one.start_step + one.num_left)
+        self._finish_steps = [one.start_step + one.num_left for one in self._finishing]
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
