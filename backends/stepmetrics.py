@@ -8,22 +8,18 @@ from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
 from pipelinerl.accounting import Accountant, StepRow
-from pipelinerl.ess import RatioStats
-
-SUMMED = ("ess/token_raw", "ess/token_truncated", "ess/sequence_raw", "mismatch/kl", "mismatch/kl_at_lag_0")
-"""Metrics of a step whose mean over the run goes into the summary."""
+from pipelinerl.ess import RatioMeans, RatioStats
 
 
 class _Mean:
-    """A running mean, its least and its largest value (mutable)."""
+    """A running mean (mutable)."""
 
     def __init__(self) -> None:
-        self.num, self.total, self.min, self.max = 0, 0.0, float("inf"), float("-inf")
+        self.num, self.total = 0, 0.0
 
     def add(self, value: float) -> None:
         self.num += 1
         self.total += value
-        self.min, self.max = min(self.min, value), max(self.max, value)
 
     @property
     def mean(self) -> float:
@@ -43,8 +39,7 @@ class StepMetrics:
         self._trainer: dict[str, float] = {}
         self._step_updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
         self._updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
-        self._run = {name: _Mean() for name in (*SUMMED, "mismatch/log_ratio_abs_max_at_lag_0")}
-        self._ess_by_lag: dict[int, _Mean] = {}
+        self._ratio_means = RatioMeans()
         self._num_restarts = 0
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
@@ -91,11 +86,7 @@ class StepMetrics:
         busy_share = (busy_engine_s - self._last_busy_engine_s) / engine_s if engine_s else 0.0
         self._last_s, self._last_busy_engine_s = row.time_s, busy_engine_s
         ratios = self._ratios.metrics()
-        for name, means in self._run.items():
-            if name in ratios:
-                means.add(ratios[name])
-        for lag, ess in self._ratios.ess_by_lag().items():
-            self._ess_by_lag.setdefault(lag, _Mean()).add(ess)
+        self._ratio_means.add(ratios)
         logged = {
             "reward/mean": row.reward_mean,
             "length/mean": row.length_mean,
@@ -124,27 +115,13 @@ class StepMetrics:
 
     def summary(self) -> dict[str, Any]:
         """Return the parts of summary.json that only a real run has: means over optimizer steps, or over updates."""
-        run, updates = self._run, self._updates
-        num = self._num_rollouts
-        result: dict[str, Any] = {
+        updates, num = self._updates, self._num_rollouts
+        return {
             "updates": {
                 "count": updates["pause"].num,
                 **{f"{name}_s": means.mean for name, means in updates.items()},
             },
             "engine_restarts": self._num_restarts,
             "driver_s_per_rollout": self._driver_s / num if num else 0.0,
+            **self._ratio_means.summary(),
         }
-        if run["ess/token_raw"].num:
-            result["ess"] = {
-                "mean": run["ess/token_raw"].mean,
-                "min": run["ess/token_raw"].min,
-                "truncated_mean": run["ess/token_truncated"].mean,
-                "sequence_mean": run["ess/sequence_raw"].mean,
-                "by_lag": {str(lag): means.mean for lag, means in sorted(self._ess_by_lag.items())},
-            }
-            result["mismatch"] = {"kl": run["mismatch/kl"].mean}
-            if run["mismatch/kl_at_lag_0"].num:
-                result["mismatch"]["kl_at_lag_0"] = run["mismatch/kl_at_lag_0"].mean
-                largest = run["mismatch/log_ratio_abs_max_at_lag_0"].max
-                result["mismatch"]["log_ratio_abs_max_at_lag_0"] = largest
-        return result

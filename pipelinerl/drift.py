@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.ess import ess_by_lag
 from pipelinerl.strictmodel import StrictModel
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -39,8 +40,6 @@ LEAST_ESS = 1e-3
 """ESS below which a lag of a step says nothing: a few tokens outweigh all others."""
 BLOCK_STEPS = 64
 """Steps over which the rate counts as the same while the exponent is fitted (count)."""
-LAG_PREFIX = "ess/lag_"
-"""Metrics of a step that hold the ESS of the tokens of a lag."""
 
 
 class DriftModel(StrictModel):
@@ -161,8 +160,3 @@ def _blocks(run: LearnedRun) -> list[NDArray[np.float64]]:
         if points:
             blocks.append(np.array(points).T)
     return blocks
-
-
-def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
-    """Return each lag of a step's metrics with the ESS of its tokens."""
-    return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]

@@ -10,12 +10,16 @@ Truncated weights always read a higher ESS than raw ones (log-normal w, sigma 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
+
+LAG_PREFIX = "ess/lag_"
+"""Metrics of an optimizer step that hold the ESS of the tokens of a lag."""
 
 
 def effective_sample_size(weight_N: ArrayLike) -> float:
@@ -180,7 +184,52 @@ class RatioStats:
         if self._num_at_lag_0:
             result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._num_at_lag_0
             result["mismatch/log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
-        return result | {f"ess/lag_{lag}": ess for lag, ess in self.ess_by_lag().items()}
+        return result | {f"{LAG_PREFIX}{lag}": ess for lag, ess in self.ess_by_lag().items()}
+
+
+class RatioMeans:
+    """The ESS and the mismatch of a run, as means over its optimizer steps; add steps, then read (can be pickled).
+
+    Its size grows with the number of different lags only.
+    """
+
+    def __init__(self) -> None:
+        """Start with no steps."""
+        self._sums: dict[str, tuple[int, float]] = {}  # of each metric: steps that had it, sum over them
+        self._ess_min, self._abs_max_at_lag_0 = 1.0, 0.0
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step; of these, what ``RatioStats.metrics`` names."""
+        for name, value in metrics.items():
+            if name.startswith(("ess/", "mismatch/")):
+                num, total = self._sums.get(name, (0, 0.0))
+                self._sums[name] = num + 1, total + value
+        self._ess_min = min(self._ess_min, metrics.get("ess/token_raw", 1.0))
+        largest = metrics.get("mismatch/log_ratio_abs_max_at_lag_0", 0.0)
+        self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, largest)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the parts ``ess`` and ``mismatch`` of summary.json; neither if no step had an answer."""
+        means = {name: total / num for name, (num, total) in self._sums.items()}
+        if "ess/token_raw" not in means:
+            return {}
+        mismatch = {"kl": means["mismatch/kl"]}
+        if "mismatch/kl_at_lag_0" in means:
+            mismatch["kl_at_lag_0"] = means["mismatch/kl_at_lag_0"]
+            mismatch["log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
+        ess = {
+            "mean": means["ess/token_raw"],
+            "min": self._ess_min,
+            "truncated_mean": means["ess/token_truncated"],
+            "sequence_mean": means["ess/sequence_raw"],
+            "by_lag": {str(lag): mean for lag, mean in sorted(ess_by_lag(means))},
+        }
+        return {"ess": ess, "mismatch": mismatch}
+
+
+def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
+    """Return each lag of a step's metrics with the ESS of its tokens."""
+    return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]
 
 
 class _WeightSums:

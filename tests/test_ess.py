@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipelinerl.ess import RatioStats, effective_sample_size, ess_of_log_weights, kl_estimate, sequence_ess
+from pipelinerl.ess import RatioMeans, RatioStats, effective_sample_size, ess_of_log_weights, kl_estimate, sequence_ess
 
 LOG_WEIGHTS = arrays(np.float64, st.integers(1, 30), elements=st.floats(-30, 30))
 SMALL_LOG_RATIOS = arrays(np.float64, st.integers(1, 20), elements=st.floats(-3, 3))
@@ -204,6 +204,51 @@ def test_a_weight_of_exactly_c_is_not_truncated() -> None:
 def test_without_answers_there_is_nothing_to_log() -> None:
     assert RatioStats(truncation=5.0).metrics() == {}
     assert RatioStats(truncation=5.0).ess_by_lag() == {}
+
+
+def test_a_run_is_the_mean_of_its_steps() -> None:
+    """Two steps by hand; what only one of them has is the mean, or the largest, over that one."""
+    run = RatioMeans()
+    assert run.summary() == {}
+    run.add({})  # a step without an answer
+    assert run.summary() == {}
+    run.add(
+        {
+            "reward/mean": 0.5,
+            "ess/token_raw": 0.75,
+            "ess/token_truncated": 0.875,
+            "ess/sequence_raw": 0.5,
+            "ess/lag_10": 0.25,
+            "ess/lag_2": 0.5,
+            "mismatch/kl": 0.5,
+            "mismatch/truncated_share": 0.125,
+        }
+    )
+    without_floor = run.summary()
+    assert without_floor["mismatch"] == {"kl": 0.5}
+    assert list(without_floor["ess"]["by_lag"]) == ["2", "10"]
+    run.add(
+        {
+            "ess/token_raw": 0.25,
+            "ess/token_truncated": 0.375,
+            "ess/sequence_raw": 0.25,
+            "ess/lag_0": 1.0,
+            "ess/lag_2": 0.25,
+            "mismatch/kl": 0.25,
+            "mismatch/kl_at_lag_0": 0.125,
+            "mismatch/log_ratio_abs_max_at_lag_0": 0.0625,
+        }
+    )
+    assert run.summary() == {
+        "ess": {
+            "mean": 0.5,
+            "min": 0.25,
+            "truncated_mean": 0.625,
+            "sequence_mean": 0.375,
+            "by_lag": {"0": 1.0, "2": 0.375, "10": 0.25},
+        },
+        "mismatch": {"kl": 0.375, "kl_at_lag_0": 0.125, "log_ratio_abs_max_at_lag_0": 0.0625},
+    }
 
 
 @settings(deadline=None)

@@ -18,9 +18,8 @@ import torch
 from pipelinerl.accounting import StepRow
 from pipelinerl.advantages import leave_one_out
 from pipelinerl.config import RunConfig
-from pipelinerl.drift import ess_by_lag
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.ess import RatioStats
+from pipelinerl.ess import RatioMeans, RatioStats
 from pipelinerl.events import StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.losses import policy_loss
 from sim.learning.answers import Answers
@@ -90,8 +89,10 @@ class Learner:
         self._spans: dict[int, VersionSpans] = {}
         self._rewards: dict[int, float] = {}
         self._ratios = RatioStats(truncation=policy.loss.truncation)
-        self._steps: list[dict[str, float]] = []
-        self._times_s: list[float] = []  # when each optimizer step was done
+        # Of the optimizer steps that are done: their ESS, their mean rewards, and when they were.
+        self._ratio_means = RatioMeans()
+        self._mean_rewards: list[float] = []
+        self._times_s: list[float] = []
 
     # ------------------------------------------------------------------------------------ from the world
 
@@ -145,41 +146,23 @@ class Learner:
             **self._ratios.metrics(),
         }
         self._ratios = RatioStats(truncation=self._policy.loss.truncation)
-        self._steps.append(metrics)
+        self._ratio_means.add(metrics)
+        self._mean_rewards.append(row.reward_mean)
         self._times_s.append(row.time_s)
         return metrics
 
     def summary(self) -> dict[str, Any]:
         """Return what a learning run adds to summary.json."""
-        if not self._steps:
+        rewards = self._mean_rewards
+        if not rewards:
             return {}
-        columns = {
-            name: [step[name] for step in self._steps]
-            for name in ("reward/mean", "ess/token_raw", "ess/token_truncated", "ess/sequence_raw", "mismatch/kl")
-        }
-        by_lag: dict[int, list[float]] = {}
-        for step in self._steps:
-            for lag, ess in ess_by_lag(step):
-                by_lag.setdefault(lag, []).append(ess)
-        tail = columns["reward/mean"][-max(1, len(self._steps) // 10) :]
-        floor = [step["mismatch/kl_at_lag_0"] for step in self._steps if "mismatch/kl_at_lag_0" in step]
-        mismatch = {"kl": _mean(columns["mismatch/kl"])}
-        if floor:
-            mismatch["kl_at_lag_0"] = _mean(floor)
         return {
-            "ess": {
-                "mean": _mean(columns["ess/token_raw"]),
-                "min": min(columns["ess/token_raw"]),
-                "truncated_mean": _mean(columns["ess/token_truncated"]),
-                "sequence_mean": _mean(columns["ess/sequence_raw"]),
-                "by_lag": {str(lag): _mean(by_lag[lag]) for lag in sorted(by_lag)},
-            },
-            "mismatch": mismatch,
+            **self._ratio_means.summary(),
             "reward": {
-                "first": columns["reward/mean"][0],
-                "last": _mean(tail),
-                "max": max(columns["reward/mean"]),
-                "reached": self._reached(columns["reward/mean"]),
+                "first": rewards[0],
+                "last": _mean(rewards[-max(1, len(rewards) // 10) :]),
+                "max": max(rewards),
+                "reached": self._reached(rewards),
             },
             "weights_sha256": self.fingerprint(),
         }
