@@ -21,15 +21,15 @@ CUT_AT_BYTES = 2**16
 """Size of what is packed from which on it is cut."""
 
 _REWARD = struct.Struct("=d")
-_COUNT = struct.Struct("=q")
-_COUNT_AT, _FIRST = 2, 3  # numbers of a rollout before its count of spans, and before the first of them
+_NUMBER = struct.Struct("=q")
+_VERSION_AT, _COUNT_AT, _SPANS_AT = 1, 2, 3  # numbers of a rollout before each of these
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
     """What packs a rollout of so many spans."""
 
     def __missing__(self, num_spans: int) -> Callable[..., bytes]:
-        self[num_spans] = pack = struct.Struct(f"=d{_FIRST - 1 + 2 * num_spans}q").pack
+        self[num_spans] = pack = struct.Struct(f"=d{_SPANS_AT - 1 + 2 * num_spans}q").pack
         return pack
 
 
@@ -91,28 +91,28 @@ class FinishedRollouts:
         """Give a rollout up and return its tokens (count)."""
         place = self._places.pop(rollout_id) - self._cut_off
         num_spans: int = self._number(place, _COUNT_AT)
-        return self._number(place, _FIRST + 2 * num_spans - 1)
+        return self._number(place, _SPANS_AT + 2 * num_spans - 1)
 
     def take(self, rollout_ids: Sequence[int]) -> Gathered:
         """Take rollouts, at least one, to train on them."""
         place_M = np.fromiter(map(self._places.pop, rollout_ids), np.int64, len(rollout_ids))
-        first_M = (place_M - self._cut_off) // _COUNT.size
+        begin_M = (place_M - self._cut_off) // _NUMBER.size  # where its numbers begin: the reward comes first
         numbers = np.frombuffer(self._packed, np.int64)
-        count_M = numbers[first_M + _COUNT_AT]
+        count_M = numbers[begin_M + _COUNT_AT]
         gathered_M = np.cumsum(count_M) - count_M  # where a rollout's spans begin among those gathered
-        span_N = np.repeat(first_M + _FIRST - gathered_M, count_M) + np.arange(count_M.sum())
+        span_N = np.repeat(begin_M + _SPANS_AT - gathered_M, count_M) + np.arange(count_M.sum())
         version_N, end_N = numbers[span_N], numbers[span_N + np.repeat(count_M, count_M)]
         start_N = np.concatenate(([0], end_N[:-1]))
         start_N[gathered_M] = 0
-        finish_version_N = np.repeat(numbers[first_M + 1], count_M)
-        rewards_M: list[float] = numbers.view(np.float64)[first_M].tolist()
+        finish_version_N = np.repeat(numbers[begin_M + _VERSION_AT], count_M)
+        rewards_M: list[float] = numbers.view(np.float64)[begin_M].tolist()
         del numbers  # what is looked at cannot be cut
         self._cut()
         return Gathered(rewards_M, start_N, end_N, version_N, finish_version_N)
 
     def _number(self, place: int, index: int) -> int:
         """Return a whole number of the rollout that begins at a place."""
-        number: int = _COUNT.unpack_from(self._packed, place + index * _COUNT.size)[0]
+        number: int = _NUMBER.unpack_from(self._packed, place + index * _NUMBER.size)[0]
         return number
 
     def _cut(self) -> None:

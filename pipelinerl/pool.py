@@ -90,8 +90,8 @@ class RolloutPool:
         self._prompts_again: deque[int] = deque()
         self._held = [False] * num_engines
         # The load of an engine: slots in use * engines + its number. So the least load is that of the engine with
-        # most free slots, and among equals of the one with the lowest number. While an engine is held, it counts as
-        # if so many slots more were in use as it has: none is free.
+        # most free slots, and among equals of the one with the lowest number. While an engine is held its load is
+        # higher by ``_full``, so that it has no free slot.
         self._num_engines = num_engines
         self._full = slots_per_engine * num_engines  # from this load on an engine has no free slot
         self._loads = list(range(num_engines))
@@ -99,7 +99,8 @@ class RolloutPool:
         # never used, stale ones are never met: the heap is made anew when most of it is stale.
         self._roomy = list(range(num_engines))
         self._roomy_limit = 8 * num_engines
-        self._unlisted = NOWHERE  # the last load that fell, which mostly is the least; not yet in the heap
+        # The last load that fell, which mostly is taken next; not yet in the heap, unless that was made anew.
+        self._unlisted = NOWHERE
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -133,7 +134,7 @@ class RolloutPool:
         loads[engine] = load = load + num_engines
         self.num_free -= 1
         if load < self._full:
-            heapq.heappush(roomy, load)
+            self._list_as_roomy(load)
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
@@ -152,7 +153,8 @@ class RolloutPool:
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
     def hold(self, engine: int) -> None:
-        """Start nothing on this engine until it is released."""
+        """Start nothing on this engine, which is not held, until it is released."""
+        assert not self._held[engine]
         self._held[engine] = True
         self.num_free -= self._num_free_on(engine)
         self._loads[engine] += self._full
@@ -312,7 +314,7 @@ class RolloutPool:
     def _list_as_roomy(self, load: int) -> None:
         heapq.heappush(self._roomy, load)
         if len(self._roomy) > self._roomy_limit:
-            self._roomy = [load for load in self._loads if load < self._full]
+            self._roomy = [one for one in self._loads if one < self._full]
             heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: Group) -> None:

@@ -147,9 +147,9 @@ class Engine:
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
         self._versions = [0]
-        self._stands = False  # whether it stands still: for an update, or from a request on until there was one
         self._pause_end: int | None = None
         self._still_since: int | None = None  # tick since which it stands still with what is in the batch
+        self._stands = False  # whether it stands still: one of these two is a tick
         # Requests not yet taken up; whether there are others than arrivals.
         self._asked = False
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
@@ -463,7 +463,7 @@ class Engine:
             return 1, start + first
         growth = self._context_ticks * batch
         two = 2 * first + growth
-        if two > rest:  # so far mostly
+        if two > rest:  # mostly it is one of these two
             return 2, start + two
         # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
         # is a step off at most, which the two loops put right in whole numbers.

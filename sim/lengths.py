@@ -92,6 +92,8 @@ class Workload:
     def __init__(self, config: WorkloadConfig, *, seed: int) -> None:
         if config.length.max > MAX_TOKENS:
             raise ConfigError(f"workload.length.max must be at most {MAX_TOKENS}, got {config.length.max}")
+        if config.prompt_tokens > MAX_TOKENS:
+            raise ConfigError(f"workload.prompt_tokens must be at most {MAX_TOKENS}, got {config.prompt_tokens}")
         self._config = config
         self._seed = seed
         self._groups_per_block = max(1, DRAWS_PER_BLOCK // config.group_size)

@@ -137,10 +137,11 @@ class World:
         )
         self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
-        # A rollout in progress is known to its engine alone: small books stay in the processor's cache.
+        # A rollout in progress is known to its engine alone: small books stay in the processor's cache. Of a finished
+        # one its tokens are kept, prompt included, four bytes until the run ends; 0: not finished.
         self._aborted: dict[int, Sequence] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
-        self._tokens = array("I")  # of each rollout that has finished, prompts included; four bytes each, to the end
+        self._tokens = array("I")
         self._aborting: set[int] = set()  # rollouts that nobody wants any more
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
@@ -300,7 +301,7 @@ class World:
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
         ids = range(group_id * self._group_size, (group_id + 1) * self._group_size)
-        self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # of a new group
+        self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # nothing for a group drawn again
         if self._policy is None:
             group = self._workload.group(group_id, prompt_id)
             self._drawn = list(map(Sequence, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
@@ -330,6 +331,7 @@ class World:
         self._generating = False
         tokens = self._tokens
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
+        assert all(lengths)  # they have finished
         train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))

@@ -218,6 +218,12 @@ def test_a_max_beyond_a_billion_tokens_is_rejected():
     assert max(workload(kind="uniform", max=10**9).group(0, 0).lengths) <= 10**9
 
 
+def test_a_prompt_beyond_a_billion_tokens_is_rejected():
+    with pytest.raises(ConfigError, match=r"^workload\.prompt_tokens must be at most 1000000000, got 1000000001$"):
+        workload(kind="uniform", max=10, prompt_tokens=10**9 + 1)
+    assert workload(kind="uniform", max=10, prompt_tokens=10**9).group(0, 0).prompt_tokens == 10**9
+
+
 # --------------------------------------------------------------------------------------------- growth
 
 
