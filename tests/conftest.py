@@ -1,7 +1,12 @@
 """What holds for all tests."""
 
+import signal
+
 from hypothesis import settings
 
 # Machines are noisy, and tests do not time: an example may take as long as it takes.
 settings.register_profile("pipelinerl", deadline=None)
 settings.load_profile("pipelinerl")
+
+# Tests press Ctrl-C, which a process started in the background of a script ignores, with all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
