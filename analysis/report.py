@@ -97,5 +97,5 @@ def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
     with matplotlib.rc_context(RC):
         for path, metadata in zip(paths, _METADATA.values(), strict=True):
             figure.savefig(path, dpi=DPI, metadata=metadata)
-            figure.set_layout_engine("none")
+            figure.set_layout_engine(None)  # "none" would have the next one drawn twice
     return paths
