@@ -41,6 +41,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 
 from simpy.events import EventPriority
 
@@ -107,7 +108,6 @@ class Engine:
         "_priority",
         "_running",
         "_stand_at",
-        "_stands",
         "_step",
         "_still_since",
         "_tick",
@@ -149,7 +149,6 @@ class Engine:
         self._versions = [0]
         self._pause_end: int | None = None
         self._still_since: int | None = None  # tick since which it stands still with what is in the batch
-        self._stands = False  # whether it stands still: one of these two is a tick
         # Requests not yet taken up; whether there are others than arrivals.
         self._asked = False
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
@@ -200,13 +199,16 @@ class Engine:
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._take_back()
-        if self._running and not self._stands:
+        if self._is_decoding():
             self._step += self._first_boundary_after(self._clock.now)[0] - 1
         ended = [(sequence.rollout_id, self._spans(sequence)) for sequence in self._running.values()]
         arriving = [sequence for _, _, sequence in self._arrivals]
         ended += [(sequence.rollout_id, sequence.spans) for sequence in (*self._waiting, *arriving)]
         self._wake = None
         return sorted(ended, key=lambda pair: pair[0])
+
+    def _is_decoding(self) -> bool:
+        return bool(self._running) and self._pause_end is None and self._still_since is None
 
     def _requested(self) -> None:
         """Plan anew; not called in a boundary, at the end of which it plans anyway."""
@@ -222,7 +224,10 @@ class Engine:
         self._awake = True
         self._tick = now = taken_until = self._wake_at
         running = self._running
-        if running and not self._stands:
+        if self._pause_end is not None:
+            taken_until = now - 1
+            self._finish_update()
+        elif running and self._still_since is None:
             taken_until = now - 1
             steps = self._wake_steps
             self._step = step = self._step + steps
@@ -235,13 +240,10 @@ class Engine:
                 del running[sequence.rollout_id]
                 self._context -= sequence.prompt_tokens + sequence.length
                 self._host.rollout_finished(self._index, sequence, self._spans(sequence))
-        elif self._pause_end is not None:
-            taken_until = now - 1
-            self._finish_update()
         arrivals = self._arrivals
         if self._asked or (arrivals and arrivals[0][0] <= taken_until):
             self._take_requests(taken_until)
-        if not self._stands:
+        if self._pause_end is None and self._still_since is None:
             if self._context + len(running) > self._capacity:
                 self._preempt()
             elif self._waiting:
@@ -266,7 +268,7 @@ class Engine:
         while arrivals and arrivals[0][0] <= until and (update is None or arrivals[0][0] < update.at):
             self._waiting.append(heapq.heappop(arrivals)[2])
         if self._stand_at is not None and self._stand_at <= until:
-            self._stand_at, self._still_since, self._stands = None, self._tick, True
+            self._stand_at, self._still_since = None, self._tick
         if update is not None and update.at <= until:
             self._begin_update(update)
         self._asked = self._update is not None or bool(self._aborts) or self._stand_at is not None
@@ -278,7 +280,7 @@ class Engine:
                     self._abort(rollout_id)
             case WeightUpdate.WAIT if self._still_since is None and (self._running or self._waiting):
                 return
-        self._pause_end, self._stands = self._tick + self._pause_ticks, True
+        self._pause_end = self._tick + self._pause_ticks
 
     def _preempt(self) -> None:
         """Send away what was admitted last until the next step fits."""
@@ -311,7 +313,7 @@ class Engine:
 
     def _finishes_no_more(self, sequence: Sequence) -> None:
         """Forget when a rollout would have had all its tokens."""
-        first = bisect_left(self._finish_steps, sequence.start_step + sequence.num_left)
+        first = bisect_left(self._finish_steps, sequence.finish_step)
         place = self._finishing.index(sequence, first)
         del self._finish_steps[place], self._finishing[place]
 
@@ -349,7 +351,7 @@ class Engine:
         assert self._update is not None
         update, self._update, self._pause_end = self._update, None, None
         still_ticks = self._pause_ticks if self._still_since is None else self._tick - self._still_since
-        self._still_since, self._stands = None, False
+        self._still_since = None
         self.version = update.version
         if self._version_steps[-1] == self._step:
             self._versions[-1] = update.version
@@ -369,8 +371,8 @@ class Engine:
         running = list(self._running.values())
         num_tokens = [one.spans.num_tokens + self._step - one.start_step for one in running]
         tokens.go_on(running, num_tokens, self.version, recompute=recompute)
-        self._finishing = sorted(running, key=lambda one: one.start_step + one.num_left)
-        self._finish_steps = [one.start_step + one.num_left for one in self._finishing]
+        self._finishing = sorted(running, key=attrgetter("finish_step"))
+        self._finish_steps = [one.finish_step for one in self._finishing]
 
     def _spans(self, sequence: Sequence) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
@@ -392,10 +394,10 @@ class Engine:
 
     def _plan(self, now: int) -> None:
         """Schedule the wake-up at the next boundary at which something happens that others see."""
-        if self._running and not self._stands:
-            at = self._plan_steps()
-        elif self._pause_end is not None:
+        if self._pause_end is not None:
             at = self._pause_end
+        elif self._running and self._still_since is None:
+            at = self._plan_steps()
         else:
             request = self._next_request()
             if request is None:

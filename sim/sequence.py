@@ -36,6 +36,11 @@ class Sequence:
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
 
+    @property
+    def finish_step(self) -> int:
+        """Decode steps that its engine will have done when it has all its tokens; it is in a batch."""
+        return self.start_step + self.num_left
+
     def keep(self, spans: VersionSpans) -> None:
         """Keep these tokens until it joins a batch again."""
         self.spans = spans
