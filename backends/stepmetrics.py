@@ -9,21 +9,7 @@ from numpy.typing import ArrayLike
 from backends.interface import UpdateTimes
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.ess import RatioMeans, RatioStats
-
-
-class _Mean:
-    """A running mean (mutable)."""
-
-    def __init__(self) -> None:
-        self.num, self.total = 0, 0.0
-
-    def add(self, value: float) -> None:
-        self.num += 1
-        self.total += value
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.num if self.num else 0.0
+from pipelinerl.running import RunningMean
 
 
 class StepMetrics:
@@ -37,8 +23,8 @@ class StepMetrics:
         self._truncation = truncation
         self._ratios = RatioStats(truncation=truncation)
         self._trainer: dict[str, float] = {}
-        self._step_updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
-        self._updates = {name: _Mean() for name in ("pause", "transfer", "resume")}
+        self._step_updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
+        self._updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
         self._ratio_means = RatioMeans()
         self._num_restarts = 0
         self._driver_s = 0.0
@@ -110,7 +96,7 @@ class StepMetrics:
         }
         self._ratios = RatioStats(truncation=self._truncation)
         self._trainer = {}
-        self._step_updates = {name: _Mean() for name in self._step_updates}
+        self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged
 
     def summary(self) -> dict[str, Any]:

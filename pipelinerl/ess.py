@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from pipelinerl.running import RunningMean
+
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
 
 LAG_PREFIX = "ess/lag_"
@@ -195,31 +197,26 @@ class RatioMeans:
 
     def __init__(self) -> None:
         """Start with no steps."""
-        self._sums: dict[str, tuple[int, float]] = {}  # of each metric: steps that had it, sum over them
-        self._ess_min, self._abs_max_at_lag_0 = 1.0, 0.0
+        self._by_name: dict[str, RunningMean] = {}  # each metric over the steps that had it
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step; of these, what ``RatioStats.metrics`` names."""
         for name, value in metrics.items():
             if name.startswith(("ess/", "mismatch/")):
-                num, total = self._sums.get(name, (0, 0.0))
-                self._sums[name] = num + 1, total + value
-        self._ess_min = min(self._ess_min, metrics.get("ess/token_raw", 1.0))
-        largest = metrics.get("mismatch/log_ratio_abs_max_at_lag_0", 0.0)
-        self._abs_max_at_lag_0 = max(self._abs_max_at_lag_0, largest)
+                self._by_name.setdefault(name, RunningMean()).add(value)
 
     def summary(self) -> dict[str, Any]:
         """Return the parts ``ess`` and ``mismatch`` of summary.json; neither if no step had an answer."""
-        means = {name: total / num for name, (num, total) in self._sums.items()}
-        if "ess/token_raw" not in means:
+        if not self._by_name:
             return {}
+        means = {name: running.mean for name, running in self._by_name.items()}
         mismatch = {"kl": means["mismatch/kl"]}
         if "mismatch/kl_at_lag_0" in means:
             mismatch["kl_at_lag_0"] = means["mismatch/kl_at_lag_0"]
-            mismatch["log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
+            mismatch["log_ratio_abs_max_at_lag_0"] = self._by_name["mismatch/log_ratio_abs_max_at_lag_0"].max
         ess = {
             "mean": means["ess/token_raw"],
-            "min": self._ess_min,
+            "min": self._by_name["ess/token_raw"].min,
             "truncated_mean": means["ess/token_truncated"],
             "sequence_mean": means["ess/sequence_raw"],
             "by_lag": {str(lag): mean for lag, mean in sorted(ess_by_lag(means))},
