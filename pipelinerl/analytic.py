@@ -37,8 +37,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.csv_file import read_csv
 
 FloatArray = npt.NDArray[np.float64]
 RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.huggingface import model_tables
-from pipelinerl.strictmodel import StrictModel
+from pipelinerl.util.strict_model import StrictModel
 
 GPU_RANGES = {
     "bf16_flops": (1e11, 1e17, "FLOP/s", "989e12"),

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.strictmodel import StrictModel
+from pipelinerl.util.strict_model import StrictModel
 
 
 class Level(StrEnum):

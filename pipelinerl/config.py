@@ -11,8 +11,8 @@ from pipelinerl.drift import DriftModel
 from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.policyconfig import PolicyConfig
-from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import TrainConfig
+from pipelinerl.util.strict_model import StrictModel
 
 
 class ClusterConfig(StrictModel):

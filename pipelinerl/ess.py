@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipelinerl.running import RunningMean
+from pipelinerl.util.running_mean import RunningMean
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipelinerl.strictmodel import StrictModel
+from pipelinerl.util.strict_model import StrictModel
 
 Count = Annotated[int, Field(ge=1)]
 Values = Annotated[list[Count], Field(min_length=1)]

@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.strictmodel import StrictModel
 from pipelinerl.trainconfig import LossConfig, Temperature
+from pipelinerl.util.strict_model import StrictModel
 
 
 class WarmStartConfig(StrictModel):

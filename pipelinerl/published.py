@@ -13,8 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.csv_file import read_csv
 
 
 class Mode(StrEnum):

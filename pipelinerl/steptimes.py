@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.csv_file import read_csv
 
 FloatArray = NDArray[np.float64]
 

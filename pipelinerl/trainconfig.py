@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.strictmodel import StrictModel
+from pipelinerl.util.strict_model import StrictModel
 
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
 """Of a softmax (no unit). Below 0.01 engines sample at 0.01, as numbers overflow, and log-probabilities would be of

@@ -37,8 +37,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config import LengthConfig, WorkloadConfig
-from pipelinerl.csvfile import read_csv
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.csv_file import read_csv
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
 MAX_TOKENS = 10**9

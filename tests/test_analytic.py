@@ -41,7 +41,7 @@ from pipelinerl.analytic import (
 )
 from pipelinerl.errors import ConfigError
 
-GUIDE = Path(__file__).parent.parent / "docs" / "analytic.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "analytic.md"
 
 TAU = 4.918  # flashes per token: 128 / 26.02 = 84 / 17.08, paper A.4
 LINEAR = UtilisationCurve(lambda h: np.full_like(h, 467.1))  # U(h) = h / 467.1

@@ -16,7 +16,7 @@ from pipelinerl.ess import ess_of_log_weights
 from pipelinerl.runfile import load_run
 from sim.run import simulate
 
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
 
 def test_tokens_without_lag_have_an_ess_of_1():

@@ -17,7 +17,7 @@ from pipelinerl.cli import main  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_arithmetic.toml"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_arithmetic.toml"
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from pipelinerl.mathtask import Verifiers
 from pipelinerl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
 from pipelinerl.trainconfig import TaskConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:

@@ -31,7 +31,7 @@ from pipelinerl.runfile import load_run  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_arithmetic.toml"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_arithmetic.toml"
 START_TIMEOUT_S = 300.0
 RUN_TIMEOUT_S = 600.0
 

@@ -20,7 +20,7 @@ from sim.published import as_run_config, as_subject, overhead_s
 from sim.run import simulate
 from sim.validate import Prediction, Unusable, report, shipped_runs, validate
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def row(name, mode, **values):

@@ -1,0 +1,1 @@
+"""What every package may use: strict models, tables in files, running means."""
