@@ -45,7 +45,8 @@ from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
-from pipelinerl.events import (
+from pipelinerl.recording import Recorder
+from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
@@ -64,7 +65,6 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.recording import Recorder
 from pipelinerl.tasks import Task
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from backends.interface import Generated, GenerateRequest, Sample, TrainResult, UpdateTimes, Weights
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 DRIFT = 0.01
 """Fall of every token's log-probability per optimizer step (nats)."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
 from pipelinerl.errors import EngineLostError
-from pipelinerl.events import WeightUpdate
+from pipelinerl.scheduler.events import WeightUpdate
 
 LOG = logging.getLogger("pipelinerl")
 

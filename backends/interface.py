@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 # Legend of shapes: T tokens of one answer; P tokens of one prompt.
 

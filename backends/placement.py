@@ -32,7 +32,7 @@ from backends.vllm_engine import VLLMEngine
 from backends.vllm_process import VLLMSettings
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, EngineLostError
-from pipelinerl.events import WeightUpdate
+from pipelinerl.scheduler.events import WeightUpdate
 
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 """Environment variable: Ray ends what a dead actor has started."""

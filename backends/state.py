@@ -9,8 +9,8 @@ from typing import Protocol
 from backends.rollouts import RolloutData
 from backends.stepmetrics import StepMetrics
 from pipelinerl.config import RunConfig
-from pipelinerl.events import Event, StartTraining
-from pipelinerl.scheduler import Scheduler, make_scheduler
+from pipelinerl.scheduler.events import Event, StartTraining
+from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
 
 
 @dataclass(slots=True)

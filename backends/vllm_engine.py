@@ -34,7 +34,7 @@ import numpy as np
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm_process import VLLMSettings, check_model, end_processes, make_llm, process_tree
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 T = TypeVar("T")
 

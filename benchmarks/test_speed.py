@@ -18,9 +18,9 @@ from typing import get_args
 import pytest
 
 from pipelinerl.accounting import Accountant
-from pipelinerl.events import Event
 from pipelinerl.runfile import parse_run
-from pipelinerl.scheduler import make_scheduler
+from pipelinerl.scheduler.events import Event
+from pipelinerl.scheduler.pipeline import make_scheduler
 from sim.engine import Engine
 from sim.reference import StepByStepEngine
 from sim.world import World

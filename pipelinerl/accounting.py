@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.events import (
+from pipelinerl.finished import FinishedRollouts
+from pipelinerl.profile import Profile
+from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardReason,
@@ -42,8 +44,6 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.finished import FinishedRollouts
-from pipelinerl.profile import Profile
 
 BALANCED_SHARE = 0.05
 """Idle share below which neither side counts as the bottleneck."""

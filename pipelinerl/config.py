@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from pipelinerl.coefficients import Level, checked_coefficients
 from pipelinerl.drift import DriftModel
-from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.policyconfig import PolicyConfig
+from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.trainconfig import TrainConfig
 from pipelinerl.util.strict_model import StrictModel
 

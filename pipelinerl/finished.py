@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.events import VersionSpans
+from pipelinerl.scheduler.events import VersionSpans
 
 CUT_AT_BYTES = 2**16
 """Size of what is packed from which on it is cut."""

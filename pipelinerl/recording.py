@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config import RunConfig, UtilisationDecode
 from pipelinerl.drift import modelled_ess
-from pipelinerl.events import Command, Event
 from pipelinerl.runfolder import TRACE_FILE, RunFolder
+from pipelinerl.scheduler.events import Command, Event
 from pipelinerl.trace import TraceWriter
 
 

@@ -33,8 +33,8 @@ import numpy.typing as npt
 
 from pipelinerl.analytic import Lengths
 from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
-from pipelinerl.events import WeightUpdate
 from pipelinerl.hardware import step_seconds
+from pipelinerl.scheduler.events import WeightUpdate
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -24,7 +24,8 @@ from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
-from pipelinerl.events import (
+from pipelinerl.runfile import parse_run
+from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     Event,
@@ -33,8 +34,7 @@ from pipelinerl.events import (
     VersionSpans,
     WeightUpdate,
 )
-from pipelinerl.runfile import parse_run
-from pipelinerl.scheduler import make_scheduler
+from pipelinerl.scheduler.pipeline import make_scheduler
 
 FORMAT = "pipelinerl-trace"
 """What the first line of a trace calls itself."""

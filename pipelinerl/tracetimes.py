@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config import RunConfig
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutAborted,
     RolloutFailed,

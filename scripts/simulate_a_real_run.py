@@ -17,8 +17,8 @@ from typing import Any
 
 from pipelinerl.calibration import calibrate_trace
 from pipelinerl.config import RunConfig
-from pipelinerl.events import RolloutFinished
 from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.scheduler.events import RolloutFinished
 from pipelinerl.trace import Trace
 from sim.run import simulate
 

@@ -9,9 +9,9 @@ from itertools import product
 from typing import Any
 
 from pipelinerl.config import ResolvedHardware, RunConfig
-from pipelinerl.events import OnStale
 from pipelinerl.hardware import resolved_hardware
 from pipelinerl.planconfig import PlanConfig
+from pipelinerl.scheduler.events import OnStale
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
 from sim.space import Reason, Space
 

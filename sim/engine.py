@@ -45,7 +45,7 @@ from operator import attrgetter
 
 from simpy.events import EventPriority
 
-from pipelinerl.events import VersionSpans, WeightUpdate, joined
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
 from sim.sequence import EngineHost, Sequence, TokenSource

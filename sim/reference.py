@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 
 from simpy.events import EventPriority
 
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.engine import EngineSettings
 from sim.sequence import EngineHost, Sequence

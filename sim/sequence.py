@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Several
 from typing import Protocol
 
-from pipelinerl.events import NO_TOKENS, VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 
 
 class Sequence:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelinerl.config import RunConfig
-from pipelinerl.events import (
+from pipelinerl.finished import FinishedRollouts
+from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     Event,
@@ -17,7 +18,6 @@ from pipelinerl.events import (
     TrainingFinished,
     WeightsPublished,
 )
-from pipelinerl.finished import FinishedRollouts
 from sim.run import no_garbage_collection
 from sim.world import World
 

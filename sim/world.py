@@ -28,7 +28,9 @@ from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.events import (
+from pipelinerl.hardware import resolved_hardware
+from pipelinerl.recording import Recorder
+from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
@@ -47,9 +49,7 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.hardware import resolved_hardware
-from pipelinerl.recording import Recorder
-from pipelinerl.scheduler import Scheduler, make_scheduler
+from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import json
 
-from pipelinerl.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
 from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.scheduler.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
 from pipelinerl.trace import Trace, replay
 
 

@@ -28,7 +28,7 @@ from backends.interface import (
     Weights,
 )
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 PROMPT = (3, 13, 4, 11)
 BATCH = 8

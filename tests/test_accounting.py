@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import pipelinerl.profile
 from pipelinerl.accounting import Accountant
 from pipelinerl.errors import RunFailedError
-from pipelinerl.events import (
+from pipelinerl.runfile import parse_run
+from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
     DiscardReason,
@@ -36,7 +37,6 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.runfile import parse_run
 from pipelinerl.trace import Trace
 from sim.run import simulate
 from sim.world import World

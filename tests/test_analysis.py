@@ -31,7 +31,7 @@ from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.stepmetrics import StepMetrics
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.errors import ConfigError
-from pipelinerl.events import WeightsPublished
+from pipelinerl.scheduler.events import WeightsPublished
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
 

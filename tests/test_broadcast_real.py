@@ -34,8 +34,8 @@ from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.vllm_process import VLLMSettings  # noqa: E402
 from backends.weights_check import checksums  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
-from pipelinerl.events import WeightsLoaded, WeightUpdate  # noqa: E402
 from pipelinerl.runfile import load_run  # noqa: E402
+from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate  # noqa: E402
 from pipelinerl.trainconfig import TrainerConfig  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]

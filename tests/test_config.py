@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from pipelinerl.config import CompareConfig, Decode, RunConfig, Variant
 from pipelinerl.errors import ConfigError
-from pipelinerl.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.runfile import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 
 TINY = """
 optimizer_steps = 6

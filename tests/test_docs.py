@@ -20,10 +20,11 @@ from pydantic import BaseModel
 
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
-from pipelinerl import analytic, cli, events
+from pipelinerl import analytic, cli
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import Decode, RunConfig
 from pipelinerl.runfile import load_run
+from pipelinerl.scheduler import events
 from pipelinerl.tasks import Problem
 from pipelinerl.trace import TraceWriter
 from pipelinerl.trainconfig import LossConfig

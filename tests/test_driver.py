@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
-from pipelinerl.events import (
+from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,
     StartRollout,
     WeightsLoaded,
 )
-from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.tasks import Problem
 from pipelinerl.trace import Trace, replay
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 import pipelinerl.finished
-from pipelinerl.events import VersionSpans
 from pipelinerl.finished import FinishedRollouts
+from pipelinerl.scheduler.events import VersionSpans
 
 rising = st.lists(st.integers(1, 2**40), min_size=1, max_size=6, unique=True).map(sorted)
 rollouts = st.tuples(rising, rising, st.integers(0, 2**40), st.none() | st.floats(allow_nan=False)).map(

@@ -13,8 +13,8 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
 from pipelinerl.runfile import parse_run, with_overrides
+from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
 from pipelinerl.trace import Trace, replay
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem

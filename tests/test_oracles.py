@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from pipelinerl.accounting import Accountant
 from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.config import RunConfig
-from pipelinerl.events import (
+from pipelinerl.runfile import parse_run
+from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,
     RolloutScored,
@@ -28,7 +29,6 @@ from pipelinerl.events import (
     WeightsLoaded,
     WeightUpdate,
 )
-from pipelinerl.runfile import parse_run
 from sim.clock import to_ticks
 from sim.engine import Engine
 from sim.lengths import Workload

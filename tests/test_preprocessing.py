@@ -10,8 +10,8 @@ import signal
 import pytest
 
 from pipelinerl.errors import ReferenceLostError, RunFailedError
-from pipelinerl.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
 from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.scheduler.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
 from pipelinerl.tasks import Problem
 from pipelinerl.trace import Trace, replay
 

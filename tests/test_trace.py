@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import RunFailedError, TraceError
-from pipelinerl.events import (
+from pipelinerl.runfile import parse_run, with_overrides
+from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
     Command,
@@ -39,7 +40,6 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.trace import FORMAT_VERSION, Record, ReplayResult, Trace, TraceWriter, replay
 from sim.run import simulate
 

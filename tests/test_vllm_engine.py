@@ -28,7 +28,7 @@ from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm_engine import VLLMEngine, VLLMSettings, version_spans
 from backends.vllm_process import check_model
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
-from pipelinerl.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.events import VersionSpans
+from pipelinerl.scheduler.events import VersionSpans
 from sim.learning.policy import Weights
 from sim.learning.sampling import ROWS, Draft, Sampler
 from sim.learning.tasks import TokenTask, problem

@@ -20,8 +20,8 @@ from pipelinerl.advantages import leave_one_out
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.ess import RatioMeans, RatioStats
-from pipelinerl.events import StartTraining, VersionSpans, WeightUpdate
 from pipelinerl.losses import policy_loss
+from pipelinerl.scheduler.events import StartTraining, VersionSpans, WeightUpdate
 from sim.learning.answers import Answers
 from sim.learning.policy import Weights, forward
 from sim.learning.sampling import Sampler

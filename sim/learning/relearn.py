@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     DiscardRollouts,
     PublishWeights,
     RolloutFinished,

@@ -61,10 +61,10 @@ from __future__ import annotations
 
 import heapq
 
-from pipelinerl.events import Command, DiscardReason, OnFull, OnStale
-from pipelinerl.phases import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
-from pipelinerl.pool import Group
-from pipelinerl.schedulerbase import Scheduler, SchedulerSettings
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
+from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
+from pipelinerl.scheduler.rollouts import Group
+from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
 
 __all__ = ["Scheduler", "SchedulerSettings", "make_scheduler"]
 

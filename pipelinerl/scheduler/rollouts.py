@@ -22,7 +22,7 @@ import heapq
 from collections import deque
 
 from pipelinerl.errors import SchedulerError
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
     Command,

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import Protocol, assert_never
 
 from pipelinerl.errors import SchedulerError
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     Event,
@@ -28,7 +28,7 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.pool import Group, RolloutPool
+from pipelinerl.scheduler.rollouts import Group, RolloutPool
 
 
 class SchedulerSettings(Protocol):

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pipelinerl.config import SchedulerConfig
 from pipelinerl.errors import SchedulerError
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,
     DiscardRollouts,
@@ -43,7 +43,7 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler import make_scheduler
+from pipelinerl.scheduler.pipeline import make_scheduler
 
 
 class Place(Enum):

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.config import SchedulerConfig
 from pipelinerl.errors import SchedulerError
-from pipelinerl.events import (
+from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,
     DiscardRollouts,
@@ -34,7 +34,7 @@ from pipelinerl.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler import make_scheduler
+from pipelinerl.scheduler.pipeline import make_scheduler
 
 
 def make(*, optimizer_steps=10, num_engines=1, group_size=1, **settings):

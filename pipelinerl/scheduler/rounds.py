@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipelinerl.events import Command, WeightUpdate
-from pipelinerl.pool import Group
-from pipelinerl.schedulerbase import Scheduler, SchedulerSettings, Trainer
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Trainer
+from pipelinerl.scheduler.events import Command, WeightUpdate
+from pipelinerl.scheduler.rollouts import Group
 
 
 class ConventionalScheduler(Scheduler):

@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from pipelinerl.events import NO_TOKENS
-from pipelinerl.pool import RolloutPool
+from pipelinerl.scheduler.events import NO_TOKENS
+from pipelinerl.scheduler.rollouts import RolloutPool
 
 
 def started(pool):

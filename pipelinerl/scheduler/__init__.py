@@ -1,0 +1,1 @@
+"""All that decides: events in, commands out. The standard library only; no clock, no files, no chance."""
