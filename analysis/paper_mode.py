@@ -14,7 +14,7 @@ from pipelinerl.analytic import (
     uniform_lengths,
 )
 from pipelinerl.config import RunConfig, UtilisationDecode
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 
 NUM_LAGS = 24
 """Points of a curve (count)."""

@@ -33,8 +33,8 @@ from typing import Any, Literal
 import torch
 
 from backends.plainmodel import PlainModel, PlainShape, parameter_count
-from pipelinerl.catalogue import find_gpu
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.runfolder import make_folder, write_json
 from pipelinerl.steptimes import COLUMNS
 

@@ -10,12 +10,12 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from pipelinerl.catalogue import Gpu, LanguageModel
-from pipelinerl.coefficients import coefficients
 from pipelinerl.config import HardwareConfig, RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Fit
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import coefficients
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardwarefit import (
     DECODE_COEFFICIENTS,
     TRAINING_COEFFICIENTS,

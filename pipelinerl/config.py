@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.coefficients import Level, checked_coefficients
 from pipelinerl.drift import DriftModel
+from pipelinerl.hardware.coefficients import Level, checked_coefficients
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.policyconfig import PolicyConfig
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
@@ -261,7 +261,7 @@ class LatencyConfig(StrictModel):
 class HardwareConfig(StrictModel):
     """How fast the cluster is. Read by the simulator only.
 
-    With ``gpu`` and ``model`` every table that is not given is derived (``pipelinerl.hardware``).
+    With ``gpu`` and ``model`` every table that is not given is derived (``pipelinerl.hardware.derive``).
     """
 
     gpu: str | None = None

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from pipelinerl.analytic import Lengths
 from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
-from pipelinerl.hardware import step_seconds
+from pipelinerl.hardware.derive import step_seconds
 from pipelinerl.scheduler.events import WeightUpdate
 
 FloatArray = npt.NDArray[np.float64]

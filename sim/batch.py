@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.config import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 from sim.costs import training_cost
 from sim.lengths import Workload
 from sim.run import simulate

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from pipelinerl.config import ResolvedHardware, RunConfig
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.screening import Answers, Estimate, StepTime, screen

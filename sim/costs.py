@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import mul
 
 from pipelinerl.config import Decode, PrefillConfig, TrainingConfig
-from pipelinerl.hardware import step_seconds
+from pipelinerl.hardware.derive import step_seconds
 from sim.clock import to_ticks
 
 
@@ -81,7 +81,7 @@ class TrainingCost:
 
 
 def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:
-    """Return the decode cost of one engine of ``num_slots`` slots; the formulas are ``pipelinerl.hardware``'s.
+    """Return the decode cost of one engine of ``num_slots`` slots; the formulas are ``pipelinerl.hardware.derive``'s.
 
     Raises:
         ConfigError: If a table of utilisations cannot be read.

@@ -7,10 +7,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pipelinerl.coefficients import Level
 from pipelinerl.config import RunConfig
 from pipelinerl.drift import modelled_ess
 from pipelinerl.errors import PipelineRLError, RunFailedError
+from pipelinerl.hardware.coefficients import Level
 from pipelinerl.runfile import parse_run
 from sim.candidates import Candidate
 from sim.parallel import run_all, run_all_on_ray

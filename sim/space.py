@@ -9,11 +9,11 @@ from enum import StrEnum
 import numpy as np
 
 from pipelinerl.analytic import lengths_from
-from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.config import RunConfig
 from pipelinerl.drift import DriftModel, ess_at_lag
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import coefficients, kv_cache_tokens, trainer_fits
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.derive import coefficients, kv_cache_tokens, trainer_fits
 from pipelinerl.planconfig import PlanConfig
 from pipelinerl.screening import Answers
 from sim.lengths import Workload, grown_length

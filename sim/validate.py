@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from pipelinerl.analytic import staleness_applied_compute
-from pipelinerl.coefficients import Level
 from pipelinerl.errors import ConfigError, PipelineRLError
+from pipelinerl.hardware.coefficients import Level
 from pipelinerl.published import Mode, PublishedRun, read_published_runs
 from sim.inference import Band, Table, seconds_band, simulated_table
 from sim.parallel import run_all

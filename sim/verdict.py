@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from pipelinerl.accounting import BALANCED_SHARE
-from pipelinerl.coefficients import Level, coefficient_table
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import trainer_coefficients
+from pipelinerl.hardware.coefficients import Level, coefficient_table
+from pipelinerl.hardware.derive import trainer_coefficients
 from pipelinerl.screening import Answers
 from sim.candidates import Candidate, Screened, Screener, way
 from sim.space import Limits, Space

@@ -28,7 +28,7 @@ from typing import Protocol, assert_never
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.recording import Recorder
 from pipelinerl.scheduler.events import (
     AbortRollout,

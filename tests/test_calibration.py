@@ -20,12 +20,12 @@ from pipelinerl.calibration import (
     hardware_toml,
     write_hardware,
 )
-from pipelinerl.catalogue import find_gpu, find_model
-from pipelinerl.coefficients import Level, coefficients
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, fit
-from pipelinerl.hardware import decode_step_s, derive_decode, derive_training, resolved_hardware
+from pipelinerl.hardware.catalogue import find_gpu, find_model
+from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training, resolved_hardware
 from pipelinerl.hardwarefit import HardwareFit, fixed_coefficients
 from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.steptimes import read_step_times

@@ -11,7 +11,7 @@ from backends.interface import Sample
 from backends.packing import pack
 from pipelinerl.config import PrefillConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.runfile import parse_run
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, TrainingCost, decode_cost, prefill_cost, training_cost

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipelinerl.accounting import StepRow
 from pipelinerl.analytic import lengths_from, uniform_lengths
 from pipelinerl.config import RunConfig
-from pipelinerl.hardware import resolved_hardware
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
 from sim.costs import training_cost

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.coefficients import Level, coefficients
-from pipelinerl.hardware import derive_training
+from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.derive import derive_training
 from pipelinerl.published import Mode, PublishedRun
 from pipelinerl.tables import print_validation, validation_markdown
 from sim.batch import train_step_s

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from pipelinerl.analytic import fitted_utilisation, read_utilisation
-from pipelinerl.catalogue import Gpu, LanguageModel, find_gpu, find_model
-from pipelinerl.coefficients import Coefficients, Level, coefficients
 from pipelinerl.config import (
     AffineDecode,
     Decode,
@@ -25,8 +23,10 @@ from pipelinerl.config import (
     WeightTransferConfig,
 )
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
+from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
 from pipelinerl.trainconfig import TrainConfig
-from pipelinerl.trainingmemory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
 
 __all__ = [
     "Coefficients",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelinerl.catalogue import LanguageModel
+from pipelinerl.hardware.catalogue import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)

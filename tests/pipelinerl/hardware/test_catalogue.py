@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.catalogue import (
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import (
     Gpu,
     LanguageModel,
     find_gpu,
@@ -17,9 +18,8 @@ from pipelinerl.catalogue import (
     model_from_huggingface,
     model_names,
 )
-from pipelinerl.errors import ConfigError
 
-DATA = Path(__file__).parents[1] / "pipelinerl" / "catalogue_data"
+DATA = Path(__file__).parents[3] / "pipelinerl" / "catalogue_data"
 
 
 def qwen25(width, layers, heads, kv_heads, feed_forward, *, vocabulary=152064, tied=False):

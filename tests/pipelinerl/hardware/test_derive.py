@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
-from pipelinerl.coefficients import coefficient_table
 from pipelinerl.config import PhaseSwitchConfig, RooflineDecode
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware import (
+from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
+from pipelinerl.hardware.coefficients import coefficient_table
+from pipelinerl.hardware.derive import (
     Coefficients,
     Level,
     coefficients,
@@ -34,12 +34,12 @@ from pipelinerl.hardware import (
     trainer_fits,
     training_memory,
 )
+from pipelinerl.hardware.memory import kept_numbers, pack_that_fits
 from pipelinerl.runfile import dump_run, load_run, parse_run
-from pipelinerl.trainingmemory import kept_numbers, pack_that_fits
 from sim.run import simulate
 
-ROOT = Path(__file__).parents[1]
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[3]
+DATA = Path(__file__).parents[2] / "data"
 H100, A100, H20 = (find_gpu(name) for name in ("H100", "A100", "H20"))
 QWEN7B, QWEN30B, LLAMA8B = (find_model(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.1-8B"))
 SYSTEMS = {"h100_sxm": find_gpu("H100"), "h200_sxm": find_gpu("H200")}

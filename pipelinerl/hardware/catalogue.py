@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.huggingface import model_tables
+from pipelinerl.hardware.huggingface import model_tables
 from pipelinerl.util.strict_model import StrictModel
 
 GPU_RANGES = {
