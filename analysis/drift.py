@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from analysis.runs import Run
-from pipelinerl.drift import DriftModel, LearnedRun, modelled_ess
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.drift import DriftModel, LearnedRun, modelled_ess
 
 
 def learned_run(run: Run) -> LearnedRun:

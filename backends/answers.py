@@ -13,7 +13,7 @@ from backends.interface import GenerateRequest
 from backends.rewards import RewardThreads
 from backends.rollouts import Codec, RolloutData
 from pipelinerl.config import RunConfig
-from pipelinerl.tasks import Task, overlong_penalty
+from pipelinerl.rl.tasks import Task, overlong_penalty
 
 LOG = logging.getLogger("pipelinerl")
 FAILURES_TOLD = 5

@@ -46,6 +46,7 @@ from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.recording import Recorder
+from pipelinerl.rl.tasks import Task
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -65,7 +66,6 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.tasks import Task
 
 T = TypeVar("T")
 LOG = logging.getLogger("pipelinerl")

@@ -10,7 +10,7 @@ from typing import Any
 from backends.metricslog import check_logging
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.tasks import Task
+from pipelinerl.rl.tasks import Task
 
 NEEDED = {"torch": "torch", "vllm": "vLLM", "deepspeed": "DeepSpeed", "ray": "Ray", "transformers": "transformers"}
 """Packages of a real run: what they are imported as, and what they are called."""

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.interface import Generated, Sample
-from pipelinerl.advantages import leave_one_out
+from pipelinerl.rl.advantages import leave_one_out
+from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, joined
-from pipelinerl.tasks import Problem
 
 # Legend of shapes: T tokens of one answer; G rollouts of one group.
 

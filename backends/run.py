@@ -20,8 +20,8 @@ from backends.rollouts import Codec
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import RunConfig
 from pipelinerl.recording import Recording
+from pipelinerl.rl.tasks import Task, load_task
 from pipelinerl.runfolder import check_vacant
-from pipelinerl.tasks import Task, load_task
 
 MODEL_FOLDER = "model"
 """Where a run folder keeps the trained model."""

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
 from pipelinerl.accounting import Accountant, StepRow
-from pipelinerl.ess import RatioMeans, RatioStats
+from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
 
 

@@ -26,7 +26,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.tasks import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 # Legend of shapes: N problems; L token position.
 

@@ -40,7 +40,7 @@ from backends.schedule import learning_rate_factor
 from backends.weights_check import checksums
 from backends.weights_file import write_weights
 from pipelinerl.errors import BackendError
-from pipelinerl.losses import kl_to_reference, policy_loss, value_loss
+from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 
 KEPT_FILES = 2

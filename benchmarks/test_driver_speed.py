@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard")
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
 from pipelinerl.config import RunConfig
-from pipelinerl.tasks import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 STEPS, BATCH = 20, 256
 

@@ -248,7 +248,7 @@ def drift(
     as_json: JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
-    from pipelinerl.drift import fit_drift
+    from pipelinerl.rl.drift import fit_drift
 
     readers, learning = _load("analysis.runs", extra="plot"), _load("analysis.drift", extra="plot")
     model = fit_drift([learning.learned_run(run) for run in readers.read_runs(folders)])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config import RunConfig, UtilisationDecode
-from pipelinerl.drift import modelled_ess
+from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.scheduler.events import Command, Event
 from pipelinerl.trace import TraceWriter

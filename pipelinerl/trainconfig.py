@@ -62,7 +62,7 @@ class OptimizerConfig(StrictModel):
 
 
 class LossConfig(StrictModel):
-    """The policy gradient. ``pipelinerl/losses.py`` has the formulas."""
+    """The policy gradient. ``pipelinerl/rl/losses.py`` has the formulas."""
 
     kind: Literal["reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr"] = "reinforce"
     """``reinforce``: truncated importance weights (eq. 5). ``plain``: none. ``sequence``: of whole sequences."""

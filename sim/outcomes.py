@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.drift import modelled_ess
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.runfile import parse_run
 from sim.candidates import Candidate
 from sim.parallel import run_all, run_all_on_ray

@@ -23,9 +23,9 @@ from backends.run import drive
 from pipelinerl import analytic, cli
 from pipelinerl.accounting import StepRow
 from pipelinerl.config import Decode, RunConfig
+from pipelinerl.rl.tasks import Problem
 from pipelinerl.runfile import load_run
 from pipelinerl.scheduler import events
-from pipelinerl.tasks import Problem
 from pipelinerl.trace import TraceWriter
 from pipelinerl.trainconfig import LossConfig
 from sim.run import simulate

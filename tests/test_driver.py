@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.rl.tasks import Problem
 from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.scheduler.events import (
     PublishWeights,
@@ -26,7 +27,6 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     WeightsLoaded,
 )
-from pipelinerl.tasks import Problem
 from pipelinerl.trace import Trace, replay
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's

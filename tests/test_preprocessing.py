@@ -10,9 +10,9 @@ import signal
 import pytest
 
 from pipelinerl.errors import ReferenceLostError, RunFailedError
+from pipelinerl.rl.tasks import Problem
 from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.scheduler.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
-from pipelinerl.tasks import Problem
 from pipelinerl.trace import Trace, replay
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's

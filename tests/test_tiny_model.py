@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
-from pipelinerl.tasks import Arithmetic  # noqa: E402
+from pipelinerl.rl.tasks import Arithmetic  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -164,7 +164,7 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
 
 
 RAISES = """
-from pipelinerl.tasks import Arithmetic
+from pipelinerl.rl.tasks import Arithmetic
 
 
 class Moody(Arithmetic):

@@ -17,7 +17,7 @@ from backends.packing import pack
 from backends.policy_model import copy_policy
 from backends.schedule import learning_rate_factor
 from backends.trainer_rank import RankSettings, TrainerRank
-from pipelinerl.losses import kl_to_reference, policy_loss
+from pipelinerl.rl.losses import kl_to_reference, policy_loss
 from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 
 TEMPERATURE = 0.7

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelinerl.ess import ess_of_log_weights, kl_estimate
+from pipelinerl.rl.ess import ess_of_log_weights, kl_estimate
 from sim.learning.policy import PolicyShape, Weights, forward
 from sim.learning.sampling import Draft, Sampler
 

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from pipelinerl.accounting import StepRow
-from pipelinerl.advantages import leave_one_out
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.ess import RatioMeans, RatioStats
-from pipelinerl.losses import policy_loss
+from pipelinerl.rl.advantages import leave_one_out
+from pipelinerl.rl.ess import RatioMeans, RatioStats
+from pipelinerl.rl.losses import policy_loss
 from pipelinerl.scheduler.events import StartTraining, VersionSpans, WeightUpdate
 from sim.learning.answers import Answers
 from sim.learning.policy import Weights, forward

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from pipelinerl import losses  # noqa: E402
+from pipelinerl.rl import losses  # noqa: E402
 from pipelinerl.trainconfig import LossConfig  # noqa: E402
 
 LN2 = math.log(2)

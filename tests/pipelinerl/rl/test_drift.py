@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.drift import DriftModel, LearnedRun, ess_at_lag, fit_drift, modelled_ess
 from pipelinerl.errors import ConfigError
-from pipelinerl.ess import ess_of_log_weights
+from pipelinerl.rl.drift import DriftModel, LearnedRun, ess_at_lag, fit_drift, modelled_ess
+from pipelinerl.rl.ess import ess_of_log_weights
 from pipelinerl.runfile import load_run
 from sim.run import simulate
 
-QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
 
 
 def test_tokens_without_lag_have_an_ess_of_1():

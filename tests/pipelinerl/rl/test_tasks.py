@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl import mathtask
 from pipelinerl.errors import ConfigError
-from pipelinerl.mathtask import Verifiers
-from pipelinerl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
+from pipelinerl.rl import math_verifier as mathtask
+from pipelinerl.rl.math_verifier import Verifiers
+from pipelinerl.rl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
 from pipelinerl.trainconfig import TaskConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
@@ -102,7 +102,7 @@ def load(name: str, **settings: Any) -> Task:
 
 def test_a_task_is_loaded_by_name_or_path() -> None:
     assert load("arithmetic", largest_operand=9).num_held_out == 10
-    assert load("pipelinerl.tasks:Arithmetic", largest_operand=9).num_held_out == 10
+    assert load("pipelinerl.rl.tasks:Arithmetic", largest_operand=9).num_held_out == 10
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,12 @@ def test_a_task_is_loaded_by_name_or_path() -> None:
         ("sums", {}, r"train\.task\.name must be arithmetic, math or package\.module:attribute, got 'sums'"),
         ("a:", {}, "got 'a:'"),
         ("no_such_module:Task", {}, "must be importable, got 'no_such_module:Task' .*No module named"),
-        ("pipelinerl.tasks:Sums", {}, "must name an attribute of pipelinerl.tasks, got 'pipelinerl.tasks:Sums'"),
-        ("pipelinerl.tasks:BUILT_IN", {}, "must be a class or a function"),
+        (
+            "pipelinerl.rl.tasks:Sums",
+            {},
+            "must name an attribute of pipelinerl.rl.tasks, got 'pipelinerl.rl.tasks:Sums'",
+        ),
+        ("pipelinerl.rl.tasks:BUILT_IN", {}, "must be a class or a function"),
         ("builtins:dict", {}, "must be a task with problem and reward"),
         ("arithmetic", {"largest": 3}, r"train\.task\.settings must suit arithmetic: .*'largest', got {'largest': 3}"),
         ("arithmetic", {"largest_operand": 2}, "largest_operand must be at least 3, got 2"),
@@ -393,7 +397,7 @@ import os, signal, sys
 from threading import Thread
 from time import sleep
 sys.path.insert(0, {str(stand_in.parent)!r})
-from pipelinerl import mathtask
+from pipelinerl.rl import math_verifier as mathtask
 mathtask.VERIFY_LIMIT_S = 1.0
 verifiers = mathtask.Verifiers()
 hang = lambda: verifiers.verify("1", "hang")

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.ess import ess_by_lag
+from pipelinerl.rl.ess import ess_by_lag
 from pipelinerl.util.strict_model import StrictModel
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)

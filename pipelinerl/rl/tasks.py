@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.mathtask import Verifiers
+from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.trainconfig import TaskConfig
 
 BUILT_IN = "arithmetic, math or package.module:attribute"

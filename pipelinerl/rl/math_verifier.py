@@ -124,7 +124,14 @@ class _Child:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl.mathtask"],  # the caller's main module is not run
+            [
+                sys.executable,
+                "-P",
+                "-W",
+                "ignore",
+                "-m",
+                "pipelinerl.rl.math_verifier",
+            ],  # the caller's main module is not run
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},

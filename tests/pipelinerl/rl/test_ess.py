@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipelinerl.ess import RatioMeans, RatioStats, effective_sample_size, ess_of_log_weights, kl_estimate, sequence_ess
+from pipelinerl.rl.ess import (
+    RatioMeans,
+    RatioStats,
+    effective_sample_size,
+    ess_of_log_weights,
+    kl_estimate,
+    sequence_ess,
+)
 
 LOG_WEIGHTS = arrays(np.float64, st.integers(1, 30), elements=st.floats(-30, 30))
 SMALL_LOG_RATIOS = arrays(np.float64, st.integers(1, 20), elements=st.floats(-3, 3))
