@@ -13,7 +13,7 @@ from pipelinerl.analytic import (
     throughput_against_lag,
     uniform_lengths,
 )
-from pipelinerl.config import RunConfig, UtilisationDecode
+from pipelinerl.config.run import RunConfig, UtilisationDecode
 from pipelinerl.hardware.derive import resolved_hardware
 
 NUM_LAGS = 24

@@ -12,7 +12,7 @@ from backends.fleet import Fleet
 from backends.interface import GenerateRequest
 from backends.rewards import RewardThreads
 from backends.rollouts import Codec, RolloutData
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.tasks import Task, overlong_penalty
 
 LOG = logging.getLogger("pipelinerl")

@@ -43,7 +43,7 @@ from backends.interface import Engine, Reference, Sample, Trainer, Weights
 from backends.preprocessing import Preprocessing
 from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.recording import Recorder
 from pipelinerl.rl.tasks import Task

@@ -30,7 +30,7 @@ from backends.reference import RayReference, ReferenceSettings
 from backends.trainer_rank import RankSettings
 from backends.vllm_engine import VLLMEngine
 from backends.vllm_process import VLLMSettings
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.metricslog import check_logging
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.tasks import Task
 

@@ -18,7 +18,7 @@ from backends.metricslog import MetricsLog
 from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
 from pipelinerl.accounting import StepRow
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.recording import Recording
 from pipelinerl.rl.tasks import Task, load_task
 from pipelinerl.runfolder import check_vacant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from pipelinerl.trainconfig import OptimizerConfig
+from pipelinerl.config.train import OptimizerConfig
 
 
 def learning_rate_factor(config: OptimizerConfig, *, optimizer_steps: int) -> Callable[[int], float]:

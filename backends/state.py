@@ -8,7 +8,7 @@ from typing import Protocol
 
 from backends.rollouts import RolloutData
 from backends.stepmetrics import StepMetrics
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import Event, StartTraining
 from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
 

@@ -39,9 +39,9 @@ from backends.policy_model import PolicyModel, copy_policy, load_policy, row_ten
 from backends.schedule import learning_rate_factor
 from backends.weights_check import checksums
 from backends.weights_file import write_weights
+from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
-from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 
 KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""

@@ -10,7 +10,7 @@ pytest.importorskip("tensorboard")
 
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.tasks import Arithmetic
 
 STEPS, BATCH = 20, 256

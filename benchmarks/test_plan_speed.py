@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.runfile import load_run
+from pipelinerl.config.run_file import load_run
 from sim.candidates import Screener, enumerate_candidates, own_candidate, screen_all
 from sim.outcomes import Job, Runner, simulate_job
 from sim.space import space_of

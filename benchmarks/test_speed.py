@@ -18,7 +18,7 @@ from typing import get_args
 import pytest
 
 from pipelinerl.accounting import Accountant
-from pipelinerl.runfile import parse_run
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.pipeline import make_scheduler
 from sim.engine import Engine
@@ -165,7 +165,7 @@ def test_events_per_second_of_the_scheduler(benchmark, table):
 
 MEASURE = """
 import json, resource, sys, time
-from pipelinerl.runfile import load_run
+from pipelinerl.config.run_file import load_run
 from sim.run import simulate
 config = load_run(sys.argv[1], sys.argv[2:])
 summary = simulate(config)

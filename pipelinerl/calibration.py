@@ -10,7 +10,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from pipelinerl.config import HardwareConfig, RunConfig
+from pipelinerl.config.run import HardwareConfig, RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Fit
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel

@@ -62,8 +62,8 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.config.run_file import load_run
     from pipelinerl.progress import progress_bar
-    from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     if trace is TraceLevel.FULL and out is None:
@@ -92,8 +92,8 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.config.run_file import load_run
     from pipelinerl.progress import progress_bar
-    from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     comparer = _load("sim.compare", extra="sim")
@@ -130,8 +130,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    from pipelinerl.config.run_file import load_run
     from pipelinerl.progress import stage_bars
-    from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     planner = _load("sim.plan", extra="sim")
@@ -164,8 +164,8 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
+    from pipelinerl.config.run_file import load_run
     from pipelinerl.progress import training_bar
-    from pipelinerl.runfile import load_run
 
     config = load_run(run, overrides, seed)
     if out is None:
@@ -328,7 +328,7 @@ def calibrate(
 ) -> None:
     """Fit the hardware model to a trace, a table of step times, or three numbers; print the [hardware] table."""
     from pipelinerl import calibration
-    from pipelinerl.runfile import load_run
+    from pipelinerl.config.run_file import load_run
 
     config = None if run is None else load_run(run, overrides)
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}

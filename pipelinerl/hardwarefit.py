@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.config import AffineDecode, HardwareConfig, PrefillConfig, RunConfig, TrainingConfig
+from pipelinerl.config.run import AffineDecode, HardwareConfig, PrefillConfig, RunConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, Fit, fit
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.accounting import Accountant, StepRow
-from pipelinerl.config import RunConfig, UtilisationDecode
+from pipelinerl.config.run import RunConfig, UtilisationDecode
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.scheduler.events import Command, Event

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.accounting import StepRow
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfile import dump_run
 
 RUN_FILE = "run.toml"
 STEPS_FILE = "steps.csv"

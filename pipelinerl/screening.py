@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.analytic import Lengths
-from pipelinerl.config import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
+from pipelinerl.config.run import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
 from pipelinerl.hardware.derive import step_seconds
 from pipelinerl.scheduler.events import WeightUpdate
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
-from pipelinerl.runfile import parse_run
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutAborted,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration import calibrate_trace
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.scheduler.events import RolloutFinished
 from pipelinerl.trace import Trace

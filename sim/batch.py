@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.config import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
+from pipelinerl.config.run import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
 from pipelinerl.hardware.derive import resolved_hardware
 from sim.costs import training_cost
 from sim.lengths import Workload

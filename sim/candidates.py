@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from pipelinerl.config import ResolvedHardware, RunConfig
+from pipelinerl.config.plan import PlanConfig
+from pipelinerl.config.run import ResolvedHardware, RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
-from pipelinerl.planconfig import PlanConfig
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.screening import Answers, Estimate, StepTime, screen
 from sim.space import Reason, Space

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from pipelinerl.config import Decode, PrefillConfig, TrainingConfig
+from pipelinerl.config.run import Decode, PrefillConfig, TrainingConfig
 from pipelinerl.hardware.derive import step_seconds
 from sim.clock import to_ticks
 

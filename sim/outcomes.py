@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.rl.drift import modelled_ess
-from pipelinerl.runfile import parse_run
 from sim.candidates import Candidate
 from sim.parallel import run_all, run_all_on_ray
 from sim.stepbooks import Step, simulate_steps

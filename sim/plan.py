@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.runfile import dump_run
 from pipelinerl.runfolder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.candidates import (
     Candidate,

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipelinerl.analytic import lengths_from
-from pipelinerl.config import RunConfig, TrainingConfig, WorkloadConfig
+from pipelinerl.config.run import RunConfig, TrainingConfig, WorkloadConfig
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
 from pipelinerl.published import DEFAULT_GROUP_SIZE, Mode, PublishedRun
-from pipelinerl.runfile import parse_run
 from pipelinerl.screening import Answers
 from sim.lengths import Workload
 

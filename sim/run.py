@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipelinerl.accounting import StepRow
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.recording import Recording
 from pipelinerl.runfolder import METRICS_FILE, check_vacant

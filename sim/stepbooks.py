@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.finished import FinishedRollouts
 from pipelinerl.scheduler.events import (
     Command,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from pipelinerl.accounting import BALANCED_SHARE
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.derive import trainer_coefficients

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import Protocol, assert_never
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.recording import Recorder

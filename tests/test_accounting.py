@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import pipelinerl.profile
 from pipelinerl.accounting import Accountant
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import RunFailedError
-from pipelinerl.runfile import parse_run
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,

@@ -33,10 +33,10 @@ from backends.placement import SUBREAPER, RayEngine  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.vllm_process import VLLMSettings  # noqa: E402
 from backends.weights_check import checksums  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
-from pipelinerl.runfile import load_run  # noqa: E402
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate  # noqa: E402
-from pipelinerl.trainconfig import TrainerConfig  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 NUM_CORES = 4

@@ -20,14 +20,14 @@ from pipelinerl.calibration import (
     hardware_toml,
     write_hardware,
 )
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.fitting import Column, fit
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training, resolved_hardware
 from pipelinerl.hardwarefit import HardwareFit, fixed_coefficients
-from pipelinerl.runfile import load_run, parse_run, with_overrides
 from pipelinerl.steptimes import read_step_times
 from pipelinerl.trace import Trace
 from pipelinerl.tracetimes import read_times

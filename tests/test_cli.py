@@ -25,8 +25,8 @@ import analysis.figures
 import analysis.report
 import sim.parallel
 from pipelinerl import cli
+from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfile import load_run
 from pipelinerl.runfolder import RunFolder
 from pipelinerl.tables import duration, print_comparison, print_summary
 
@@ -1111,5 +1111,5 @@ def test_every_fault_of_a_message_is_a_line(command: Command, monkeypatch: pytes
     def fail(*_: Any) -> None:
         raise ConfigError("one\ntwo")
 
-    monkeypatch.setattr("pipelinerl.runfile.load_run", fail)
+    monkeypatch.setattr("pipelinerl.config.run_file.load_run", fail)
     assert command("simulate", tiny) == Result(2, "", "pipelinerl: one\npipelinerl: two\n")

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.runfile import load_run, parse_run, with_overrides
 from sim import compare as module
 from sim import parallel
 from sim.compare import Cell, compare, default_comparison, plan_cells

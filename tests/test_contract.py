@@ -96,7 +96,7 @@ def real_world(folder: Path) -> World:
     from backends.vllm_process import VLLMSettings
     from backends.weights_check import checksums
     from backends.weights_file import write_weights
-    from pipelinerl.trainconfig import OptimizerConfig
+    from pipelinerl.config.train import OptimizerConfig
 
     make_model(folder, seed=0, end_token=None)
     made: dict[int, Weights] = {}

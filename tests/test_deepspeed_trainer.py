@@ -24,8 +24,8 @@ import backends.deepspeed_trainer  # noqa: E402
 from backends.deepspeed_trainer import DeepSpeedTrainer  # noqa: E402
 from backends.weights_check import checkpoint_shapes  # noqa: E402
 from backends.weights_file import read_verified  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import TrainerLostError  # noqa: E402
-from pipelinerl.trainconfig import TrainerConfig  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, torch and DeepSpeed warn of much
 

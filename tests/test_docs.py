@@ -22,12 +22,12 @@ from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
 from pipelinerl import analytic, cli
 from pipelinerl.accounting import StepRow
-from pipelinerl.config import Decode, RunConfig
+from pipelinerl.config.run import Decode, RunConfig
+from pipelinerl.config.run_file import load_run
+from pipelinerl.config.train import LossConfig
 from pipelinerl.rl.tasks import Problem
-from pipelinerl.runfile import load_run
 from pipelinerl.scheduler import events
 from pipelinerl.trace import TraceWriter
-from pipelinerl.trainconfig import LossConfig
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[1]

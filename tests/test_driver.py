@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.rl.tasks import Problem
 from pipelinerl.runfolder import TRACE_FILE

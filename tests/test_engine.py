@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simpy.events import NORMAL
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 from sim.clock import TICKS_PER_S, WORLD_PRIORITY, Clock, Wake, to_ticks
 from sim.costs import DecodeCost, PrefillCost

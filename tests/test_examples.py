@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl.cli import app
-from pipelinerl.runfile import load_run
+from pipelinerl.config.run_file import load_run
 from sim.compare import plan_cells
 from sim.lengths import Workload
 from sim.run import simulate

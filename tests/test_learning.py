@@ -11,9 +11,9 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
 from pipelinerl.trace import Trace, replay
 from sim.engine import Engine

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tensorboard")
 
 from backends.metricslog import TENSORBOARD_FOLDER, MetricsLog
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

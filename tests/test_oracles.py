@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pipelinerl.accounting import Accountant
 from pipelinerl.analytic import staleness_applied_compute
-from pipelinerl.config import RunConfig
-from pipelinerl.runfile import parse_run
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backends.schedule import learning_rate_factor
-from pipelinerl.trainconfig import OptimizerConfig
+from pipelinerl.config.train import OptimizerConfig
 
 
 @pytest.mark.parametrize(

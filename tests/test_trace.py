@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import RunFailedError, TraceError
-from pipelinerl.runfile import parse_run, with_overrides
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,

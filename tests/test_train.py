@@ -26,7 +26,7 @@ from books import check_books, records  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import app  # noqa: E402
-from pipelinerl.runfile import load_run  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]

@@ -39,8 +39,8 @@ from backends.policy_model import PolicyModel, load_policy, row_tensors  # noqa:
 from backends.trainer_rank import TrainerRank  # noqa: E402
 from backends.weights_check import checkpoint_shapes, checksums  # noqa: E402
 from backends.weights_file import read_verified  # noqa: E402
+from pipelinerl.config.train import LossConfig, TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
-from pipelinerl.trainconfig import LossConfig, TrainerConfig  # noqa: E402
 
 pytestmark = [
     pytest.mark.real,

@@ -17,8 +17,8 @@ from backends.packing import pack
 from backends.policy_model import copy_policy
 from backends.schedule import learning_rate_factor
 from backends.trainer_rank import RankSettings, TrainerRank
+from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
-from pipelinerl.trainconfig import LossConfig, OptimizerConfig, TrainerConfig
 
 TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)

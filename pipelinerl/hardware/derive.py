@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
 from pipelinerl.analytic import fitted_utilisation, read_utilisation
-from pipelinerl.config import (
+from pipelinerl.config.run import (
     AffineDecode,
     Decode,
     PhaseSwitchConfig,
@@ -22,11 +22,11 @@ from pipelinerl.config import (
     UtilisationDecode,
     WeightTransferConfig,
 )
+from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
-from pipelinerl.trainconfig import TrainConfig
 
 __all__ = [
     "Coefficients",

@@ -18,9 +18,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from pipelinerl.config.train import TaskConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.math_verifier import Verifiers
-from pipelinerl.trainconfig import TaskConfig
 
 BUILT_IN = "arithmetic, math or package.module:attribute"
 INSTALL_MATH = "pip install 'pipelinerl[math]'"

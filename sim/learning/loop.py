@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipelinerl.accounting import StepRow
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats

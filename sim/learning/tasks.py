@@ -11,9 +11,9 @@ from typing import Protocol, assert_never
 
 import numpy as np
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.policyconfig import PolicyConfig
 from sim.streams import named_stream
 
 NUM_DIGITS = 10

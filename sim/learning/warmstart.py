@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from pipelinerl.policyconfig import PolicyConfig
+from pipelinerl.config.policy import PolicyConfig
 from sim.learning.policy import PolicyShape, Weights, forward, initial_weights
 from sim.learning.tasks import NUM_WORDS, TokenTask, make_task
 from sim.streams import named_stream

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config import PhaseSwitchConfig, RooflineDecode
+from pipelinerl.config.run import PhaseSwitchConfig, RooflineDecode
+from pipelinerl.config.run_file import dump_run, load_run, parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import coefficient_table
@@ -35,7 +36,6 @@ from pipelinerl.hardware.derive import (
     training_memory,
 )
 from pipelinerl.hardware.memory import kept_numbers, pack_that_fits
-from pipelinerl.runfile import dump_run, load_run, parse_run
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[3]

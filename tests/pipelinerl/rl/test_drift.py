@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.drift import DriftModel, LearnedRun, ess_at_lag, fit_drift, modelled_ess
 from pipelinerl.rl.ess import ess_of_log_weights
-from pipelinerl.runfile import load_run
 from sim.run import simulate
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"

@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelinerl.config.train import TaskConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl import math_verifier as mathtask
 from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.rl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
-from pipelinerl.trainconfig import TaskConfig
 
 ROOT = Path(__file__).parents[3]
 

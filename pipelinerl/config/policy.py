@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.trainconfig import LossConfig, Temperature
+from pipelinerl.config.train import LossConfig, Temperature
 from pipelinerl.util.strict_model import StrictModel
 
 

@@ -18,7 +18,7 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.config import AffineDecode, CompareConfig, RooflineDecode, RunConfig, UtilisationDecode, Variant
+from pipelinerl.config.run import AffineDecode, CompareConfig, RooflineDecode, RunConfig, UtilisationDecode, Variant
 from pipelinerl.errors import ConfigError
 
 

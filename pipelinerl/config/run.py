@@ -6,12 +6,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.config.plan import PlanConfig
+from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.train import TrainConfig
 from pipelinerl.hardware.coefficients import Level, checked_coefficients
-from pipelinerl.planconfig import PlanConfig
-from pipelinerl.policyconfig import PolicyConfig
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
-from pipelinerl.trainconfig import TrainConfig
 from pipelinerl.util.strict_model import StrictModel
 
 

@@ -1,0 +1,1 @@
+"""The run file: one strict model per table, and its reader."""
