@@ -12,7 +12,7 @@ from analysis.planning import save_plan
 from analysis.runs import read_comparison, read_run, read_runs
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfolder import COMPARISON_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
+from pipelinerl.records.run_folder import COMPARISON_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
 
 
 def draw(folders: Sequence[Path], figures: Path | None = None) -> list[Path]:

@@ -14,7 +14,7 @@ from analysis.jsonfile import FloatArray, JsonTable
 from analysis.report import save_figure
 from analysis.style import BLUE, COLUMN_IN, INK, MUTED, series_styles
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfolder import PLAN_FILE
+from pipelinerl.records.run_folder import PLAN_FILE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from backends.state import DriverState
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.recording import Recording, RecordingMark
+from pipelinerl.records.recording import Recording, RecordingMark
 
 FOLDER = "checkpoints"
 """Where a run folder keeps its checkpoints."""

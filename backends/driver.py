@@ -45,7 +45,7 @@ from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
-from pipelinerl.recording import Recorder
+from pipelinerl.records.recording import Recorder
 from pipelinerl.rl.tasks import Task
 from pipelinerl.scheduler.events import (
     AbortRollout,

@@ -35,7 +35,7 @@ import torch
 from backends.plainmodel import PlainModel, PlainShape, parameter_count
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu
-from pipelinerl.runfolder import make_folder, write_json
+from pipelinerl.records.run_folder import make_folder, write_json
 from pipelinerl.steptimes import COLUMNS
 
 STEP_TIMES_FILE = "step_times.csv"

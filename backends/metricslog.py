@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfolder import METRICS_FILE, keep_lines
+from pipelinerl.records.run_folder import METRICS_FILE, keep_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
 """Where a run folder keeps its TensorBoard files."""

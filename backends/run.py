@@ -17,11 +17,11 @@ from backends.interface import Engine, Reference, Trainer
 from backends.metricslog import MetricsLog
 from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import RunConfig
-from pipelinerl.recording import Recording
+from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.recording import Recording
+from pipelinerl.records.run_folder import check_vacant
 from pipelinerl.rl.tasks import Task, load_task
-from pipelinerl.runfolder import check_vacant
 
 MODEL_FOLDER = "model"
 """Where a run folder keeps the trained model."""

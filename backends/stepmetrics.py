@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
-from pipelinerl.accounting import Accountant, StepRow
+from pipelinerl.records.ledger import Accountant, StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
 

@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pipelinerl.accounting import Accountant
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.records.ledger import Accountant
 from pipelinerl.scheduler.events import RolloutFinished
 from sim.engine import Engine
 from sim.reference import StepByStepEngine

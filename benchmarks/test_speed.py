@@ -17,8 +17,8 @@ from typing import get_args
 
 import pytest
 
-from pipelinerl.accounting import Accountant
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.records.ledger import Accountant
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.pipeline import make_scheduler
 from sim.engine import Engine

@@ -24,9 +24,9 @@ from pipelinerl.hardwarefit import (
     is_inverse,
     rounded,
 )
-from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace
 from pipelinerl.steptimes import Rows, read_step_times
-from pipelinerl.trace import Trace
 from pipelinerl.tracetimes import DecodeTimes, TraceTimes, TrainingTimes, read_times
 
 FloatArray = NDArray[np.float64]

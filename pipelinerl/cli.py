@@ -195,7 +195,7 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
-    from pipelinerl.runfolder import FIGURES_FOLDER
+    from pipelinerl.records.run_folder import FIGURES_FOLDER
 
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
     try:
@@ -216,9 +216,9 @@ def replay(
 
     Of a run that learned, also: does its trace give the learned weights, to the last bit?
     """
-    from pipelinerl.runfolder import SUMMARY_FILE, TRACE_FILE
-    from pipelinerl.trace import Trace
-    from pipelinerl.trace import replay as replay_trace
+    from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
+    from pipelinerl.records.trace import Trace
+    from pipelinerl.records.trace import replay as replay_trace
 
     trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
     result = replay_trace(trace)
@@ -273,7 +273,7 @@ def validate(
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
     from pipelinerl.progress import stage_bars
     from pipelinerl.published import read_published_runs
-    from pipelinerl.runfolder import check_vacant
+    from pipelinerl.records.run_folder import check_vacant
 
     validator = _load("sim.validate", extra="sim")
     if out is not None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutAborted,
@@ -37,7 +38,6 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.trace import Trace
 
 FloatArray = NDArray[np.float64]
 StepSeconds = Callable[[FloatArray, FloatArray], FloatArray]

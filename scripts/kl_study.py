@@ -12,8 +12,8 @@ import argparse
 from itertools import count, islice
 from pathlib import Path
 
-from pipelinerl.runfolder import TRACE_FILE
-from pipelinerl.trace import Trace
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace
 from sim.learning.klstudy import kl_study
 from sim.learning.loop import one_thread
 from sim.learning.relearn import relearn

@@ -17,9 +17,9 @@ from typing import Any
 
 from pipelinerl.calibration import calibrate_trace
 from pipelinerl.config.run import RunConfig
-from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import RolloutFinished
-from pipelinerl.trace import Trace
 from sim.run import simulate
 
 ROWS = (

@@ -13,7 +13,7 @@ from typing import Any
 from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
-from pipelinerl.runfolder import COMPARISON_FILE, check_vacant, make_folder, write_json
+from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.parallel import run_all
 from sim.run import check_installed, simulate
 from sim.world import World

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.published import Mode, PublishedRun
+from pipelinerl.records.ledger import StepRow
 from sim.published import LARGEST_MEAN, MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
 from sim.run import simulate
 

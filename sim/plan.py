@@ -18,7 +18,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.runfolder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.candidates import (
     Candidate,
     Rejected,

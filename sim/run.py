@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.recording import Recording
-from pipelinerl.runfolder import METRICS_FILE, check_vacant
+from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.recording import Recording
+from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
 from sim.world import World
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.finished import FinishedRollouts
+from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
@@ -37,7 +37,7 @@ class Step(NamedTuple):
 
 
 class StepBooks:
-    """Keeps a row per optimizer step of one run; ``pipelinerl.accounting`` has the meaning of each number."""
+    """Keeps a row per optimizer step of one run; ``pipelinerl.records.ledger`` has the meaning of each number."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

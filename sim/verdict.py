@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from pipelinerl.accounting import BALANCED_SHARE
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.derive import trainer_coefficients
+from pipelinerl.records.ledger import BALANCED_SHARE
 from pipelinerl.screening import Answers
 from sim.candidates import Candidate, Screened, Screener, way
 from sim.space import Limits, Space

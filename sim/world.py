@@ -29,7 +29,7 @@ from typing import Protocol, assert_never
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.derive import resolved_hardware
-from pipelinerl.recording import Recorder
+from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,

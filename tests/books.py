@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import json
 
-from pipelinerl.runfolder import TRACE_FILE
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutFinished, StartTraining, TrainingFinished
-from pipelinerl.trace import Trace, replay
 
 
 def records(out):

@@ -29,8 +29,8 @@ from analysis.report import save_figures
 from analysis.runs import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.stepmetrics import StepMetrics
-from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.ledger import Accountant, StepRow
 from pipelinerl.scheduler.events import WeightsPublished
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4

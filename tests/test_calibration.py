@@ -28,8 +28,8 @@ from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training, resolved_hardware
 from pipelinerl.hardwarefit import HardwareFit, fixed_coefficients
+from pipelinerl.records.trace import Trace
 from pipelinerl.steptimes import read_step_times
-from pipelinerl.trace import Trace
 from pipelinerl.tracetimes import read_times
 from sim.batch import rollout_batch_s, train_step_s
 from sim.run import simulate
@@ -352,7 +352,7 @@ def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Pa
 
 
 def test_a_trace_that_ends_before_the_first_step_is_refused(tmp_path: Path) -> None:
-    from pipelinerl.trace import TraceWriter
+    from pipelinerl.records.trace import TraceWriter
 
     (tmp_path / "run").mkdir()
     TraceWriter(tmp_path / "run" / "trace.jsonl.gz", run_of(RUN)).close()

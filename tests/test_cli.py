@@ -27,7 +27,7 @@ import sim.parallel
 from pipelinerl import cli
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.runfolder import RunFolder
+from pipelinerl.records.run_folder import RunFolder
 from pipelinerl.tables import duration, print_comparison, print_summary
 
 TINY = """

@@ -21,13 +21,13 @@ from pydantic import BaseModel
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
 from pipelinerl import analytic, cli
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import Decode, RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.config.train import LossConfig
+from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler import events
-from pipelinerl.trace import TraceWriter
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[1]

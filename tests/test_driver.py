@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
 from pipelinerl.rl.tasks import Problem
-from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,
     StartRollout,
     WeightsLoaded,
 )
-from pipelinerl.trace import Trace, replay
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")

@@ -14,8 +14,8 @@ import pytest
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
-from pipelinerl.trace import Trace, replay
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
 from sim.plan import plan

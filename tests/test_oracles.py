@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.accounting import Accountant
 from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.records.ledger import Accountant
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from analysis.planning import read_plan, save_plan
 from pipelinerl import cli
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.ledger import StepRow
 from pipelinerl.screening import Estimate
 from pipelinerl.tables import print_plan
 from sim import outcomes, parallel

@@ -10,10 +10,10 @@ import signal
 import pytest
 
 from pipelinerl.errors import ReferenceLostError, RunFailedError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
 from pipelinerl.rl.tasks import Problem
-from pipelinerl.runfolder import TRACE_FILE
 from pipelinerl.scheduler.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
-from pipelinerl.trace import Trace, replay
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")

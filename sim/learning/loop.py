@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.ledger import StepRow
 from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     DiscardRollouts,
     PublishWeights,
@@ -13,7 +14,6 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightUpdate,
 )
-from pipelinerl.trace import Trace
 from sim.learning.loop import Learner, one_thread
 
 

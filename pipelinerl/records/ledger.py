@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.finished import FinishedRollouts
-from pipelinerl.profile import Profile
+from pipelinerl.records.figure_data import Profile
+from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,

@@ -25,10 +25,10 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.accounting import StepRow
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.ledger import StepRow
 
 RUN_FILE = "run.toml"
 STEPS_FILE = "steps.csv"

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-import pipelinerl.finished
-from pipelinerl.finished import FinishedRollouts
+import pipelinerl.records.rollout_buffer
+from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.scheduler.events import VersionSpans
 
 rising = st.lists(st.integers(1, 2**40), min_size=1, max_size=6, unique=True).map(sorted)
@@ -52,7 +52,7 @@ def check_taken(taken, expected):
 def test_what_was_put_in_comes_out_in_any_order_whatever_is_cut_off(operations):
     finished, model = FinishedRollouts(), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelinerl.finished, "CUT_AT_BYTES", 1)
+        patch.setattr(pipelinerl.records.rollout_buffer, "CUT_AT_BYTES", 1)
         for number, (what, value) in enumerate(operations):
             ids = list(model)
             if what == "add":
@@ -83,7 +83,7 @@ def test_the_size_follows_what_waits():
             finished.add(rollout_id, VersionSpans((1, 2, 3), (10, 20, 30)), 3, 1.0)
         finished.take(range(first, first + 50))
         sizes.append(len(finished._packed))
-    assert all(before < pipelinerl.finished.CUT_AT_BYTES for before in sizes)
+    assert all(before < pipelinerl.records.rollout_buffer.CUT_AT_BYTES for before in sizes)
     assert any(before > after for before, after in pairwise(sizes))
 
 

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import pipelinerl.profile
-from pipelinerl.accounting import Accountant
+import pipelinerl.records.figure_data
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import RunFailedError
+from pipelinerl.records.ledger import Accountant
+from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -37,7 +38,6 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.trace import Trace
 from sim.run import simulate
 from sim.world import World
 
@@ -322,7 +322,7 @@ def test_an_abort_on_command_is_an_end_and_one_that_came_too_late_is_none():
 
 def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
     """Each round one rollout is trained on, one aborted, one aborted too late, one failed, one discarded."""
-    monkeypatch.setattr(pipelinerl.profile, "WINDOW_ROLLOUTS", 5)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 5)
 
     def kept(num_rounds):
         history = []
@@ -631,7 +631,7 @@ def test_the_timeline_is_the_first_twelve_steps():
 
 def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
     """The fifth point is at 12 s, while the trainer is at work from 6 s to 16 s: known until 12 s, and no further."""
-    monkeypatch.setattr(pipelinerl.profile, "TIMELINE_POINTS", 5)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "TIMELINE_POINTS", 5)
     history = [
         (0.0, start(0)),
         (2.0, *ended(0, (0, 2))),
@@ -653,7 +653,7 @@ def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
 
 def test_a_full_window_ends_where_its_rollouts_do(monkeypatch):
     """Room for four rollouts: the fifth starts at 2 s, so the window is the first two rounds."""
-    monkeypatch.setattr(pipelinerl.profile, "WINDOW_ROLLOUTS", 4)
+    monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 4)
     window = books_of(in_rounds(rounds=9)).profile_summary()["generation_window"]
     assert window["width_s"] == 2.0 / 200
     assert window["in_progress"] == pytest.approx([2.0] * 200)

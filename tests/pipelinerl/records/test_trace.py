@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import RunFailedError, TraceError
+from pipelinerl.records.trace import FORMAT_VERSION, Record, ReplayResult, Trace, TraceWriter, replay
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -40,7 +41,6 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.trace import FORMAT_VERSION, Record, ReplayResult, Trace, TraceWriter, replay
 from sim.run import simulate
 
 TABLES: dict[str, Any] = {

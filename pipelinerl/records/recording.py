@@ -8,12 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipelinerl.accounting import Accountant, StepRow
 from pipelinerl.config.run import RunConfig, UtilisationDecode
+from pipelinerl.records.ledger import Accountant, StepRow
+from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
+from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.drift import modelled_ess
-from pipelinerl.runfolder import TRACE_FILE, RunFolder
 from pipelinerl.scheduler.events import Command, Event
-from pipelinerl.trace import TraceWriter
 
 
 class Recorder(Protocol):
