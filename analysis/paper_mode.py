@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from analysis.runs import RateCurves
-from pipelinerl.analytic import (
+from pipelinerl.config.run import RunConfig, UtilisationDecode
+from pipelinerl.hardware.derive import resolved_hardware
+from pipelinerl.theory.paper import (
     Setting,
     fitted_utilisation,
     lengths_from,
@@ -13,8 +15,6 @@ from pipelinerl.analytic import (
     throughput_against_lag,
     uniform_lengths,
 )
-from pipelinerl.config.run import RunConfig, UtilisationDecode
-from pipelinerl.hardware.derive import resolved_hardware
 
 NUM_LAGS = 24
 """Points of a curve (count)."""

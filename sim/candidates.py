@@ -12,7 +12,7 @@ from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import ResolvedHardware, RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.scheduler.events import OnStale
-from pipelinerl.screening import Answers, Estimate, StepTime, screen
+from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
 from sim.space import Reason, Space
 
 BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)

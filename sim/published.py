@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelinerl.analytic import lengths_from
 from pipelinerl.config.run import RunConfig, TrainingConfig, WorkloadConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
@@ -17,7 +16,8 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_mod
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
 from pipelinerl.published import DEFAULT_GROUP_SIZE, Mode, PublishedRun
-from pipelinerl.screening import Answers
+from pipelinerl.theory.paper import lengths_from
+from pipelinerl.theory.steady_state import Answers
 from sim.lengths import Workload
 
 PROMPT_TOKENS = 150

@@ -8,14 +8,14 @@ from enum import StrEnum
 
 import numpy as np
 
-from pipelinerl.analytic import lengths_from
 from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.derive import coefficients, kv_cache_tokens, trainer_fits
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
-from pipelinerl.screening import Answers
+from pipelinerl.theory.paper import lengths_from
+from pipelinerl.theory.steady_state import Answers
 from sim.lengths import Workload, grown_length
 
 SAMPLE_SIZE = 8192

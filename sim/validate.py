@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.published import Mode, PublishedRun, read_published_runs
+from pipelinerl.theory.paper import staleness_applied_compute
 from sim.inference import Band, Table, seconds_band, simulated_table
 from sim.parallel import run_all
 from sim.published import Subject, as_subject, measured_seconds, overhead_s

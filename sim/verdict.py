@@ -12,7 +12,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.derive import trainer_coefficients
 from pipelinerl.records.ledger import BALANCED_SHARE
-from pipelinerl.screening import Answers
+from pipelinerl.theory.steady_state import Answers
 from sim.candidates import Candidate, Screened, Screener, way
 from sim.space import Limits, Space
 

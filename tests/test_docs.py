@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
-from pipelinerl import analytic, cli
+from pipelinerl import cli
 from pipelinerl.config.run import Decode, RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.config.train import LossConfig
@@ -28,6 +28,7 @@ from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler import events
+from pipelinerl.theory import paper as analytic
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[1]

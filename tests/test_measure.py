@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pipelinerl import cli, steptimes
-from pipelinerl.analytic import read_utilisation
 from pipelinerl.calibration import calibrate_table
 from pipelinerl.errors import ConfigError
 from pipelinerl.steptimes import COLUMNS
+from pipelinerl.theory.paper import read_utilisation
 
 torch = pytest.importorskip("torch")
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.analytic import staleness_applied_compute
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import Accountant
@@ -29,6 +28,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightUpdate,
 )
+from pipelinerl.theory.paper import staleness_applied_compute
 from sim.clock import to_ticks
 from sim.engine import Engine
 from sim.lengths import Workload

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
-from pipelinerl.analytic import fitted_utilisation, read_utilisation
 from pipelinerl.config.run import (
     AffineDecode,
     Decode,
@@ -27,6 +26,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
+from pipelinerl.theory.paper import fitted_utilisation, read_utilisation
 
 __all__ = [
     "Coefficients",

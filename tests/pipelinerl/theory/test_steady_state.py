@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.analytic import lengths_from, uniform_lengths
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.records.ledger import StepRow
-from pipelinerl.screening import Answers, Estimate, StepTime, screen
+from pipelinerl.theory.paper import lengths_from, uniform_lengths
+from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
 from sim.costs import training_cost
 from sim.lengths import Workload
 from sim.run import simulate

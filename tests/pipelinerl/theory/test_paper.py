@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl import analytic
-from pipelinerl.analytic import (
+from pipelinerl.errors import ConfigError
+from pipelinerl.theory import paper as analytic
+from pipelinerl.theory.paper import (
     LagPoint,
     Lengths,
     PipelineChoice,
@@ -39,9 +40,8 @@ from pipelinerl.analytic import (
     throughput_against_lag,
     uniform_lengths,
 )
-from pipelinerl.errors import ConfigError
 
-GUIDE = Path(__file__).parents[1] / "docs" / "analytic.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "analytic.md"
 
 TAU = 4.918  # flashes per token: 128 / 26.02 = 84 / 17.08, paper A.4
 LINEAR = UtilisationCurve(lambda h: np.full_like(h, 467.1))  # U(h) = h / 467.1

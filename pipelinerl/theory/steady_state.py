@@ -31,10 +31,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.analytic import Lengths
 from pipelinerl.config.run import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
 from pipelinerl.hardware.derive import step_seconds
 from pipelinerl.scheduler.events import WeightUpdate
+from pipelinerl.theory.paper import Lengths
 
 FloatArray = npt.NDArray[np.float64]
 
