@@ -33,10 +33,10 @@ from typing import Any, Literal
 import torch
 
 from backends.plainmodel import PlainModel, PlainShape, parameter_count
+from pipelinerl.calibration.step_times import COLUMNS
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.run_folder import make_folder, write_json
-from pipelinerl.steptimes import COLUMNS
 
 STEP_TIMES_FILE = "step_times.csv"
 """What ``calibrate`` reads."""

@@ -327,7 +327,7 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a table of step times, or three numbers; print the [hardware] table."""
-    from pipelinerl import calibration
+    from pipelinerl.calibration import calibrate as calibration
     from pipelinerl.config.run_file import load_run
 
     config = None if run is None else load_run(run, overrides)

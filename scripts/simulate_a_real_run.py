@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.calibration import calibrate_trace
+from pipelinerl.calibration.calibrate import calibrate_trace
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace

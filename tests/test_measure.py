@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import cli, steptimes
-from pipelinerl.calibration import calibrate_table
+from pipelinerl import cli
+from pipelinerl.calibration import step_times as steptimes
+from pipelinerl.calibration.calibrate import calibrate_table
+from pipelinerl.calibration.step_times import COLUMNS
 from pipelinerl.errors import ConfigError
-from pipelinerl.steptimes import COLUMNS
 from pipelinerl.theory.paper import read_utilisation
 
 torch = pytest.importorskip("torch")

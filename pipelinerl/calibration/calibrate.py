@@ -10,13 +10,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from pipelinerl.config.run import HardwareConfig, RunConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.fitting import Fit
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
-from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.derive import resolved_hardware
-from pipelinerl.hardwarefit import (
+from pipelinerl.calibration.hardware_fit import (
     DECODE_COEFFICIENTS,
     TRAINING_COEFFICIENTS,
     HardwareFit,
@@ -24,10 +18,16 @@ from pipelinerl.hardwarefit import (
     is_inverse,
     rounded,
 )
+from pipelinerl.calibration.least_squares import Fit
+from pipelinerl.calibration.step_times import Rows, read_step_times
+from pipelinerl.calibration.trace_times import DecodeTimes, TraceTimes, TrainingTimes, read_times
+from pipelinerl.config.run import HardwareConfig, RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import coefficients
+from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-from pipelinerl.steptimes import Rows, read_step_times
-from pipelinerl.tracetimes import DecodeTimes, TraceTimes, TrainingTimes, read_times
 
 FloatArray = NDArray[np.float64]
 

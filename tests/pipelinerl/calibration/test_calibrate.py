@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl import cli
-from pipelinerl.calibration import (
+from pipelinerl.calibration.calibrate import (
     calibrate_numbers,
     calibrate_table,
     calibrate_trace,
@@ -20,17 +20,17 @@ from pipelinerl.calibration import (
     hardware_toml,
     write_hardware,
 )
+from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
+from pipelinerl.calibration.least_squares import Column, fit
+from pipelinerl.calibration.step_times import read_step_times
+from pipelinerl.calibration.trace_times import read_times
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
-from pipelinerl.fitting import Column, fit
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training, resolved_hardware
-from pipelinerl.hardwarefit import HardwareFit, fixed_coefficients
 from pipelinerl.records.trace import Trace
-from pipelinerl.steptimes import read_step_times
-from pipelinerl.tracetimes import read_times
 from sim.batch import rollout_batch_s, train_step_s
 from sim.run import simulate
 
@@ -219,7 +219,7 @@ def test_lives_of_rollouts_alone_come_close(tmp_path: Path) -> None:
     times = read_times(Trace(folder / "trace.jsonl.gz"))
     times.windows = None
     result = HardwareFit(times.config.hardware)
-    from pipelinerl.calibration import _fit_decode
+    from pipelinerl.calibration.calibrate import _fit_decode
 
     _fit_decode(result, times)
     true = decode_step_s(resolved_hardware(times.config).decode, 1, 12, 12 * 250)
@@ -233,7 +233,7 @@ def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
     times = read_times(Trace(folder / "trace.jsonl.gz"))
     times.windows = None
     result = HardwareFit(run_of(NAMED).hardware)
-    from pipelinerl.calibration import _fit_decode
+    from pipelinerl.calibration.calibrate import _fit_decode
 
     _fit_decode(result, times)
     assert result.table["coefficients"]["step_overhead_s"] == pytest.approx(0.004, rel=0.1)
@@ -616,7 +616,7 @@ def test_a_share_of_the_peak_that_is_all_of_it_is_warned_of(tmp_path: Path) -> N
 
 def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: Path) -> None:
     assert doubts(calibrate_trace(pipeline_folder)) == []
-    kernels = calibrate_table(Path(__file__).parent / "data" / "decode_step_kernels.csv", run_of(NAMED))
+    kernels = calibrate_table(Path(__file__).parents[2] / "data" / "decode_step_kernels.csv", run_of(NAMED))
     assert doubts(kernels) == []
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.calibration.least_squares import Column, Fit, fit
+from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
 from pipelinerl.config.run import AffineDecode, HardwareConfig, PrefillConfig, RunConfig, TrainingConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.fitting import Column, Fit, fit
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training, run_coefficients, step_seconds
-from pipelinerl.tracetimes import DecodeTimes, TrainingTimes
 
 FloatArray = NDArray[np.float64]
 

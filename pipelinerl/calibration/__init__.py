@@ -1,0 +1,1 @@
+"""From measured times to the coefficients of the hardware model."""
