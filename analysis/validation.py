@@ -7,8 +7,8 @@ from typing import Any
 
 from analysis.canvas import house_style, make_panels
 from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
+from pipelinerl.cli.render import validation_markdown
 from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
-from pipelinerl.tables import validation_markdown
 
 TABLE_FILE = "validation.md"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from analysis.planning import read_plan, save_plan
 from pipelinerl import cli
+from pipelinerl.cli.render import print_plan
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.ledger import StepRow
-from pipelinerl.tables import print_plan
 from pipelinerl.theory.steady_state import Estimate
 from sim import outcomes, parallel
 from sim.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way

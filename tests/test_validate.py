@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelinerl.cli.render import print_validation, validation_markdown
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_training
 from pipelinerl.published import Mode, PublishedRun
-from pipelinerl.tables import print_validation, validation_markdown
 from sim.batch import train_step_s
 from sim.inference import STEP, Points, Table, seconds_band, simulated_table
 from sim.published import as_run_config, as_subject, overhead_s

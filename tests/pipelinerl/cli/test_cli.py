@@ -25,10 +25,10 @@ import analysis.figures
 import analysis.report
 import sim.parallel
 from pipelinerl import cli
+from pipelinerl.cli.render import duration, print_comparison, print_summary
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import RunFolder
-from pipelinerl.tables import duration, print_comparison, print_summary
 
 TINY = """
 seed = 3

@@ -62,8 +62,8 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
-    from pipelinerl.progress import progress_bar
 
     config = load_run(run, overrides, seed)
     if trace is TraceLevel.FULL and out is None:
@@ -76,7 +76,7 @@ def simulate(
     if as_json:
         _print_json(summary)
     else:
-        from pipelinerl.tables import print_summary
+        from pipelinerl.cli.render import print_summary
 
         print_summary(summary, run.name)
     if out is not None:
@@ -92,8 +92,8 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
-    from pipelinerl.progress import progress_bar
 
     config = load_run(run, overrides, seed)
     comparer = _load("sim.compare", extra="sim")
@@ -104,7 +104,7 @@ def compare(
     if as_json:
         _print_json(result)
     else:
-        from pipelinerl.tables import print_comparison
+        from pipelinerl.cli.render import print_comparison
 
         print_comparison(result, run.name)
     if not result["complete"]:
@@ -130,8 +130,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    from pipelinerl.cli.progress import stage_bars
     from pipelinerl.config.run_file import load_run
-    from pipelinerl.progress import stage_bars
 
     config = load_run(run, overrides, seed)
     planner = _load("sim.plan", extra="sim")
@@ -142,7 +142,7 @@ def plan(
     if as_json:
         _print_json(result)
     else:
-        from pipelinerl.tables import print_plan
+        from pipelinerl.cli.render import print_plan
 
         print_plan(result, run.name)
     if out is not None:
@@ -164,8 +164,8 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
+    from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.run_file import load_run
-    from pipelinerl.progress import training_bar
 
     config = load_run(run, overrides, seed)
     if out is None:
@@ -178,7 +178,7 @@ def train(
     if as_json:
         _print_json(summary)
     else:
-        from pipelinerl.tables import print_summary
+        from pipelinerl.cli.render import print_summary
 
         print_summary(summary, run.name)
     _draw([out])
@@ -271,7 +271,7 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
-    from pipelinerl.progress import stage_bars
+    from pipelinerl.cli.progress import stage_bars
     from pipelinerl.published import read_published_runs
     from pipelinerl.records.run_folder import check_vacant
 
@@ -289,7 +289,7 @@ def validate(
     if as_json:
         _print_json(report)
     else:
-        from pipelinerl.tables import print_validation
+        from pipelinerl.cli.render import print_validation
 
         print_validation(report)
     if out is not None:
