@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import Accountant
 from pipelinerl.scheduler.events import RolloutFinished
+from sim.cluster import World
 from sim.engine import Engine
-from sim.reference import StepByStepEngine
-from sim.world import World
+from sim.step_by_step import StepByStepEngine
 
 SEQUENCES = 64
 ROLLOUTS = 512

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.run_file import load_run
-from sim.candidates import Screener, enumerate_candidates, own_candidate, screen_all
-from sim.outcomes import Job, Runner, simulate_job
-from sim.space import space_of
+from sim.planning.candidates import Screener, enumerate_candidates, own_candidate, screen_all
+from sim.planning.search_space import space_of
+from sim.planning.simulate import Job, Runner, simulate_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"

@@ -21,9 +21,9 @@ from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import Accountant
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.pipeline import make_scheduler
+from sim.cluster import World
 from sim.engine import Engine
-from sim.reference import StepByStepEngine
-from sim.world import World
+from sim.step_by_step import StepByStepEngine
 
 ROOT = Path(__file__).parent.parent
 QWEN7B = ROOT / "examples" / "qwen7b_128_h100.toml"

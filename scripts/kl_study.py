@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-from sim.learning.klstudy import kl_study
+from sim.learning.kl_study import kl_study
 from sim.learning.loop import one_thread
 from sim.learning.relearn import relearn
 from sim.learning.sampling import Sampler
 from sim.learning.tasks import BLANK, checked_task, problem
-from sim.learning.warmstart import policy_shape
+from sim.learning.warm_start import policy_shape
 
 SEED = 12345
 """Seed of prompts and answers: not one of the run's, whose prompts the policy has seen."""

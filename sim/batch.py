@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipelinerl.config.run import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
 from pipelinerl.hardware.derive import resolved_hardware
 from sim.costs import training_cost
-from sim.lengths import Workload
 from sim.run import simulate
+from sim.workload import Workload
 
 BATCHES = 4
 """Batches that are averaged over (count)."""

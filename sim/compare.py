@@ -14,9 +14,9 @@ from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
+from sim.cluster import World
 from sim.parallel import run_all
 from sim.run import check_installed, simulate
-from sim.world import World
 
 NAME_LENGTH = 80
 """Longest name of the folder of an arm or scenario (letters)."""

@@ -48,7 +48,7 @@ from simpy.events import EventPriority
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
-from sim.sequence import EngineHost, Sequence, TokenSource
+from sim.request import EngineHost, Sequence, TokenSource
 
 NOT_PLANNED = -1
 """Tick of a wake-up that does not exist."""

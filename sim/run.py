@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
-from sim.world import World
+from sim.cluster import World
 
 
 def simulate(

@@ -18,8 +18,8 @@ from pipelinerl.scheduler.events import (
     TrainingFinished,
     WeightsPublished,
 )
+from sim.cluster import World
 from sim.run import no_garbage_collection
-from sim.world import World
 
 
 class Step(NamedTuple):

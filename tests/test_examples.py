@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.config.run_file import load_run
 from sim.compare import plan_cells
-from sim.lengths import Workload
 from sim.run import simulate
+from sim.workload import Workload
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICKSTART, APPENDIX_A, QWEN7B, BY_NAME = (

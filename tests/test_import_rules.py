@@ -94,7 +94,7 @@ def test_only_the_command_line_reaches_other_packages_and_only_inside_its_functi
     assert {
         "sim.run",
         "sim.compare",
-        "sim.plan",
+        "sim.planning.search",
         "analysis.drawing",
         "analysis.validation",
     } <= strings  # loaded by name, when a command runs
@@ -112,7 +112,7 @@ def test_import_pipelinerl_loads_no_heavy_package() -> None:
 
 
 def test_importing_all_packages_loads_no_torch_and_no_pyplot() -> None:
-    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.plan, analysis, analysis.report, backends"
+    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.planning.search, analysis, analysis.report, backends"
     assert not loaded_by(statement) & {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"}
 
 

@@ -134,7 +134,7 @@ def plan(
     from pipelinerl.config.run_file import load_run
 
     config = load_run(run, overrides, seed)
-    planner = _load("sim.plan", extra="sim")
+    planner = _load("sim.planning.search", extra="sim")
     if out is not None:
         _load("analysis.drawing", extra="plot")
     with stage_bars() as on_progress:
@@ -272,10 +272,10 @@ def validate(
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
     from pipelinerl.cli.progress import stage_bars
-    from pipelinerl.published import read_published_runs
     from pipelinerl.records.run_folder import check_vacant
+    from sim.validation.records import read_published_runs
 
-    validator = _load("sim.validate", extra="sim")
+    validator = _load("sim.validation.predict", extra="sim")
     if out is not None:
         _load("analysis.validation", extra="plot")
         check_vacant(out)

@@ -419,7 +419,7 @@ class RunConfig(StrictModel):
     def longest_rollout_tokens(self) -> int:
         """Longest rollout, prompt included, as far as the run file tells (tokens).
 
-        How long the prompts of a length source or of a policy's task are, only these know (``sim.lengths``).
+        How long the prompts of a length source or of a policy's task are, only these know (``sim.workload``).
         """
         elsewhere = self.policy is not None or self.workload.length.kind == "empirical"
         return self.workload.length.max + (0 if elsewhere else self.workload.prompt_tokens)

@@ -22,11 +22,11 @@ from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss
 from pipelinerl.scheduler.events import StartTraining, VersionSpans, WeightUpdate
-from sim.learning.answers import Answers
+from sim.learning.lookahead import Answers
 from sim.learning.policy import Weights, forward
 from sim.learning.sampling import Sampler
 from sim.learning.tasks import checked_task
-from sim.learning.warmstart import base_model, policy_shape
+from sim.learning.warm_start import base_model, policy_shape
 
 # Legend of shapes: B rollouts of a micro-batch; T positions; N flat tokens of answers.
 

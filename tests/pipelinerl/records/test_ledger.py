@@ -38,8 +38,8 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
+from sim.cluster import World
 from sim.run import simulate
-from sim.world import World
 
 
 def spans(*pairs):

@@ -16,9 +16,9 @@ from pipelinerl.records.ledger import StepRow
 from pipelinerl.theory.paper import lengths_from, uniform_lengths
 from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
 from sim.costs import training_cost
-from sim.lengths import Workload
+from sim.planning.search_space import answers_of
 from sim.run import simulate
-from sim.space import answers_of
+from sim.workload import Workload
 
 FIXED: dict[str, Any] = {
     "optimizer_steps": 100,

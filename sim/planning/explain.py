@@ -13,8 +13,8 @@ from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.derive import trainer_coefficients
 from pipelinerl.records.ledger import BALANCED_SHARE
 from pipelinerl.theory.steady_state import Answers
-from sim.candidates import Candidate, Screened, Screener, way
-from sim.space import Limits, Space
+from sim.planning.candidates import Candidate, Screened, Screener, way
+from sim.planning.search_space import Limits, Space
 
 
 class Simulated(Protocol):

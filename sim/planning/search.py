@@ -1,6 +1,6 @@
 """Search for the best way to run: screen every candidate, simulate the best, and say why one of them is recommended.
 
-Theory of operation. ``sim.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
+Theory of operation. ``sim.planning.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
 front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
 ``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
 of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 3 % of it the one
@@ -19,7 +19,8 @@ from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
-from sim.candidates import (
+from sim.planning.axes import check_lists, not_tried
+from sim.planning.candidates import (
     Candidate,
     Rejected,
     Screened,
@@ -29,11 +30,10 @@ from sim.candidates import (
     screen_all,
     way,
 )
-from sim.infeasible import why_nothing_is_left
-from sim.listed import check_lists, not_tried
-from sim.outcomes import Job, OnProgress, Outcome, Runner, checked
-from sim.space import space_of
-from sim.verdict import bottleneck, sensitivity, split_curve, why_it_lost
+from sim.planning.explain import bottleneck, sensitivity, split_curve, why_it_lost
+from sim.planning.infeasible import why_nothing_is_left
+from sim.planning.search_space import space_of
+from sim.planning.simulate import Job, OnProgress, Outcome, Runner, checked
 
 TIE = 0.03
 """Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.published import Mode, PublishedRun, read_published_runs
-from sim.published import as_subject
-from sim.validate import shipped_runs
+from sim.validation.predict import shipped_runs
+from sim.validation.reconstruct import as_subject
+from sim.validation.records import Mode, PublishedRun, read_published_runs
 
 HEADER = "id,source,evidence,hw,model,mode,gpus_total,step_s,staleness_setting,note\n"
 

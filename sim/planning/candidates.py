@@ -13,7 +13,7 @@ from pipelinerl.config.run import ResolvedHardware, RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
-from sim.space import Reason, Space
+from sim.planning.search_space import Reason, Space
 
 BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)
 """H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""

@@ -13,14 +13,14 @@ import pytest
 from pipelinerl.cli.render import print_validation, validation_markdown
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_training
-from pipelinerl.published import Mode, PublishedRun
 from sim.batch import train_step_s
-from sim.inference import STEP, Points, Table, seconds_band, simulated_table
-from sim.published import as_run_config, as_subject, overhead_s
 from sim.run import simulate
-from sim.validate import Prediction, Unusable, report, shipped_runs, validate
+from sim.validation.inference import STEP, Points, Table, seconds_band, simulated_table
+from sim.validation.predict import Prediction, Unusable, report, shipped_runs, validate
+from sim.validation.reconstruct import as_run_config, as_subject, overhead_s
+from sim.validation.records import Mode, PublishedRun
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 
 def row(name, mode, **values):
@@ -225,7 +225,7 @@ def test_of_an_unknown_scale_only_ratios_count():
 
 
 def test_points_carry_every_combination_once():
-    from sim.inference import points_for
+    from sim.validation.inference import points_for
 
     points: Points = points_for([made_table(10.0)])
     triples = {*zip(points.generation_P, points.training_P, points.mean_P, strict=True)}

@@ -54,9 +54,9 @@ from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
 from sim.learning.tasks import checked_task
-from sim.lengths import Workload, grown_length, growth_factor
-from sim.sequence import EngineHost, Sequence, SimulatedEngine, TokenSource
+from sim.request import EngineHost, Sequence, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
+from sim.workload import Workload, grown_length, growth_factor
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 

@@ -15,10 +15,10 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
-from pipelinerl.published import DEFAULT_GROUP_SIZE, Mode, PublishedRun
 from pipelinerl.theory.paper import lengths_from
 from pipelinerl.theory.steady_state import Answers
-from sim.lengths import Workload
+from sim.validation.records import DEFAULT_GROUP_SIZE, Mode, PublishedRun
+from sim.workload import Workload
 
 PROMPT_TOKENS = 150
 """Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.published import Mode, PublishedRun
 from pipelinerl.records.ledger import StepRow
-from sim.published import LARGEST_MEAN, MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
 from sim.run import simulate
+from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
+from sim.validation.records import Mode, PublishedRun
 
 FloatArray = NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from sim.candidates import COLOCATED, Candidate, Rejected, Screened, engine_sizes
-from sim.space import Space
+from sim.planning.candidates import COLOCATED, Candidate, Rejected, Screened, engine_sizes
+from sim.planning.search_space import Space
 
 APART = ("pipeline", "one_step_off")
 """Families with accelerators that generate and others that train."""

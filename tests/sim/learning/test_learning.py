@@ -16,22 +16,22 @@ from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
+from sim.cluster import World
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
-from sim.plan import plan
-from sim.reference import StepByStepEngine
+from sim.planning.search import plan
+from sim.request import Sequence
 from sim.run import simulate
-from sim.sequence import Sequence
-from sim.world import World
+from sim.step_by_step import StepByStepEngine
 
 torch = pytest.importorskip("torch")
 
-from sim.learning.klstudy import kl_study  # noqa: E402
+from sim.learning.kl_study import kl_study  # noqa: E402
 from sim.learning.loop import Learner, one_thread  # noqa: E402
 from sim.learning.policy import forward, initial_weights  # noqa: E402
 from sim.learning.relearn import relearn  # noqa: E402
 from sim.learning.sampling import ROWS, Draft, Sampler, uniforms  # noqa: E402
-from sim.learning.warmstart import base_model, policy_shape  # noqa: E402
+from sim.learning.warm_start import base_model, policy_shape  # noqa: E402
 
 MAX = 12
 BASE = {

@@ -14,7 +14,7 @@ from simpy.events import EventPriority
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.engine import EngineSettings
-from sim.sequence import EngineHost, Sequence
+from sim.request import EngineHost, Sequence
 
 
 class StepByStepEngine:

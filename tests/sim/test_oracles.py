@@ -30,10 +30,10 @@ from pipelinerl.scheduler.events import (
 )
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.clock import to_ticks
+from sim.cluster import World
 from sim.engine import Engine
-from sim.lengths import Workload
-from sim.reference import StepByStepEngine
-from sim.world import World
+from sim.step_by_step import StepByStepEngine
+from sim.workload import Workload
 
 
 class Played(Accountant):

@@ -25,15 +25,16 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.theory.steady_state import Estimate
-from sim import outcomes, parallel
-from sim.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way
-from sim.outcomes import Job, extended
+from sim import parallel
 from sim.parallel import run_all_on_ray
-from sim.plan import choose_survivors, pareto_front, plan
+from sim.planning import simulate as outcomes
+from sim.planning.candidates import Screened, Screener, enumerate_candidates, own_candidate, screen_all, way
+from sim.planning.explain import sensitivity
+from sim.planning.search import choose_survivors, pareto_front, plan
+from sim.planning.search_space import Limits, Reason, space_of
+from sim.planning.simulate import Job, extended
 from sim.run import simulate
-from sim.space import Limits, Reason, space_of
 from sim.stepbooks import simulate_steps
-from sim.verdict import sensitivity
 
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,

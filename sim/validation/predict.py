@@ -23,11 +23,11 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.published import Mode, PublishedRun, read_published_runs
 from pipelinerl.theory.paper import staleness_applied_compute
-from sim.inference import Band, Table, seconds_band, simulated_table
 from sim.parallel import run_all
-from sim.published import Subject, as_subject, measured_seconds, overhead_s
+from sim.validation.inference import Band, Table, seconds_band, simulated_table
+from sim.validation.reconstruct import Subject, as_subject, measured_seconds, overhead_s
+from sim.validation.records import Mode, PublishedRun, read_published_runs
 
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
@@ -174,7 +174,7 @@ def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
 
 
 def shipped_runs() -> list[PublishedRun]:
-    """Return the published runs that come with the simulator (``sim/published_runs/README.md`` says from where)."""
+    """Return the published runs that come with the simulator (``sim/validation/published_runs/README.md`` says from where)."""
     with resources.as_file(resources.files("sim") / "published_runs" / "runs.csv") as path:
         return read_published_runs(path)
 

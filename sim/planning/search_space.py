@@ -16,7 +16,7 @@ from pipelinerl.hardware.derive import coefficients, kv_cache_tokens, trainer_fi
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.theory.paper import lengths_from
 from pipelinerl.theory.steady_state import Answers
-from sim.lengths import Workload, grown_length
+from sim.workload import Workload, grown_length
 
 SAMPLE_SIZE = 8192
 """Answers drawn to know their distribution (count)."""

@@ -25,7 +25,7 @@ from pipelinerl.scheduler.events import VersionSpans
 from sim.learning.policy import Weights
 from sim.learning.sampling import ROWS, Draft, Sampler
 from sim.learning.tasks import TokenTask, problem
-from sim.sequence import Sequence
+from sim.request import Sequence
 
 JOINED_BEFORE = -1
 """In place of the tokens that a rollout had when it joined: if it joins again, its cache is computed again."""

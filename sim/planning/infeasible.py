@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from sim.candidates import Rejected
-from sim.space import Reason, Space
+from sim.planning.candidates import Rejected
+from sim.planning.search_space import Reason, Space
 
 MOST = 4096
 """Accelerators up to which a size that fits is looked for (count)."""

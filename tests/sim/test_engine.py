@@ -16,11 +16,11 @@ from simpy.events import NORMAL
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 from sim.clock import TICKS_PER_S, WORLD_PRIORITY, Clock, Wake, to_ticks
+from sim.cluster import World
 from sim.costs import DecodeCost, PrefillCost
 from sim.engine import Engine, EngineSettings
-from sim.reference import StepByStepEngine
-from sim.sequence import Sequence
-from sim.world import World
+from sim.request import Sequence
+from sim.step_by_step import StepByStepEngine
 
 both_engines = pytest.mark.parametrize("make", [Engine, StepByStepEngine])
 

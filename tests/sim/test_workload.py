@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.run import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
-from sim.lengths import BLOCKS_KEPT, DRAWS_PER_BLOCK, Workload, grown_length, growth_factor, read_source, shipped_sets
+from sim.workload import BLOCKS_KEPT, DRAWS_PER_BLOCK, Workload, grown_length, growth_factor, read_source, shipped_sets
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 KINDS = {
     "fixed": {"kind": "fixed", "max": 100},

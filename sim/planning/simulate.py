@@ -12,8 +12,8 @@ from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.rl.drift import modelled_ess
-from sim.candidates import Candidate
 from sim.parallel import run_all, run_all_on_ray
+from sim.planning.candidates import Candidate
 from sim.stepbooks import Step, simulate_steps
 
 OnProgress = Callable[[str, int, int], None]

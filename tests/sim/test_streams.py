@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, DispatchDelays, named_stream
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Z = 4.9
 """A standard normal is farther from 0 once in a million."""
 

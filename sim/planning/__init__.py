@@ -1,0 +1,1 @@
+"""The search for the best way to run on a cluster."""

@@ -1,0 +1,1 @@
+"""Predictions of published runs, and how far they are off."""
