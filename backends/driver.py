@@ -36,13 +36,13 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from backends.answers import Answers
-from backends.fleet import Fleet, Seat
-from backends.group import Group
+from backends.engines import Fleet, Seat
 from backends.interface import Engine, Reference, Sample, Trainer, Weights
 from backends.preprocessing import Preprocessing
 from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
+from backends.task_client import Answers
+from backends.transfer.group import Group
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import Recorder

@@ -23,13 +23,13 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from backends.deepspeed_trainer import DeepSpeedTrainer
-from backends.group import Group
+from backends.deepspeed.rank import RankSettings
+from backends.deepspeed.reference_model import RayReference, ReferenceSettings
+from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
-from backends.reference import RayReference, ReferenceSettings
-from backends.trainer_rank import RankSettings
-from backends.vllm_engine import VLLMEngine
-from backends.vllm_process import VLLMSettings
+from backends.transfer.group import Group
+from backends.vllm.engine import VLLMEngine
+from backends.vllm.process import VLLMSettings
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate

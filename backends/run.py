@@ -12,11 +12,11 @@ from typing import Any
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
-from backends.group import Group
 from backends.interface import Engine, Reference, Trainer
-from backends.metricslog import MetricsLog
+from backends.metrics_log import MetricsLog
 from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
+from backends.transfer.group import Group
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording

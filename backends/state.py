@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from backends.rollouts import RolloutData
-from backends.stepmetrics import StepMetrics
+from backends.step_metrics import StepMetrics
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import Event, StartTraining
 from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler

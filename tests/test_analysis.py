@@ -28,7 +28,7 @@ from analysis.canvas import handy_time
 from analysis.report import save_figures
 from analysis.runs import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
-from backends.stepmetrics import StepMetrics
+from backends.step_metrics import StepMetrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import Accountant, StepRow
 from pipelinerl.scheduler.events import WeightsPublished

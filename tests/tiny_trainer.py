@@ -12,11 +12,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from backends.deepspeed.lr_schedule import learning_rate_factor
+from backends.deepspeed.packing import pack
+from backends.deepspeed.policy_model import copy_policy
+from backends.deepspeed.rank import RankSettings, TrainerRank
 from backends.interface import Sample, Weights
-from backends.packing import pack
-from backends.policy_model import copy_policy
-from backends.schedule import learning_rate_factor
-from backends.trainer_rank import RankSettings, TrainerRank
 from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
 

@@ -370,7 +370,7 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
-    measuring = _load("backends.measure", extra="train-cpu")
+    measuring = _load("backends.measure.bench", extra="train-cpu")
     done = measuring.measure(
         out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
     )

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.deepspeed.packing import pack
 from backends.interface import Sample
-from backends.packing import pack
 from pipelinerl.config.run import PrefillConfig, TrainingConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError

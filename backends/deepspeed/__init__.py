@@ -1,0 +1,1 @@
+"""The trainer: DeepSpeed on Ray actors."""

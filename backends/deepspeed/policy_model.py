@@ -1,0 +1,153 @@
+"""The model that a rank trains: a causal language model on packed rows, with a value head if wanted.
+
+A row has no padding and no attention mask. Positions that start again at 0 tell transformers where sequences
+begin: its sdpa mask, and flash attention's sequence lengths, then keep every sequence to itself. This needs
+``use_cache=False``, and a model whose only state between tokens is attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from backends.deepspeed.packing import PackedRow
+from pipelinerl.rl.losses import token_logprobs
+
+# Legend of shapes: N tokens of a row; M answer tokens of it (see packing.py); V words of the vocabulary;
+# H width of the model.
+
+BUCKET_BYTES = 2**30
+"""Parameters that are whole on the device at a time while weights are copied (bytes)."""
+POLICY_PREFIX = "policy."
+
+
+class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """Log-probabilities, and values, of the answer tokens of a row."""
+
+    def __init__(self, policy: torch.nn.Module, *, temperature: float, value_head: bool) -> None:
+        """Wrap a causal language model.
+
+        Args:
+            policy: The model, from ``load_policy``.
+            temperature: Softmax temperature that answers are sampled with (no unit).
+            value_head: Whether to add a linear map from the last hidden state to a value, at first 0 everywhere.
+        """
+        super().__init__()
+        self.policy = policy
+        self.value_head: torch.nn.Linear | None = None
+        self._temperature = temperature
+        if value_head:
+            self.value_head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=policy.dtype)
+            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, token_N: torch.Tensor, position_N: torch.Tensor, predictor_M: torch.Tensor, answer_M: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return logprob_M (nats) and, with a value head, value_M, both float32; see ``PackedRow``."""
+        output = self.policy(
+            input_ids=token_N[None],
+            position_ids=position_N[None],
+            use_cache=False,
+            logits_to_keep=predictor_M,
+            output_hidden_states=self.value_head is not None,
+        )
+        logprob_M = token_logprobs(output.logits[0], answer_M, temperature=self._temperature)
+        if self.value_head is None:
+            return logprob_M, None
+        hidden_MH = output.hidden_states[-1][0, predictor_M]
+        return logprob_M, self.value_head(hidden_MH)[:, 0].float()
+
+
+def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.Module:
+    """Load a causal language model in training mode: float32 on CPU, bfloat16 on GPU.
+
+    Dropout is turned off: the policy that is trained is the one that samples.
+
+    Args:
+        model_path: Folder in Hugging Face format.
+        device: Where it will run; it is loaded into the host's memory.
+    """
+    config = AutoConfig.from_pretrained(model_path)
+    if hasattr(config, "attention_dropout"):
+        config.attention_dropout = 0.0
+    flash = device == "gpu" and find_spec("flash_attn") is not None
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path,
+        config=config,
+        dtype=torch.bfloat16 if device == "gpu" else torch.float32,
+        attn_implementation="flash_attention_2" if flash else "sdpa",
+    )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def row_tensors(row: PackedRow, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the arguments of ``PolicyModel.forward`` for a row."""
+    return {
+        name: torch.tensor(getattr(row, name), device=device)
+        for name in ("token_N", "position_N", "predictor_M", "answer_M")
+    }
+
+
+def policy_parameters(model: PolicyModel) -> dict[str, Any]:
+    """Return the language model's parameters by Hugging Face name, tied ones once, the value head left out."""
+    return {
+        name.removeprefix(POLICY_PREFIX): parameter
+        for name, parameter in model.named_parameters()
+        if name.startswith(POLICY_PREFIX)
+    }
+
+
+def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]:
+    """Copy the language model's parameters into the host's memory; all ranks call it together.
+
+    Under ZeRO-3 parameters are put together from all ranks, about ``BUCKET_BYTES`` at a time. They are copied while
+    they are whole: afterwards their memory is used for something else.
+
+    Args:
+        model: The model, possibly partitioned by DeepSpeed.
+        receive: Whether this rank wants the copy.
+
+    Returns:
+        Parameters by Hugging Face name, in the type they are trained in; empty unless ``receive``.
+    """
+    import deepspeed  # reads DS_ACCELERATOR when it is imported
+
+    copies: dict[str, torch.Tensor] = {}
+    for bucket in _buckets(policy_parameters(model)):
+        with deepspeed.zero.GatheredParameters(list(bucket.values())):
+            if receive:
+                copies |= {name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket.items()}
+    return copies
+
+
+def _buckets(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    bucket: dict[str, Any] = {}
+    size_bytes = 0
+    for name, parameter in parameters.items():
+        numel = getattr(parameter, "ds_numel", parameter.numel())  # its own numel() is 0 while it is partitioned
+        if bucket and size_bytes + numel * parameter.element_size() > BUCKET_BYTES:
+            yield bucket
+            bucket, size_bytes = {}, 0
+        bucket[name] = parameter
+        size_bytes += numel * parameter.element_size()
+    yield bucket
+
+
+def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the language model in Hugging Face format, without tokenizer.
+
+    Args:
+        model: The model; only its architecture is read.
+        copies: What ``copy_policy`` returned.
+        folder: Where to.
+    """
+    model.policy.save_pretrained(folder, state_dict=copies)

@@ -1,0 +1,392 @@
+"""One rank of the DeepSpeed trainer; usually the inside of a Ray actor.
+
+Theory of operation. All ranks are told the same things in the same order, each with its own rows. Everything but
+the constructor and ``free_address`` is a collective: it returns when all ranks have been called.
+
+The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``. DeepSpeed
+would divide it by micro-batches and by ranks too. So its own accumulation is set to one, the last row of a step
+is marked as the boundary by hand, and the loss is multiplied by the number of ranks, over which it averages.
+
+========================  ==============================================================================
+policy                    DeepSpeed's: parameters, gradients and optimizer states split by ZeRO's stage
+value head                with ``value_coefficient``: trained with the policy, never published or exported
+published weights         rank 0 only: a copy in the host's memory (broadcast) or in files (file)
+========================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from backends.deepspeed.lr_schedule import learning_rate_factor
+from backends.deepspeed.packing import PackedRow
+from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
+from backends.interface import TRANSFER_ATTEMPTS, Weights
+from backends.transfer.broadcast import BroadcastGroup, described, open_store, own_address
+from backends.transfer.weights_check import checksums
+from backends.transfer.weights_file import write_weights
+from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
+from pipelinerl.errors import BackendError
+from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
+
+KEPT_FILES = 2
+"""Published files kept: the newest, and the one that engines may still be reading (count)."""
+CHECKPOINT_TAG = "trainer"
+ENGINE_DTYPES = {"cpu": torch.float32, "gpu": torch.bfloat16}
+"""Type of an engine's parameters by device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a rank needs to know. The same for all ranks but for ``rank``."""
+
+    rank: int = 0
+    """Which rank this is, from 0."""
+    num_ranks: int
+    """Ranks of the trainer (count)."""
+    device: Literal["cpu", "gpu"]
+    """CPU: float32, gloo. GPU: bfloat16 with float32 master weights, NCCL; the process sees one GPU only."""
+    model_path: str
+    """Folder in Hugging Face format."""
+    optimizer: OptimizerConfig
+    """AdamW, its schedule, and gradient clipping."""
+    loss: LossConfig
+    """The policy gradient."""
+    trainer: TrainerConfig
+    """DeepSpeed."""
+    temperature: float
+    """Softmax temperature that answers are sampled with (no unit)."""
+    train_batch_size: int
+    """Sequences per optimizer step. Paper symbol B."""
+    optimizer_steps: int
+    """Optimizer steps of the whole run, where the learning rate has come down to zero."""
+    transport: Literal["file", "broadcast"]
+    """How weights reach the engines."""
+    weights_folder: str
+    """Where published files lie (``file``): this run's own folder, in memory that engines share."""
+    whole_parameter_elements: int = 100_000
+    """ZeRO-3: parameters up to this size are not split (elements). DeepSpeed's default; 0 in tests."""
+
+    def __post_init__(self) -> None:
+        """Refuse what DeepSpeed does wrongly: in bfloat16 without ZeRO it counts a step of Adam too many."""
+        if self.device == "gpu" and self.trainer.zero_stage == 0:
+            raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
+
+
+class TrainerRank:
+    """One rank: see the head of this file."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._published: list[Path] = []
+        self._store: Any = None
+        self._group: BroadcastGroup | None = None
+        self._held: tuple[Weights, dict[str, torch.Tensor]] | None = None
+
+    def free_address(self) -> tuple[str, int]:
+        """Return this machine's address and a port that is free now, for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return own_address(), probe.getsockname()[1]
+
+    def start(self, master_address: str, master_port: int) -> None:
+        """Meet the other ranks and load the model, at version 0.
+
+        Args:
+            master_address: Address of rank 0's machine.
+            master_port: A free port there.
+        """
+        settings = self._settings
+        os.environ |= {
+            "DS_ACCELERATOR": "cpu" if settings.device == "cpu" else "cuda",
+            "RANK": str(settings.rank),
+            "WORLD_SIZE": str(settings.num_ranks),
+            "LOCAL_RANK": "0",  # a process sees its own GPU only
+            "MASTER_ADDR": master_address,
+            "MASTER_PORT": str(master_port),
+        }
+        self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
+        if settings.device == "gpu":
+            torch.cuda.set_device(self._device)
+        _silence_libraries()
+        self._meet(master_address, master_port)
+        import deepspeed  # reads DS_ACCELERATOR when it is imported
+
+        # On CPU DeepSpeed would compile a faster all-reduce at the first start, for a minute and with a C++ compiler;
+        # a process killed meanwhile leaves a lock that every later start waits for, for ever. gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+        policy = load_policy(settings.model_path, device=settings.device)
+        if settings.trainer.activation_checkpointing:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        value_head = settings.loss.value_coefficient > 0
+        model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
+        optimizer = self._optimizer(model)
+        factor = learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+            config=self._deepspeed_config(),
+        )
+
+    def _meet(self, master_address: str, master_port: int) -> None:
+        """Make the group of ranks before DeepSpeed would: it binds the group to a device, and more groups can hang.
+
+        DeepSpeed keeps groups for the life of a process, so a second trainer in this process has the same.
+        """
+        if torch.distributed.is_initialized():
+            return
+        settings = self._settings
+        torch.distributed.init_process_group(
+            "gloo" if settings.device == "cpu" else "nccl",
+            init_method=f"tcp://{master_address}:{master_port}",
+            rank=settings.rank,
+            world_size=settings.num_ranks,
+            timeout=timedelta(seconds=settings.trainer.step_timeout_s),
+        )
+
+    def _optimizer(self, model: PolicyModel) -> torch.optim.Optimizer:
+        config = self._settings.optimizer
+        arguments = {
+            "lr": config.learning_rate,
+            "betas": (config.beta1, config.beta2),
+            "weight_decay": config.weight_decay,
+        }
+        if self._settings.device == "cpu":
+            return torch.optim.AdamW(model.parameters(), **arguments)
+        from deepspeed.ops.adam import FusedAdam  # GPU only; states of no other can be offloaded
+
+        return FusedAdam(model.parameters(), adam_w_mode=True, **arguments)
+
+    def _deepspeed_config(self) -> dict[str, Any]:
+        settings = self._settings
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,  # a row
+            "gradient_accumulation_steps": 1,  # boundaries are marked by hand
+            "gradient_clipping": settings.optimizer.gradient_clip,
+            "zero_optimization": {
+                "stage": settings.trainer.zero_stage,
+                "stage3_param_persistence_threshold": settings.whole_parameter_elements,
+            },
+        }
+        if settings.device == "gpu":
+            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        return config
+
+    def train(
+        self, rows: Sequence[PackedRow], *, completes_step: bool
+    ) -> tuple[dict[int, NDArray[np.float32]], dict[str, float]]:
+        """Accumulate the gradient of some rows; make the optimizer step if they complete the batch.
+
+        Args:
+            rows: This rank's rows of a micro-batch, as many as the other ranks have, at least one.
+            completes_step: Whether the optimizer step follows.
+
+        Returns:
+            By sample, log-probabilities of its answer tokens before the step (nats), and numbers to log: ``loss``
+            and its parts ``kl_loss`` and ``value_loss`` are this rank's share of the batch's; ``gradient_norm``
+            (before clipping) and ``learning_rate``, after a step, are the same on all ranks.
+
+        Raises:
+            BackendError: If the gradient is not finite. The step is lost then, and without ZeRO the parameters too.
+            ValueError: If rows lack the reference log-probabilities that ``kl_coefficient`` needs.
+        """
+        logprob: dict[int, NDArray[np.float32]] = {}
+        sums: defaultdict[str, Any] = defaultdict(float)
+        metrics: dict[str, float] = {}
+        for index, row in enumerate(rows):
+            boundary = completes_step and index == len(rows) - 1
+            self._engine.set_gradient_accumulation_boundary(boundary)
+            logprob_M, parts = self._losses(row)
+            loss = torch.stack(list(parts.values())).sum()
+            self._engine.backward(loss * self._settings.num_ranks)
+            logprob |= row.split(logprob_M.detach().cpu().numpy())
+            for name, part in ({"loss": loss} | parts).items():
+                sums[name] += part.detach()
+            if boundary:
+                metrics = self._step()
+            else:
+                self._engine.step()  # counts the row
+        del sums["policy_loss"]
+        return logprob, {name: float(value) for name, value in sums.items()} | metrics
+
+    def _losses(self, row: PackedRow) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return logprob_M, and the parts of the loss that a row adds to the batch's."""
+        config, size = self._settings.loss, self._settings.train_batch_size
+        inputs = row_tensors(row, self._device)
+        reward_M = torch.tensor(row.reward_M, device=self._device)
+        if config.kl_coefficient > 0 and row.reference_logprob_M is None:
+            raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0, got None")
+        logprob_M, value_M = self._engine(**inputs)
+        loss_M = policy_loss(
+            config,
+            logprob_N=logprob_M,
+            behaviour_logprob_N=torch.tensor(row.behaviour_logprob_M, device=self._device),
+            advantage_N=torch.tensor(row.advantage_M, device=self._device) if value_M is None else reward_M - value_M,
+            sequence_N=torch.tensor(row.sequence_M, device=self._device),
+            num_sequences=len(row.sample_index_S),
+        )
+        parts = {"policy_loss": loss_M.sum() / size}
+        if config.kl_coefficient > 0:
+            reference_logprob_M = torch.tensor(row.reference_logprob_M, device=self._device)
+            kl_M = kl_to_reference(logprob_M, reference_logprob_N=reference_logprob_M)
+            parts["kl_loss"] = config.kl_coefficient * kl_M.sum() / size
+        if value_M is not None:
+            parts["value_loss"] = config.value_coefficient * value_loss(value_M, reward_N=reward_M).sum() / size
+        return logprob_M, parts
+
+    def _step(self) -> dict[str, float]:
+        """Make the optimizer step."""
+        learning_rate = self._engine.get_lr()[0]  # the schedule moves on within the step
+        if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._engine.module.parameters()]))
+            self._engine.step()
+        else:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        if not np.isfinite(norm):
+            raise BackendError(f"optimizer step failed: the gradient's norm is {norm}; go on from a checkpoint")
+        return {"gradient_norm": norm, "learning_rate": learning_rate}
+
+    def publish(self, version: int) -> Weights | None:
+        """Make the weights ready to be sent: rank 0 has them whole, in the type they are trained in.
+
+        Args:
+            version: Optimizer steps done.
+
+        Returns:
+            Where they are; None on other ranks.
+        """
+        copies = copy_policy(self._engine.module, receive=self._settings.rank == 0)
+        if self._settings.rank:
+            return None
+        if self._settings.transport == "broadcast":
+            dtype = ENGINE_DTYPES[self._settings.device]
+            copies = {name: copy.to(dtype) for name, copy in copies.items()}
+            weights = Weights(version, "broadcast:", checksums(copies.items()), described(copies))
+            self._held = weights, copies
+            return weights
+        folder = Path(self._settings.weights_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"version-{version:08d}.safetensors"
+        weights = Weights(version, f"file:{path}", write_weights(path, copies))
+        self._published = [*(old for old in self._published if old != path), path]
+        for old in self._published[:-KEPT_FILES]:
+            old.unlink(missing_ok=True)
+        self._published = self._published[-KEPT_FILES:]
+        return weights
+
+    def open_group(self, timeout_s: float) -> tuple[str, int]:
+        """Leave the group of before, and say where engines meet this rank for a new one (``broadcast``, rank 0)."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+        address = own_address()
+        self._store = open_store(address, timeout_s=timeout_s)
+        return address, self._store.port
+
+    def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:
+        """Join the group that ``open_group`` has opened; returns when all have joined (``broadcast``, rank 0).
+
+        Args:
+            names: What its members are called: rank 0, then all workers of all engines.
+            timeout_s: Longest wait for them, now and in every transfer (seconds).
+
+        Returns:
+            What went wrong, if something did; this rank is well nevertheless.
+        """
+        try:
+            self._group = BroadcastGroup(
+                self._store,
+                rank=0,
+                num_members=len(names),
+                device=self._device,
+                timeout_s=timeout_s,
+                names=names,
+            )
+        except BackendError as error:
+            return str(error)
+        return None
+
+    def send(self, version: int) -> str | None:
+        """Send what was published last to all members of the group; returns when all have it (``broadcast``, rank 0).
+
+        Args:
+            version: That of what was published last.
+
+        Returns:
+            What went wrong, if something did; this rank is well nevertheless.
+        """
+        if self._group is None or self._held is None or self._held[0].version != version:
+            return f"version {version} cannot be sent: {'no group' if self._group is None else 'it is not held'}"
+        weights, tensors = self._held
+        try:
+            for _ in range(TRANSFER_ATTEMPTS):
+                num_refusing = self._group.send(weights.parameters, tensors)
+                if not num_refusing:
+                    return None
+        except BackendError as error:
+            return str(error)
+        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (workers: {num_refusing})"
+
+    def save(self, folder: Path) -> None:
+        """Write parameters, optimizer and schedule; every rank writes its own part."""
+        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote with as many ranks and the same ZeRO stage.
+
+        Raises:
+            BackendError: If there is no such checkpoint.
+        """
+        if not (Path(folder) / CHECKPOINT_TAG).is_dir():
+            raise BackendError(f"checkpoint cannot be loaded: {folder} has no folder {CHECKPOINT_TAG!r}")
+        self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+
+    def export(self, folder: Path) -> None:
+        """Write the language model in Hugging Face format, tokenizer included."""
+        copies = copy_policy(self._engine.module, receive=self._settings.rank == 0)
+        if self._settings.rank == 0:
+            save_policy(self._engine.module, copies, folder)
+            transformers.AutoTokenizer.from_pretrained(self._settings.model_path).save_pretrained(folder)
+
+    def offload(self) -> None:
+        """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
+        if self._settings.device == "gpu":
+            self._engine.offload_states()
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Move everything back."""
+        if self._settings.device == "gpu":
+            self._engine.reload_states()
+
+    def shutdown(self) -> None:
+        """Remove the published files and give up the model. The process is to end then."""
+        for path in self._published:
+            path.unlink(missing_ok=True)
+        self._published = []
+        if self._group is not None:
+            self._group.leave()
+        self._engine.destroy()
+
+
+def _silence_libraries() -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # DeepSpeed uses what torch renamed
+    transformers.utils.logging.disable_progress_bar()

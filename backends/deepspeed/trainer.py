@@ -1,0 +1,232 @@
+"""The real trainer: DeepSpeed ranks as Ray actors, called together.
+
+Theory of operation. Every call goes to all ranks at once and returns when all have returned. Ranks carry calls out
+in the order they were made, one at a time. The first rank that fails, or the time-out, ends the call for all: the
+others may hang in a collective that will never be complete. So nothing but ``shutdown`` can follow.
+
+========================  ============================  =====================================
+call                      waits for                     limit
+========================  ============================  =====================================
+every call                all ranks                     ``step_timeout_s``
+``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
+``shutdown``              all ranks that still answer   ``SHUTDOWN_TIMEOUT_S``; then it kills
+========================  ============================  =====================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from backends.deepspeed.packing import pack
+from backends.deepspeed.rank import RankSettings, TrainerRank
+from backends.interface import Sample, TrainResult, Weights
+from pipelinerl.errors import TrainerLostError, TransferError
+
+SHUTDOWN_TIMEOUT_S = 10.0
+"""How long ranks may take to clean up before they are killed (seconds)."""
+BLAME_TIMEOUT_S = 3.0
+"""How long to look for a dead rank when another one complains (seconds)."""
+PER_RANK_METRICS = frozenset({"gradient_norm", "learning_rate"})
+"""Metrics that are the same on every rank; all others are shares of a sum."""
+
+
+class DeepSpeedTrainer:
+    """A ``Trainer``; see ``interface.py``. Ray must have been initialised."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        *,
+        num_cpus: float,
+        num_gpus: float,
+        placement_group: PlacementGroup | None = None,
+        bundle_indices: Sequence[int] = (),
+    ) -> None:
+        """Take note of where ranks will run; ``start`` starts them.
+
+        Args:
+            settings: What ranks need to know; ``rank`` is set here.
+            num_cpus: CPU cores that Ray sets aside for a rank, and threads it computes with.
+            num_gpus: GPUs that Ray sets aside for a rank.
+            placement_group: Where ranks run; None: wherever there is room.
+            bundle_indices: Bundle of the placement group for each rank.
+        """
+        self._settings = settings
+        self._options: list[dict[str, Any]] = [
+            {
+                "num_cpus": num_cpus,
+                "num_gpus": num_gpus,
+                "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, int(num_cpus)))}},
+            }
+            for _ in range(settings.num_ranks)
+        ]
+        if placement_group is not None:
+            for options, bundle in zip(self._options, bundle_indices, strict=True):
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement_group, bundle)
+        self._ranks: list[Any] = []
+
+    async def start(self) -> None:
+        """Start the ranks and load the model, at version 0.
+
+        Raises:
+            TrainerLostError: If a rank fails or does not answer in time.
+        """
+        actor = ray.remote(TrainerRank)
+        self._ranks = [
+            actor.options(**options).remote(replace(self._settings, rank=rank))
+            for rank, options in enumerate(self._options)
+        ]
+        (address,) = await self._call("meet", "free_address", ranks=self._ranks[:1])
+        await self._call("start", "start", *address)
+
+    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        """Accumulate the gradient of some rollouts; make the optimizer step if they complete the batch.
+
+        Raises:
+            TrainerLostError: If a rank fails or does not answer in time.
+            ValueError: If a sample is longer than ``pack_tokens``.
+        """
+        rows = pack(samples, pack_tokens=self._settings.trainer.pack_tokens, num_ranks=len(self._ranks))
+        calls = [
+            rank.train.remote(own_rows, completes_step=completes_step)
+            for rank, own_rows in zip(self._ranks, rows, strict=True)
+        ]
+        logprob: dict[int, NDArray[np.float32]] = {}
+        metrics: dict[str, float] = {}
+        for own_logprob, own_metrics in await self._all("train", calls):
+            logprob |= own_logprob
+            for name, value in own_metrics.items():
+                metrics[name] = value if name in PER_RANK_METRICS else metrics.get(name, 0.0) + value
+        return TrainResult([logprob[index] for index in range(len(samples))], metrics)
+
+    async def publish(self, version: int) -> Weights:
+        """Make the weights ready to be sent; they stay as they are until the next ``publish``.
+
+        Raises:
+            TrainerLostError: If a rank fails or does not answer in time.
+        """
+        weights: Weights = (await self._call("publish", "publish", version))[0]
+        return weights
+
+    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
+        """Leave the group through which weights were sent, if any, and open a new one (``broadcast``).
+
+        Args:
+            timeout_s: Longest wait for its members (seconds).
+
+        Returns:
+            Where to join it: address of rank 0's machine, and a port there.
+
+        Raises:
+            TrainerLostError: If rank 0 fails or does not answer in time.
+        """
+        address: tuple[str, int] = (await self._call("join", "open_group", timeout_s, ranks=self._ranks[:1]))[0]
+        return address
+
+    async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Join the group that was opened; returns when all members have joined (``broadcast``).
+
+        Args:
+            names: What its members are called: rank 0, then all workers of all engines.
+            timeout_s: Longest wait for them, now and in every transfer (seconds).
+
+        Raises:
+            TransferError: If not all members come in time.
+            TrainerLostError: If rank 0 fails or does not answer in time.
+        """
+        await self._transfer("join", "join_group", list(names), timeout_s)
+
+    async def send(self, weights: Weights) -> None:
+        """Feed the engines that are loading. Files need no sending.
+
+        Raises:
+            TransferError: If an engine was lost, does not answer, or refuses what it received, time and again.
+            TrainerLostError: If rank 0 fails or does not answer in time.
+        """
+        if self._settings.transport == "broadcast":
+            await self._transfer("send", "send", weights.version)
+
+    async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
+        (fault,) = await self._call(phase, method, *arguments, ranks=self._ranks[:1])
+        if fault is not None:
+            raise TransferError(fault)
+
+    async def save(self, folder: Path) -> None:
+        """Write weights, optimizer and schedule into a new folder that all ranks can reach."""
+        await self._call("save", "save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """Go on from what ``save`` wrote."""
+        await self._call("load", "load", folder)
+
+    async def export(self, folder: Path) -> None:
+        """Write the model in Hugging Face format, tokenizer included, into a new folder."""
+        await self._call("export", "export", folder)
+
+    async def offload(self) -> None:
+        """Give the GPUs' memory up for generation."""
+        await self._call("offload", "offload")
+
+    async def reload(self) -> None:
+        """Take the memory back."""
+        await self._call("reload", "reload")
+
+    async def shutdown(self) -> None:
+        """End all ranks; a second call does nothing."""
+        ranks, self._ranks = self._ranks, []
+        if ranks:
+            await asyncio.wait([_future(rank.shutdown.remote()) for rank in ranks], timeout=SHUTDOWN_TIMEOUT_S)
+        for rank in ranks:
+            ray.kill(rank)
+
+    async def _call(self, phase: str, method: str, *arguments: Any, ranks: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method on all ranks, or on some, and return the results in order."""
+        called = self._ranks if ranks is None else ranks
+        return await self._all(phase, [getattr(rank, method).remote(*arguments) for rank in called])
+
+    async def _all(self, phase: str, calls: Sequence[Any]) -> list[Any]:
+        """Wait for calls, the i-th of them to rank i, and return the results in order.
+
+        Raises:
+            TrainerLostError: With the rank that died, else the first that failed, else those that did not answer.
+        """
+        begin_s = time.monotonic()
+        futures = [_future(call) for call in calls]
+        timeout_s = self._settings.trainer.step_timeout_s
+        done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        if any(future.exception() for future in done) and pending:  # a complaint may come before the death it is about
+            await asyncio.wait(pending, timeout=BLAME_TIMEOUT_S)
+        faults = {
+            rank: future.exception() for rank, future in enumerate(futures) if future.done() and future.exception()
+        }
+        if not faults and not pending:
+            return [future.result() for future in futures]
+        seconds = f"after {time.monotonic() - begin_s:.1f} s; go on from a checkpoint"
+        if not faults:
+            silent = [rank for rank, future in enumerate(futures) if not future.done()]
+            raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
+        rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
+        fault = faults[rank]
+        what = "died" if isinstance(fault, RayActorError) else "failed"
+        cause = fault.cause if isinstance(fault, RayTaskError) else fault
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise TrainerLostError(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from fault
+
+
+def _future(call: Any) -> asyncio.Future[Any]:
+    """Return a call's future. Its exception counts as seen: when a rank fails, others follow that nobody waits for."""
+    future = asyncio.wrap_future(call.future())
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

@@ -1,0 +1,1 @@
+"""Step times of the machine at hand."""

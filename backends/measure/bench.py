@@ -1,0 +1,368 @@
+"""Micro-benchmarks of the accelerator at hand: matrix products, decode steps, training steps.
+
+Theory of operation. Every measurement is a function without arguments that is called a few times to warm up and then
+several times between two synchronisations; the median counts. On a GPU the time is taken by events of the device, so
+that the time to launch kernels counts only where the device waits for it. What is done is written as soon as it is
+measured, so that Ctrl-C keeps it.
+
+=================  =====================================================================================================
+``utilisation``    products (h x d)(d x d') of all matrices of a layer, for h = 1 .. 1024: FLOP/s over the peak (the
+                   paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that was reached
+``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference
+                   of two generations over the difference of their lengths; without it, of a plain model in torch
+``prefill``        one forward pass over prompts
+``train``          forward and backward passes, and a step of Adam, on ``tokens`` tokens in ``batch`` sequences
+=================  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from backends.measure.plain_transformer import PlainModel, PlainShape, parameter_count
+from pipelinerl.calibration.step_times import COLUMNS
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import find_gpu
+from pipelinerl.records.run_folder import make_folder, write_json
+
+STEP_TIMES_FILE = "step_times.csv"
+"""What ``calibrate`` reads."""
+UTILISATION_FILE = "utilisation.csv"
+"""What ``hardware.decode`` of kind ``utilisation`` reads."""
+CONDITIONS_FILE = "conditions.json"
+"""What was measured, on what, with which versions."""
+MOST_REPEATS = 200
+"""Calls that are timed, at most (count)."""
+SEED = 0
+"""Of weights and tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured."""
+
+    products: tuple[int, ...]
+    """Rows h of the matrix products."""
+    decode: tuple[tuple[int, int], ...]
+    """Sequences, tokens of context of each."""
+    prefill: tuple[tuple[int, int], ...]
+    """Sequences, tokens of each."""
+    train: tuple[tuple[int, int], ...]
+    """Sequences, tokens of each."""
+    vllm_steps: tuple[int, int] = (8, 40)
+    """Tokens of the two generations whose difference is timed."""
+    warm_up: int = 2
+    """Calls that are not timed (count)."""
+    repeats: int = 5
+    """Calls that are timed, at least (count)."""
+    least_s: float = 0.2
+    """Calls are timed until they have taken as long (seconds), or ``MOST_REPEATS``."""
+
+
+GPU_SIZES = Sizes(
+    products=tuple(2**power for power in range(11)),
+    decode=tuple((batch, ctx) for batch in (1, 8, 32, 64, 128, 256) for ctx in (512, 2048, 8192)),
+    prefill=((1, 512), (1, 2048), (1, 8192), (8, 1024)),
+    train=((1, 2048), (2, 2048), (4, 2048), (1, 8192), (8, 1024)),
+    warm_up=3,
+    repeats=7,
+)
+"""For a GPU."""
+CPU_SIZES = Sizes(
+    products=tuple(2**power for power in range(11)),
+    decode=tuple((batch, ctx) for batch in (1, 4, 16, 32, 64) for ctx in (64, 256, 1024)),
+    prefill=((1, 64), (1, 256), (1, 1024), (4, 256)),
+    train=((1, 128), (4, 128), (8, 128), (1, 512), (2, 512), (1, 1024)),
+)
+"""For a CPU."""
+SHAPES = {
+    "cpu": PlainShape(layers=4, width=512, heads=8, kv_heads=2, head_size=64, inner=1408, vocabulary=8192),
+    "gpu": PlainShape(layers=28, width=1536, heads=12, kv_heads=2, head_size=128, inner=8960, vocabulary=151936),
+}
+"""Models measured where none is given: on a GPU the shape of Qwen2.5-1.5B."""
+
+
+class Bench:
+    """One accelerator and how time is taken on it."""
+
+    def __init__(self, device: Literal["cpu", "gpu"], sizes: Sizes) -> None:
+        self.device = torch.device("cuda" if device == "gpu" else "cpu")
+        self.dtype = torch.bfloat16 if device == "gpu" else torch.float32
+        self.sizes = sizes
+
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Return the median seconds of a call."""
+        for _ in range(self.sizes.warm_up):
+            work()
+        times: list[float] = []
+        while len(times) < self.sizes.repeats or (sum(times) < self.sizes.least_s and len(times) < MOST_REPEATS):
+            times.append(self._once(work))
+        return statistics.median(times)
+
+    def _once(self, work: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            begin_s = time.perf_counter()
+            work()
+            return time.perf_counter() - begin_s
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Return a tensor of small normal numbers."""
+        return torch.randn(*shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
+
+
+def measure(
+    out: Path,
+    *,
+    device: Literal["auto", "cpu", "gpu"] = "auto",
+    model: Path | None = None,
+    sizes: Sizes | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure the accelerator at hand, and write the tables.
+
+    Args:
+        out: Folder for the tables.
+        device: ``auto``: the GPU if there is one.
+        model: Folder of a model in Hugging Face format: its shape is measured, and itself if vLLM is installed.
+            None: ``SHAPES``.
+        sizes: What is measured; None: what fits the device.
+        say: Told what has been measured.
+
+    Returns:
+        The conditions, with the number of rows of each kind.
+
+    Raises:
+        ConfigError: If there is no GPU where one is asked for, the model has no config.json that can be read, or the
+            folder holds a table already.
+    """
+    chosen = _chosen(device)
+    shape = SHAPES[chosen] if model is None else PlainShape.of(model)
+    sizes = sizes or (GPU_SIZES if chosen == "gpu" else CPU_SIZES)
+    for name in (STEP_TIMES_FILE, UTILISATION_FILE, CONDITIONS_FILE):
+        if (out / name).exists():
+            raise ConfigError(f"--out must be a folder without measurements, got {out}, which holds {name}")
+    make_folder(out)
+    torch.manual_seed(SEED)
+    bench = Bench(chosen, sizes)
+    engine = "vllm" if model is not None and _version("vllm") is not None else "torch"
+    conditions = _conditions(bench, shape, model, engine)
+    counts: dict[str, int] = {}
+    write_json(out / CONDITIONS_FILE, conditions)
+    began_s = time.monotonic()
+    with (out / STEP_TIMES_FILE).open("w", encoding="utf-8", newline="", buffering=1) as file:
+        rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        rows.writeheader()
+        with suppress(KeyboardInterrupt):  # what has been measured is kept
+            for row in _rows(bench, shape, model if engine == "vllm" else None, out):
+                rows.writerow({**row, "accelerators": 1})
+                kind = str(row["kind"])
+                counts[kind] = counts.get(kind, 0) + 1
+                what = ", ".join(f"{name} {value}" for name, value in row.items() if name != "kind")
+                say(f"{kind}: {what}")
+            counts["complete"] = 1
+    conditions |= {
+        "rows": {kind: count for kind, count in counts.items() if kind != "complete"},
+        "complete": "complete" in counts,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "load_after": round(os.getloadavg()[0], 2),
+    }
+    write_json(out / CONDITIONS_FILE, conditions)
+    return conditions
+
+
+def _rows(bench: Bench, shape: PlainShape, model: Path | None, out: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table; vLLM, which takes what memory is left, comes last."""
+    yield from _utilisation_rows(bench, shape, out)
+    plain = PlainModel(shape, device=bench.device, dtype=bench.dtype)
+    if model is None:
+        yield from _decode_rows(bench, plain)
+    yield from _prefill_rows(bench, plain)
+    yield from _train_rows(bench, plain)
+    if model is not None:
+        del plain
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield from _vllm_rows(bench, model)
+
+
+def _utilisation_rows(bench: Bench, shape: PlainShape, out: Path) -> Iterator[dict[str, Any]]:
+    """Yield U(h) of the products of one layer, and write it as a table of its own."""
+    weights = [bench.random(*size) for size in shape.products()]
+    rates = []
+    for height in bench.sizes.products:
+        inputs = [bench.random(height, weight.shape[0]) for weight in weights]
+
+        def products(inputs: list[torch.Tensor] = inputs) -> None:
+            for one, weight in zip(inputs, weights, strict=True):
+                one @ weight
+
+        rates.append(2 * height * sum(weight.numel() for weight in weights) / bench.seconds(products))
+    peak = max(_catalogue_peak(bench) or 0.0, *rates)
+    with (out / UTILISATION_FILE).open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["batch", "utilisation"])
+        for height, rate in zip(bench.sizes.products, rates, strict=True):
+            table.writerow([height, f"{rate / peak:.6g}"])
+    for height, rate in zip(bench.sizes.products, rates, strict=True):
+        yield {"kind": "matmul", "batch": height, "utilisation": f"{rate / peak:.6g}"}
+
+
+def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
+    for batch, ctx in bench.sizes.decode:
+        token_B = torch.zeros(batch, dtype=torch.long, device=bench.device)
+
+        def seconds(batch: int = batch, ctx: int = ctx, token_B: torch.Tensor = token_B) -> float:
+            cache = plain.empty_cache(batch, ctx)
+            return bench.seconds(lambda: plain.decode(token_B, cache))
+
+        found = _if_it_fits(seconds)
+        if found is not None:
+            yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{found:.6g}"}
+
+
+def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
+    """Yield decode steps of vLLM: the difference of a long and a short generation, over their further tokens.
+
+    Prompts are ``ctx`` tokens long less half of the further ones, so that ``ctx`` is the mean context while these are
+    sampled.
+    """
+    from backends.vllm.offline import OfflineEngine
+
+    few, many = bench.sizes.vllm_steps
+    longest = max(ctx for _, ctx in bench.sizes.decode) + many
+    engine = OfflineEngine(
+        model,
+        device="gpu" if bench.device.type == "cuda" else "cpu",
+        num_slots=max(batch for batch, _ in bench.sizes.decode),
+        max_tokens=longest,
+    )
+    try:
+        for batch, ctx in bench.sizes.decode:
+            prompt_tokens = max(1, ctx - (few + many) // 2)
+            if not engine.holds(batch, prompt_tokens + many):
+                continue  # the KV cache is too small for it
+            times = []
+            for number in range(1 + bench.sizes.repeats):
+                short_s, long_s = (engine.generate_s(batch, prompt_tokens, tokens) for tokens in (few, many))
+                if number:  # the first is a warm-up
+                    times.append((long_s - short_s) / (many - few))
+            seconds = statistics.median(times)
+            if seconds > 0:
+                yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{seconds:.6g}"}
+    finally:
+        engine.shutdown()
+
+
+def _prefill_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
+    for batch, tokens in bench.sizes.prefill:
+        token_BL = torch.zeros(batch, tokens, dtype=torch.long, device=bench.device)
+
+        def seconds(token_BL: torch.Tensor = token_BL) -> float:
+            return bench.seconds(lambda: plain.hidden(token_BL))
+
+        found = _if_it_fits(seconds)
+        if found is not None:
+            yield {"kind": "prefill", "batch": batch, "tokens": batch * tokens, "seconds": f"{found:.6g}"}
+
+
+def _if_it_fits(seconds: Callable[[], float]) -> float | None:
+    """Measure without gradients; None if the memory is too small."""
+    with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+        return seconds()
+    return None
+
+
+def _train_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
+    """Yield whole optimizer steps; weights, gradients and Adam's states in the precision of the device."""
+    optimizer = torch.optim.Adam(plain.parameters(), lr=1e-6)
+    for batch, tokens in bench.sizes.train:
+        token_BL = torch.randint(plain.shape.vocabulary, (batch, tokens), device=bench.device)
+
+        def step(token_BL: torch.Tensor = token_BL) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            plain.loss(token_BL).backward()
+            optimizer.step()
+
+        try:
+            seconds = bench.seconds(step)
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        yield {"kind": "train", "batch": batch, "tokens": batch * tokens, "seconds": f"{seconds:.6g}"}
+
+
+def _chosen(device: Literal["auto", "cpu", "gpu"]) -> Literal["cpu", "gpu"]:
+    if device == "auto":
+        return "gpu" if torch.cuda.is_available() else "cpu"
+    if device == "gpu" and not torch.cuda.is_available():
+        raise ConfigError("--device must be cpu or auto here, got gpu: torch finds no GPU")
+    return device
+
+
+def _catalogue_peak(bench: Bench) -> float | None:
+    """Return the bf16 FLOP/s of the GPU, if the catalogue knows it."""
+    if bench.device.type != "cuda":
+        return None
+    # "NVIDIA H100 80GB HBM3": the word that the catalogue knows.
+    for word in torch.cuda.get_device_name().replace("-", " ").split():
+        with suppress(ConfigError):
+            return find_gpu(word).bf16_flops
+    return None
+
+
+def _conditions(bench: Bench, shape: PlainShape, model: Path | None, engine: str) -> dict[str, Any]:
+    gpu = bench.device.type == "cuda"
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name() if gpu else _cpu_name(),
+        "peak_flops": _catalogue_peak(bench),
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if gpu else None,
+        "vllm": _version("vllm"),
+        "decode_by": engine,
+        "model": None if model is None else str(model),
+        "shape": asdict(shape),
+        "parameters": parameter_count(shape),
+        "sizes": asdict(bench.sizes),
+        "seed": SEED,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    for name in (package, f"{package}-cpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None

@@ -1,0 +1,107 @@
+"""One answer, from problem to reward, whatever the schedule: what an engine is asked, and what the answer earns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+import numpy as np
+
+from backends.engines import Fleet
+from backends.interface import GenerateRequest
+from backends.rewards import RewardThreads
+from backends.rollouts import Codec, RolloutData
+from pipelinerl.config.run import RunConfig
+from pipelinerl.rl.tasks import Task, overlong_penalty
+
+LOG = logging.getLogger("pipelinerl")
+FAILURES_TOLD = 5
+"""Failures that are told one by one; all are counted in the books."""
+REWARD_THREADS = 8
+"""Rewards computed at a time (count)."""
+
+
+class Answers:
+    """Asks the problems of a task.
+
+    Args:
+        config: What is run; ``config.train`` is there.
+        task: Problems and rewards.
+        codec: Text to tokens and back.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, codec: Codec) -> None:
+        assert config.train is not None
+        self._config, self._train = config, config.train
+        self._task, self._codec = task, codec
+        self._rewards = RewardThreads(REWARD_THREADS)
+        self._num_failed = 0
+
+    def begin(self, index: int, *, held_out: bool = False) -> RolloutData:
+        """Return a rollout of a problem, nothing generated yet."""
+        problem = self._task.problem(index, held_out=held_out)
+        return RolloutData(problem, self._codec.encode(problem.prompt))
+
+    def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
+        """Return what an engine is asked to go on with a rollout; held-out ones have negative ids."""
+        return GenerateRequest(
+            rollout_id=rollout_id,
+            prompt_tokens=(*data.prompt_tokens, *data.tokens),
+            max_new_tokens=self._config.workload.length.max - len(data.tokens),
+            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
+            temperature=self._train.sampling.temperature,
+        )
+
+    async def earned(self, data: RolloutData) -> float:
+        """Return the reward of an answer, less the penalty for coming close to the limit.
+
+        Raises:
+            ValueError: If the task's reward is not finite.
+            TimeoutError: If it takes too long.
+            Exception: Whatever the task raises.
+        """
+        task, limit = self._train.task, self._config.workload.length.max
+        reward = await self._reward(data)
+        reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward must be finite, got {reward}")
+        return reward
+
+    async def success_rate(self, fleet: Fleet) -> float:
+        """Return the share of held-out problems that the engines answer right, as they sample in training.
+
+        An answer that cannot be generated or rewarded is not right.
+        """
+        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(fleet.seats))
+
+        async def answered_right(index: int) -> bool:
+            data = self.begin(index, held_out=True)
+            try:
+                async with room:
+                    seat = fleet.seats[index % len(fleet.seats)]
+                    data.extend(await fleet.generate(seat, self.request(-1 - index, data)))
+                return await self._reward(data) >= 1.0
+            except (Exception, SystemExit) as error:
+                self.tell(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
+                return False
+
+        number = self._train.evaluation.problems
+        right = await asyncio.gather(*(answered_right(index) for index in range(number)))
+        return sum(right) / number
+
+    def tell(self, failure: str) -> None:
+        """Log a failure, unless there have been many."""
+        self._num_failed += 1
+        if self._num_failed <= FAILURES_TOLD:
+            LOG.warning("%s", failure)
+
+    async def _reward(self, data: RolloutData) -> float:
+        answer, timeout_s = self._codec.decode(data.tokens), self._train.task.reward_timeout_s
+        return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
+
+
+def _request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:
+    """Return the seed of one request: a function of the run's seed, the rollout, and the tokens it has."""
+    entropy = (seed, rollout_id % 2**63, num_tokens)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**31

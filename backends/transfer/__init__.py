@@ -1,0 +1,1 @@
+"""How weights cross from the trainer to the engines."""

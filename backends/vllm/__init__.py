@@ -1,0 +1,1 @@
+"""Engines: vLLM in processes of its own."""

@@ -1,0 +1,22 @@
+"""vLLM's entry into this project: its processes call ``register`` when they start.
+
+The entry point is ``vllm.general_plugins`` in ``pyproject.toml``, so the project has to be installed. Importing
+this module loads neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+ENGINES = {
+    "pipelinerl_file": ("backends.vllm.file_receiver", "FileTransferEngine"),
+    "pipelinerl_broadcast": ("backends.vllm.broadcast_receiver", "BroadcastTransferEngine"),
+}
+"""Name under which vLLM knows a transport, ``pipelinerl_`` and ours: module and class of the worker's end."""
+
+
+def register() -> None:
+    """Make our transports known to this process's vLLM; a second call does nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    for name, (module, cls) in ENGINES.items():
+        if name not in Factory._registry:
+            Factory.register_engine(name, module, cls)

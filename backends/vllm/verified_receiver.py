@@ -1,0 +1,75 @@
+"""What every transport does in vLLM's workers: nothing is loaded before all of it is verified.
+
+Theory of operation. One update is three calls, each carried out by all workers before the next begins:
+
+==========================  ============================================================================
+``start_weight_update``     nothing to do yet
+``update_weights``          every worker takes all weights in, and raises unless they are complete and right
+``finish_weight_update``    every worker loads what it has; with tensor parallelism, its share of it
+==========================  ============================================================================
+
+So when ``update_weights`` fails on any worker, no weight has changed on any, and the update can be tried again.
+When ``finish_weight_update`` fails there may be a mixture of versions: that engine is lost.
+
+Between the two a worker holds all weights in the host's memory, whole: it maps the file, or receives into memory of
+its own. The GPU needs room for one parameter, or one bucket, beside the model.
+
+The model's parameters may be packed or fused after loading. vLLM's layerwise reload undoes that, lets the
+model's own loader have the Hugging Face parameters, and packs again into the same storage. It is made for plain,
+unquantised models.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from backends.transfer.weights_check import checkpoint_shapes
+
+
+class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
+    """A worker's end of a transport, on CPU and GPU; ``receive`` is what transports differ in."""
+
+    _verified: dict[str, torch.Tensor] | None = None
+
+    @abstractmethod
+    def receive(self, update_info: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Return the parameters by name, in the host's memory, verified.
+
+        Args:
+            update_info: What the trainer said of them.
+            shapes: Shape of every parameter of the model by name.
+
+        Raises:
+            BackendError: If they are incomplete or differ from their checksums.
+        """
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model stays whole until all weights are verified."""
+        self._verified = None
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Take the weights in, without loading them.
+
+        Raises:
+            BackendError: If they are incomplete or differ from their checksums.
+        """
+        self._verified = None
+        self._verified = self.receive(update_info, checkpoint_shapes(self.model_config.model))
+
+    def finish_weight_update(self) -> None:
+        """Load what has been received."""
+        if self._verified is None:
+            raise RuntimeError("finish_weight_update called before update_weights")
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(iter(self._verified.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._verified = None
+
+    def shutdown(self) -> None:
+        """Forget what has been received."""
+        self._verified = None

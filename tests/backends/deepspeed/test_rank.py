@@ -1,0 +1,304 @@
+"""One rank against plain torch, and two ranks against one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+transformers = pytest.importorskip("transformers")
+
+from tiny_trainer import (  # noqa: E402
+    BATCH,
+    STEPS,
+    largest_difference,
+    parameters,
+    path_of,
+    plain_logprob,
+    plain_training,
+    samples,
+    save_tiny_model,
+    settings,
+    started,
+    train,
+    with_reference,
+)
+
+import backends.deepspeed.policy_model  # noqa: E402
+import backends.transfer.broadcast  # noqa: E402
+from backends.deepspeed.packing import pack  # noqa: E402
+from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
+from backends.deepspeed.rank import TrainerRank  # noqa: E402
+from backends.transfer.broadcast import BroadcastGroup, described  # noqa: E402
+from backends.transfer.weights_check import checkpoint_shapes, checksums  # noqa: E402
+from backends.transfer.weights_file import read_verified  # noqa: E402
+from pipelinerl.config.train import LossConfig, TrainerConfig  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),  # torch and DeepSpeed
+]
+STAGES = (0, 1, 2, 3)
+ROUNDING = 2e-5
+"""Largest difference of a parameter, with steps of up to 1e-3: sums in another order, made larger by Adam."""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(model_path: Path) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    return plain_training(model_path, 3)
+
+
+def test_packed_sequences_do_not_see_each_other(model_path: Path) -> None:
+    model = PolicyModel(load_policy(str(model_path), device="cpu"), temperature=0.7, value_head=False)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    batch = samples()
+    ((row,),) = pack(batch, pack_tokens=1000, num_ranks=1)
+    with torch.no_grad():
+        logprob_M, _ = model(**row_tensors(row, torch.device("cpu")))
+        packed = row.split(logprob_M.numpy())
+        for index, sample in enumerate(batch):
+            assert packed[index] == pytest.approx(plain_logprob(alone, sample).numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_however_a_batch_is_cut_the_step_is_that_of_plain_adamw(
+    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]], zero_stage: int
+) -> None:
+    whole, cut = (started(model_path, zero_stage=zero_stage) for _ in range(2))
+    first = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    for step, expected in enumerate(plain[1]):
+        batch = samples(step)
+        logprob, metrics = train(whole, batch)
+        assert metrics == pytest.approx(expected, rel=1e-4)
+        if step == 0:
+            for sample, logprob_T in zip(batch, logprob, strict=True):
+                assert logprob_T == pytest.approx(plain_logprob(first, sample).detach().numpy(), abs=1e-5)
+        parts = [train(cut, batch[at : at + 2], completes_step=at == 6, pack_tokens=40) for at in range(0, 8, 2)]
+        assert sum(metrics["loss"] for _, metrics in parts) == pytest.approx(expected["loss"], rel=1e-4)
+        again = [logprob_T for part, _ in parts for logprob_T in part]
+        assert np.concatenate(again) == pytest.approx(np.concatenate(logprob), abs=1e-4)
+    assert largest_difference(parameters(whole), plain[0]) < ROUNDING
+    assert largest_difference(parameters(cut), plain[0]) < ROUNDING
+
+
+def _second_rank(rank: int, port: int, model_path: Path, results: Any) -> None:
+    """Run one of two ranks through all stages; the first one reports."""
+    torch.set_num_threads(1)
+    for zero_stage in STAGES:
+        trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 60})
+        one = TrainerRank(settings(model_path, rank=rank, num_ranks=2, trainer=trainer))
+        one.start("127.0.0.1", port)
+        loss, metrics = [], {}
+        for step in range(3):
+            batch = samples(step)
+            for part in (batch[:1], batch[1:5], batch[5:]):  # the first leaves a rank without any
+                rows = pack(part, pack_tokens=60, num_ranks=2)[rank]
+                _, metrics = one.train(rows, completes_step=part[-1] is batch[-1])
+                loss.append(metrics["loss"])
+        weights = one.publish(3)
+        if weights is not None:
+            shapes = checkpoint_shapes(model_path)
+            whole = {
+                name: tensor.numpy().copy()
+                for name, tensor in read_verified(path_of(weights), weights.checksums, shapes).items()
+            }
+            results.put((zero_stage, whole, metrics))
+        one.shutdown()
+
+
+def test_two_ranks_make_the_step_of_plain_adamw(
+    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=_second_rank, args=(rank, port, model_path, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for zero_stage in STAGES:
+            stage, whole, metrics = results.get(timeout=180)
+            assert stage == zero_stage
+            named = {name: torch.tensor(whole[name]) for name in plain[0]}
+            assert largest_difference(named, plain[0]) < ROUNDING
+            assert metrics["gradient_norm"] == pytest.approx(plain[1][-1]["gradient_norm"], rel=1e-4)
+        for rank in ranks:
+            rank.join(timeout=60)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
+    model_path: Path, tmp_path: Path, zero_stage: int
+) -> None:
+    straight = started(model_path, zero_stage=zero_stage, loss=LossConfig(value_coefficient=0.5))
+    stopped = started(model_path, zero_stage=zero_stage, loss=LossConfig(value_coefficient=0.5))
+    for step in range(2):
+        for rank in (straight, stopped):
+            train(rank, samples(step))
+    stopped.save(tmp_path / "checkpoint")
+    resumed = started(model_path, zero_stage=zero_stage, loss=LossConfig(value_coefficient=0.5))
+    resumed.load(tmp_path / "checkpoint")
+    for step in range(2, STEPS):
+        assert train(straight, samples(step))[1] == train(resumed, samples(step))[1]
+    assert largest_difference(parameters(straight), parameters(resumed)) == 0
+
+
+def test_a_missing_checkpoint_is_named(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"checkpoint cannot be loaded: .*nothing"):
+        started(model_path).load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_what_is_published_and_exported_is_what_is_trained(
+    model_path: Path, tmp_path: Path, zero_stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends.deepspeed.policy_model, "BUCKET_BYTES", 50_000)
+    folder = tmp_path / "published"
+    loss = LossConfig(value_coefficient=0.5)
+    rank = started(model_path, zero_stage=zero_stage, weights_folder=str(folder), loss=loss)
+    train(rank, samples())
+    now = parameters(rank)
+    weights = rank.publish(1)
+    assert weights is not None
+    train(rank, samples(1))
+    assert largest_difference(parameters(rank), now) > 1e-4
+    read = read_verified(path_of(weights), weights.checksums, checkpoint_shapes(model_path))
+    assert largest_difference({name: read[name] for name in now}, now) == 0
+    for version in (2, 3):
+        rank.publish(version)
+    names = [f"version-{version:08d}.safetensors" for version in (2, 3)]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    rank.export(tmp_path / "export")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert largest_difference(exported.state_dict(), parameters(rank)) == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export")("aa")["input_ids"] == [2, 2]
+    rank.shutdown()
+    assert list(folder.iterdir()) == []
+
+
+def test_what_is_sent_is_what_was_trained_when_it_was_published(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends.transfer.broadcast, "BUCKET_BYTES", 50_000)
+    rank = started(model_path, zero_stage=3, transport="broadcast")
+    train(rank, samples())
+    published = parameters(rank)
+    weights = rank.publish(1)
+    assert weights is not None
+    assert weights.parameters == described(published)
+    train(rank, samples(1))
+    assert rank.send(1) == "version 1 cannot be sent: no group"
+    address, port = rank.open_group(30.0)
+    got: dict[str, Any] = {}
+
+    def receive() -> None:
+        cpu = torch.device("cpu")
+        member = BroadcastGroup.join(address, port, rank=1, num_members=2, device=cpu, timeout_s=30.0)
+        for refused in (True, True, True, False):
+            got.clear()
+            got.update(member.receive(weights.parameters))
+            member.agree(refused=refused)
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        receiving = thread.submit(receive)
+        assert rank.join_group(["trainer", "engine 0"], 30.0) is None
+        assert rank.send(2) == "version 2 cannot be sent: it is not held"
+        assert rank.send(1) == "version 1 was refused 2 times (workers: 1)"
+        assert rank.send(1) is None
+        receiving.result()
+    assert largest_difference(dict(sorted(published.items())), got) == 0
+    assert checksums(got.items()) == weights.checksums
+    rank.shutdown()
+    assert "the group has been left" in str(rank.send(1))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_the_value_head_starts_at_zero_and_is_the_baseline(model_path: Path, zero_stage: int) -> None:
+    rank = started(model_path, zero_stage=zero_stage, loss=LossConfig(truncation=1.2, value_coefficient=0.5))
+    batch = samples()
+    squares = sum(len(sample.answer_T) * sample.reward**2 for sample in batch)
+    logprob, first = train(rank, batch, completes_step=False)
+    weighted = sum(
+        float((np.minimum(1.2, np.exp(logprob_T - sample.behaviour_logprob_T)) * logprob_T).sum()) * sample.reward
+        for sample, logprob_T in zip(batch, logprob, strict=True)
+    )
+    assert first["value_loss"] == pytest.approx(0.5 * 0.5 * squares / BATCH, rel=1e-5)
+    assert first["loss"] - first["value_loss"] == pytest.approx(-weighted / BATCH, rel=1e-5)
+    for _ in range(3):
+        _, metrics = train(rank, batch)
+    assert metrics["value_loss"] < first["value_loss"]
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_the_step_is_that_of_a_frozen_copy_asked_within_the_step(model_path: Path, zero_stage: int) -> None:
+    expected, steps = plain_training(model_path, 3, kl_coefficient=0.5)
+    rank = started(model_path, zero_stage=zero_stage, loss=LossConfig(truncation=1.2, kl_coefficient=0.5))
+    for step, metrics in enumerate(steps):
+        _, got = train(rank, with_reference(model_path, samples(step)))
+        assert got == pytest.approx(metrics, rel=1e-3, abs=1e-9)  # at the start the divergence is 0
+    assert steps[-1]["kl_loss"] > 1e-4
+    assert largest_difference(parameters(rank), expected) < ROUNDING
+
+
+def test_a_loss_with_a_reference_needs_its_log_probabilities(model_path: Path) -> None:
+    rank = started(model_path, loss=LossConfig(kl_coefficient=0.1))
+    with pytest.raises(ValueError, match=r"^reference_logprob_T must be there with loss.kl_coefficient > 0, got None$"):
+        train(rank, samples())
+
+
+def test_activation_checkpointing_changes_nothing(
+    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]]
+) -> None:
+    trainer = TrainerConfig(zero_stage=3, pack_tokens=100, activation_checkpointing=True)
+    rank = started(model_path, trainer=trainer)
+    for step in range(3):
+        train(rank, samples(step))
+    assert largest_difference(parameters(rank), plain[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_a_gradient_that_is_no_number_is_an_error(model_path: Path, zero_stage: int) -> None:
+    (row,) = pack(samples()[:1], pack_tokens=100, num_ranks=1)[0]
+    row.advantage_M[0] = np.nan
+    with pytest.raises(BackendError, match=r"the gradient's norm is (nan|inf)"):
+        started(model_path, zero_stage=zero_stage).train([row], completes_step=True)
+
+
+@pytest.mark.parametrize("kind", ["reinforce", "ppo", "cispo", "gspo", "topr"])
+def test_a_row_without_sequences_adds_nothing(model_path: Path, kind: str) -> None:
+    value_coefficient = 0 if kind == "gspo" else 1
+    loss = LossConfig.model_validate({"kind": kind, "kl_coefficient": 0.1, "value_coefficient": value_coefficient})
+    padded, bare = (started(model_path, zero_stage=2, loss=loss) for _ in range(2))
+    _, metrics = train(padded, [], completes_step=False)
+    assert set(metrics.values()) == {0}
+    batch = with_reference(model_path, samples())
+    assert train(padded, batch)[1] == train(bare, batch)[1]
+    assert largest_difference(parameters(padded), parameters(bare)) == 0
+
+
+def test_gpus_need_zero(model_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trainer.zero_stage must be at least 1 on GPU, got 0"):
+        settings(model_path, device="gpu", trainer=TrainerConfig(zero_stage=0))

@@ -1,0 +1,121 @@
+"""Two ranks as Ray actors: what they do together, and what is said when one of them does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from needs import need
+
+need("deepspeed")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+ray = pytest.importorskip("ray")
+
+from tiny_trainer import BATCH, OPTIMIZER, path_of, plain_logprob, samples, save_tiny_model, settings  # noqa: E402
+
+import backends.deepspeed.trainer  # noqa: E402
+from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402
+from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
+from backends.transfer.weights_file import read_verified  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
+from pipelinerl.errors import TrainerLostError  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, torch and DeepSpeed warn of much
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def test_two_ranks_work_together_until_one_dies(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.deepspeed.trainer, "SHUTDOWN_TIMEOUT_S", 1.0)
+    save_tiny_model(tmp_path)
+    given = settings(tmp_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3, pack_tokens=60, step_timeout_s=120))
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}])
+    trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0, placement_group=group, bundle_indices=(0, 1))
+
+    async def live() -> None:
+        await trainer.start()
+        await logprobs_come_in_the_order_of_samples(trainer, tmp_path)
+        await what_a_checkpoint_holds_comes_back(trainer, tmp_path)
+        await silence_and_failure_are_named(trainer, tmp_path)
+        await death_is_named(trainer)
+
+    async def live_and_end() -> None:
+        try:
+            await live()
+        finally:
+            await trainer.shutdown()
+            await trainer.shutdown()
+
+    asyncio.run(live_and_end())
+
+
+async def logprobs_come_in_the_order_of_samples(trainer: DeepSpeedTrainer, model_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    batch = samples()
+    result = await trainer.train(batch[:3], completes_step=False)
+    assert result.metrics.keys() == {"loss"}
+    loss = result.metrics["loss"]
+    rest = await trainer.train(batch[3:], completes_step=True)
+    expected = 0.0
+    for sample, logprob_T in zip(batch, result.logprob_T + rest.logprob_T, strict=True):
+        assert logprob_T == pytest.approx(plain_logprob(model, sample).detach().numpy(), abs=1e-5)
+        weight_T = np.minimum(1.2, np.exp(logprob_T - sample.behaviour_logprob_T))
+        expected -= float((weight_T * logprob_T).sum()) * sample.advantage / BATCH
+    assert loss + rest.metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert rest.metrics["learning_rate"] == OPTIMIZER.learning_rate / 2
+    with pytest.raises(ValueError, match="got pack_tokens=60, rollout 7 has 99 tokens"):
+        await trainer.train([replace(batch[7], prompt_P=np.ones(99 - len(batch[7].answer_T)))], completes_step=False)
+
+
+async def what_a_checkpoint_holds_comes_back(trainer: DeepSpeedTrainer, model_path: Path) -> None:
+    shapes = checkpoint_shapes(model_path)
+    before = await trainer.publish(1)
+    await trainer.send(before)
+    read_verified(path_of(before), before.checksums, shapes)
+    await trainer.save(model_path / "checkpoint")
+    first = await trainer.train(samples(1), completes_step=True)
+    after = await trainer.publish(2)
+    assert after.checksums != before.checksums
+    await trainer.load(model_path / "checkpoint")
+    assert (await trainer.publish(1)).checksums == before.checksums
+    second = await trainer.train(samples(1), completes_step=True)
+    assert (first.metrics, after.checksums) == (second.metrics, (await trainer.publish(2)).checksums)
+    await trainer.export(model_path / "export")
+    exported = checkpoint_shapes(model_path / "export")
+    assert exported == shapes
+
+
+async def silence_and_failure_are_named(trainer: DeepSpeedTrainer, model_path: Path) -> None:
+    with pytest.raises(
+        TrainerLostError, match=r"trainer failed: phase=load rank=0 .*: BackendError: checkpoint cannot"
+    ):
+        await trainer.load(model_path / "nothing")
+    usual = trainer._settings
+    trainer._settings = replace(usual, trainer=TrainerConfig(step_timeout_s=1, pack_tokens=60))
+    process = await trainer._ranks[1].__ray_call__.remote(lambda _: os.getpid())
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(TrainerLostError, match=r"trainer hangs: phase=offload ranks=\[1\] after 1\.\d s"):
+        await trainer.offload()
+    os.kill(process, signal.SIGCONT)
+    trainer._settings = usual
+    await trainer.reload()
+
+
+async def death_is_named(trainer: DeepSpeedTrainer) -> None:
+    training = asyncio.ensure_future(trainer.train(samples() * 100, completes_step=True))
+    await asyncio.sleep(0.5)
+    ray.kill(trainer._ranks[1])
+    with pytest.raises(TrainerLostError, match=r"trainer died: phase=train rank=1 after \d+\.\d s; go on from"):
+        await training

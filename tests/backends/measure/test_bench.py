@@ -1,0 +1,184 @@
+"""Measuring on the CPU at hand, with sizes of a few tokens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl import cli
+from pipelinerl.calibration import step_times as steptimes
+from pipelinerl.calibration.calibrate import calibrate_table
+from pipelinerl.calibration.step_times import COLUMNS
+from pipelinerl.errors import ConfigError
+from pipelinerl.theory.paper import read_utilisation
+
+torch = pytest.importorskip("torch")
+
+from backends.measure import bench as measuring  # noqa: E402 - needs torch
+from backends.measure.bench import Bench, Sizes, measure  # noqa: E402
+from backends.measure.plain_transformer import PlainModel, PlainShape, parameter_count  # noqa: E402
+
+SHAPE = PlainShape(layers=2, width=32, heads=4, kv_heads=2, head_size=8, inner=64, vocabulary=50)
+TINY = Sizes(
+    products=(1, 4, 16),
+    decode=((1, 8), (1, 64), (4, 8), (4, 64)),
+    prefill=((1, 8), (1, 32), (2, 32)),
+    train=((1, 8), (1, 32), (4, 32)),
+    warm_up=1,
+    repeats=3,
+    least_s=0.0,
+)
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Measure a tiny model; steps of microseconds are noisy, which would pass for another unit."""
+    monkeypatch.setitem(measuring.SHAPES, "cpu", SHAPE)
+    monkeypatch.setattr(steptimes, "TIMES_SLOWER", math.inf)
+    monkeypatch.setattr(steptimes, "PLAUSIBLE_S", dict.fromkeys(steptimes.PLAUSIBLE_S, (0.0, math.inf)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(shape: PlainShape = SHAPE) -> Any:
+    torch.manual_seed(0)
+    return PlainModel(shape, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_all_tables_are_written_and_calibrate_reads_them(tmp_path: Path) -> None:
+    said: list[str] = []
+    done = measure(tmp_path / "out", device="cpu", sizes=TINY, say=said.append)
+    assert done["rows"] == {"matmul": 3, "decode": 4, "prefill": 3, "train": 3}
+    assert done["complete"]
+    assert len(said) == 13
+    with (tmp_path / "out" / "step_times.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(row["batch"], row["ctx"]) for row in rows if row["kind"] == "decode"] == [
+        ("1", "8"), ("1", "64"), ("4", "8"), ("4", "64"),
+    ]  # fmt: skip
+    assert [row["tokens"] for row in rows if row["kind"] == "train"] == ["8", "32", "128"]
+    assert all(float(row["seconds"]) > 0 for row in rows if row["kind"] != "matmul")
+    assert max(float(row["utilisation"]) for row in rows if row["kind"] == "matmul") == 1.0  # the best is the peak
+    assert read_utilisation(tmp_path / "out" / "utilisation.csv").step_flashes(1) >= 1.0
+    assert {"decode", "prefill", "training"} <= set(calibrate_table(tmp_path / "out" / "step_times.csv").table)
+    conditions = json.loads((tmp_path / "out" / "conditions.json").read_text())
+    assert conditions["rows"] == done["rows"]
+    assert conditions["dtype"] == "float32"
+    assert conditions["parameters"] == parameter_count(SHAPE)
+    with pytest.raises(ConfigError, match=r"holds step_times\.csv"):
+        measure(tmp_path / "out", device="cpu", sizes=TINY)
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_the_command_measures_tells_its_progress_and_what_is_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "CPU_SIZES", TINY)
+    monkeypatch.setattr("sys.argv", ["pipelinerl", "measure", "--device", "cpu", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    captured = capsys.readouterr()
+    assert not ended.value.code
+    assert captured.out.count("\n") == 1
+    assert "3 of matmul, 4 of decode, 3 of prefill, 3 of train" in captured.out
+    assert captured.err.count("pipelinerl: decode: batch") == 4
+
+
+@pytest.mark.usefixtures("tiny_shape")
+def test_what_is_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
+    def stop(text: str) -> None:
+        if text.startswith("decode"):
+            raise KeyboardInterrupt
+
+    done = measure(tmp_path, device="cpu", sizes=TINY, say=stop)
+    assert not done["complete"]
+    assert done["rows"] == {"matmul": 3, "decode": 1}
+    assert len((tmp_path / "step_times.csv").read_text().splitlines()) == 1 + 4
+
+
+def test_decoding_a_token_after_a_context_is_the_last_place_of_a_whole_pass() -> None:
+    model = plain()
+    token_BL = torch.randint(50, (3, 7))
+    with torch.inference_mode():
+        whole_BLD = model.hidden(token_BL)
+        expected_B = (torch.nn.functional.rms_norm(whole_BLD[:, -1], (32,)) @ model.head).argmax(dim=-1)
+        cache = model.empty_cache(3, 6)
+        x_BLD = model.embedding[token_BL]
+        for layer, (k, v) in zip(model.layers, cache, strict=True):  # fill the cache as a prefill would
+            heads = (torch.nn.functional.rms_norm(x_BLD, (32,)) @ layer[0]).unflatten(-1, (-1, 8)).transpose(1, 2)
+            k.copy_(heads[:, 4:6])
+            v.copy_(heads[:, 6:8])
+            x_BLD = model._layer(layer, x_BLD, None)
+        for k, v in cache:
+            k[:, :, -1] = v[:, :, -1] = 0  # decode has to write these itself
+        assert torch.equal(model.decode(token_BL[:, -1], cache), expected_B)
+
+
+def test_the_model_has_the_parameters_that_are_counted() -> None:
+    # per layer: 32 x (32 + 2 x 16) + 32 x 32 + 32 x 128 + 64 x 32 = 9216; embeddings 2 x 50 x 32
+    assert parameter_count(SHAPE) == 2 * 9216 + 3200
+    assert sum(parameter.numel() for parameter in plain().parameters()) == parameter_count(SHAPE)
+
+
+def test_a_training_step_lowers_the_loss() -> None:
+    model = plain()
+    token_BL = torch.randint(50, (2, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model.loss(token_BL)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_the_median_of_the_timed_calls_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    bench = Bench("cpu", Sizes(products=(), decode=(), prefill=(), train=(), warm_up=2, repeats=3, least_s=0.0))
+    times = iter([0.5, 0.1, 0.2])
+    monkeypatch.setattr(bench, "_once", lambda work: (work(), next(times))[1])
+    assert bench.seconds(lambda: calls.append(1)) == 0.2
+    assert len(calls) == 5
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="--device must be cpu or auto here, got gpu"):
+        measure(tmp_path, device="gpu")
+
+
+def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--model must be a folder in Hugging Face format"):
+        measure(tmp_path / "out", device="cpu", model=tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lacks 'num_attention_heads'"):
+        measure(tmp_path / "out", device="cpu", model=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore")  # vLLM and torch warn of much
+def test_decode_steps_are_measured_in_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from backends.tiny_model import make_tiny_model
+
+    make_tiny_model(tmp_path / "model", fit_steps=1)
+    sizes = Sizes(
+        products=(1, 8), decode=((1, 32), (8, 32)), prefill=((1, 16),), train=((1, 16),), repeats=2, warm_up=1
+    )
+    done = measure(tmp_path / "out", device="cpu", model=tmp_path / "model", sizes=sizes)
+    assert done["decode_by"] == "vllm"
+    assert done["rows"]["decode"] >= 1  # on a busy machine the difference of two generations may be negative

@@ -1,0 +1,156 @@
+"""The promises of ``contract.py``, kept by the fakes and by vLLM and DeepSpeed: one engine, reference, trainer each."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import importlib.util
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
+from backends.interface import Weights
+
+pytest.register_assert_rewrite("contract")
+
+import contract  # noqa: E402
+from contract import BATCH, EngineContract, ReferenceContract, TrainerContract, promises  # noqa: E402
+
+NUM_SLOTS = 8
+TIMEOUT_S = 180
+"""Longest that one promise may take (seconds); the longest starts vLLM."""
+MISSING = [name for name in ("vllm", "deepspeed", "ray") if importlib.util.find_spec(name) is None]
+REAL = (
+    pytest.mark.real,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("ignore"),  # Ray, torch, vLLM and DeepSpeed warn of much
+)
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@dataclass
+class World:
+    engine: EngineContract
+    reference: ReferenceContract
+    trainer: TrainerContract
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=REAL)])
+def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("world")
+    world = fake_world(folder) if request.param == "fake" else real_world(folder)
+    try:
+        run(start(world))
+        yield world
+    finally:
+        run(world.engine.engine.shutdown())
+        run(world.reference.reference.shutdown())
+        run(world.trainer.trainer.shutdown())
+        if request.param == "real":
+            import ray
+
+            ray.shutdown()
+
+
+async def start(world: World) -> None:
+    parts = (world.engine.engine, world.reference.reference, world.trainer.trainer)
+    await asyncio.gather(*(part.start() for part in parts))
+
+
+def fake_world(folder: Path) -> World:
+    def weights_of(version: int) -> Weights:
+        return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(version).encode()).hexdigest()})
+
+    engine = FakeEngine(num_slots=NUM_SLOTS, update_s=0.01, endless=True)
+    return World(
+        EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
+        ReferenceContract(FakeReference()),
+        TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, folder),
+    )
+
+
+def real_world(folder: Path) -> World:
+    import ray
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+    from test_vllm_engine import make_model
+    from tiny_trainer import settings
+
+    from backends.deepspeed.reference_model import RayReference, ReferenceSettings
+    from backends.deepspeed.trainer import DeepSpeedTrainer
+    from backends.transfer.weights_check import checksums
+    from backends.transfer.weights_file import write_weights
+    from backends.vllm.engine import VLLMEngine
+    from backends.vllm.process import VLLMSettings
+    from pipelinerl.config.train import OptimizerConfig
+
+    make_model(folder, seed=0, end_token=None)
+    made: dict[int, Weights] = {}
+
+    def weights_of(version: int) -> Weights:
+        if version not in made:
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+            torch.manual_seed(version)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            path = folder / f"weights-{version}"
+            made[version] = Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
+        return made[version]
+
+    engine = VLLMEngine(
+        VLLMSettings(index=0, model_path=str(folder), num_slots=NUM_SLOTS, max_tokens=512, device="cpu", cpu_cores="0")
+    )
+    given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
+    frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=60)
+    reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)
+    return World(
+        EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
+        ReferenceContract(reference),
+        TrainerContract(
+            trainer,
+            lambda weights: checksums(load_file(weights.location.removeprefix("file:")).items()),
+            folder / "trainer",
+        ),
+    )
+
+
+def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(tmp_path: Path) -> None:
+    fake = TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, tmp_path)
+    (before, _), (after, _) = asyncio.run(fake._step()), asyncio.run(fake._step())
+    assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)
+
+
+@pytest.mark.parametrize("promise", promises(EngineContract))
+def test_an_engine_keeps_its_promises(world: World, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(world.engine, promise)(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("promise", promises(ReferenceContract))
+def test_a_reference_keeps_its_promises(world: World, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(world.reference, promise)(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("promise", promises(TrainerContract))
+def test_a_trainer_keeps_its_promises(world: World, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(world.trainer, promise)(), TIMEOUT_S))
+
+
+def test_a_published_version_is_what_an_engine_samples_with(world: World, run: Run) -> None:
+    run(contract.a_published_version_is_what_an_engine_samples_with(world.engine, world.trainer))

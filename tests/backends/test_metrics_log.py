@@ -1,0 +1,146 @@
+"""Metrics of a real run: lines of JSON, TensorBoard, Weights & Biases; what a resumed run keeps of them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tensorboard")
+
+from backends.metrics_log import TENSORBOARD_FOLDER, MetricsLog
+from pipelinerl.config.run import RunConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def config_of(**logging):
+    data = {
+        "optimizer_steps": 3,
+        "cluster": {"accelerators": 2, "generation_accelerators": 1},
+        "scheduler": {"train_batch_size": 8, "generation_batch_size": 4},
+        "workload": {"length": {"kind": "fixed", "max": 8}},
+        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
+        "train": {
+            "model": {"path": "nowhere"},
+            "task": {"name": "arithmetic"},
+            "optimizer": {"learning_rate": 1e-3},
+            "logging": logging,
+        },
+    }
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+def lines(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
+    log = MetricsLog(tmp_path, config_of())
+    log.write(1, {"reward/mean": 0.25})
+    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
+    log.close()
+
+
+def test_tensorboard_gets_every_number_at_its_step(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, config_of())
+    log.write(1, {"reward/mean": 0.25, "lag/mean": 0.0})
+    log.write(2, {"reward/mean": 0.5, "lag/mean": 1.5})
+    log.close()
+    board = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
+    board.Reload()
+    assert [(one.step, one.value) for one in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert [(one.step, one.value) for one in board.Scalars("lag/mean")] == [(1, 0.0), (2, 1.5)]
+
+
+def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
+    log = MetricsLog(tmp_path, config_of())
+    for step in (1, 2, 3):
+        log.write(step, {"reward/mean": 0.1 * step})
+    log.close()
+    log = MetricsLog(tmp_path, config_of(), go_on_after=2)
+    log.write(3, {"reward/mean": 0.9})
+    log.close()
+    assert [(one["step"], one["reward/mean"]) for one in lines(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path, monkeypatch):
+    calls = []
+    run = SimpleNamespace(
+        log=lambda metrics, step: calls.append(("log", metrics, step)), finish=lambda: calls.append(("finish",))
+    )
+
+    def init(**options):
+        calls.append(("init", options["project"], options["id"], options["resume"], options["config"]["seed"]))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setattr(secrets, "token_hex", lambda _: f"run-{len(calls)}")
+    config = config_of(wandb_project="lag")
+    log = MetricsLog(tmp_path, config)
+    log.write(1, {"reward/mean": 0.25})
+    log.close()
+    log = MetricsLog(tmp_path, config, go_on_after=1)
+    log.close()
+    assert calls == [
+        ("init", "lag", "run-0", "allow", 0),
+        ("log", {"reward/mean": 0.25}, 1),
+        ("finish",),
+        ("init", "lag", "run-0", "allow", 0),
+        ("finish",),
+    ]
+
+
+def records_of(path):
+    """The records of an offline run of real wandb: a LevelDB log of chunks that end at every 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in {1, 4}:  # whole, or the last part
+            yield Record.FromString(record)
+            record = b""
+
+
+def offline_runs(folder):
+    """Project, id and history of each offline run, in order of their start."""
+    runs = []
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        records = list(records_of(path))
+        (run,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
+        rows = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
+        named = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+        runs.append(((run.project, run.run_id), named))
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_real_weights_and_biases_keeps_an_offline_run_and_its_id(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    config = config_of(wandb_project="lag")
+    for first, go_on_after in ((1, 0), (3, 2)):
+        log = MetricsLog(tmp_path, config, go_on_after=go_on_after)
+        for step in range(first, first + 2):
+            log.write(step, {"reward/mean": 0.25 * step, "lag/mean": 1.5})
+        log.close()
+    run_id = (tmp_path / "wandb_id.txt").read_text()
+    (begun, before), (resumed, after) = offline_runs(tmp_path)
+    assert begun == resumed == ("lag", run_id)
+    logged = [(one["_step"], one["reward/mean"], one["lag/mean"]) for one in before + after]
+    assert logged == [(1, 0.25, 1.5), (2, 0.5, 1.5), (3, 0.75, 1.5), (4, 1.0, 1.5)]

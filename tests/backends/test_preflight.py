@@ -1,0 +1,182 @@
+"""Wrong input to `pipelinerl train`: one clear line that names the key, status 2, and nothing started or written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from needs import need
+
+need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
+
+from backends import metrics_log as metricslog  # noqa: E402
+from backends import preflight
+from backends.tiny_model import make_tiny_model  # noqa: E402
+from pipelinerl.cli import main  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(folder, fit_steps=0)
+    return folder
+
+
+@pytest.fixture
+def said_to(monkeypatch, capfd):
+    """Returns what a command line that is wrong is answered."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["pipelinerl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("pipelinerl: ")]
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture
+def complaint(model, tmp_path, said_to):
+    """Returns what is said to a run file with these overrides."""
+
+    def run(*sets, example=EXAMPLE, extra=()):
+        overrides = (f"train.model.path={model}", *sets)
+        options = [part for one in overrides for part in ("--set", one)]
+        out = tmp_path / "out"
+        line = said_to("train", example, "--out", out, *options, *extra)
+        assert not out.exists()
+        return line
+
+    return run
+
+
+def test_a_model_that_is_not_there(complaint, tmp_path):
+    line = complaint(f"train.model.path={tmp_path / 'nowhere'}")
+    assert "train.model.path must be a folder with a model (config.json), got" in line
+
+
+def test_partial_rollouts_are_for_the_simulator(complaint):
+    sets = ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep")
+    assert "scheduler.partial_rollouts is for the simulator" in complaint(*sets)
+
+
+def test_a_model_without_weights(complaint, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert "train.model.path must hold weights as *.safetensors" in complaint(f"train.model.path={tmp_path}")
+
+
+def test_a_model_of_an_unknown_kind(complaint, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert "train.model.path: its config.json cannot be used" in complaint(f"train.model.path={tmp_path}")
+
+
+def copied(model, folder, **changes):
+    folder.mkdir()
+    for path in model.iterdir():
+        content = path.read_bytes()
+        if path.name in changes:
+            content = json.dumps(changes[path.name](json.loads(content))).encode()
+        (folder / path.name).write_bytes(content)
+    return folder
+
+
+def test_a_tokenizer_without_an_end_token(complaint, model, tmp_path):
+    def without_end(data):
+        return {key: value for key, value in data.items() if key != "eos_token"}
+
+    changes = {"tokenizer_config.json": without_end, "special_tokens_map.json": without_end}
+    folder = copied(model, tmp_path / "model", **changes)
+    line = complaint(f"train.model.path={folder}")
+    assert "train.model.path must have a tokenizer with an end token (eos_token)" in line
+
+
+def test_a_model_with_tied_embeddings_on_cpu(complaint, model, tmp_path):
+    folder = copied(model, tmp_path / "model", **{"config.json": lambda data: data | {"tie_word_embeddings": True}})
+    assert "tie_word_embeddings=false on device='cpu'" in complaint(f"train.model.path={folder}")
+
+
+def test_a_rollout_longer_than_the_model_has_positions(complaint):
+    line = complaint("train.task.max_prompt_tokens=510", "train.trainer.pack_tokens=1000")
+    assert "must be at most the model's 512 positions, got 510 + 6" in line
+
+
+def test_a_rollout_that_does_not_fit_into_a_forward_pass(complaint):
+    line = complaint("train.trainer.pack_tokens=20")
+    assert "train.trainer.pack_tokens must hold the longest rollout" in line
+    assert "= 22 tokens, got pack_tokens=20" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_module:Task", "no_such_module"),
+        ("json:NoSuchTask", "NoSuchTask"),
+        ("algebra", "arithmetic, math or package.module:attribute"),
+    ],
+)
+def test_a_task_that_cannot_be_imported(complaint, name, says):
+    line = complaint(f"train.task.name={name}")
+    assert "train.task.name" in line
+    assert says in line
+
+
+def test_more_held_out_problems_than_there_are(complaint):
+    assert "at most the task's 250 held-out problems, got 251" in complaint("train.evaluation.problems=251")
+
+
+def test_weights_in_a_folder_that_is_not_there(complaint):
+    assert "train.weights_folder must be a folder that can be written" in complaint("train.weights_folder=/nowhere")
+
+
+def test_a_broadcast_to_engines_on_the_trainers_gpus(complaint):
+    line = complaint("scheduler.kind=conventional", "train.transport=broadcast")
+    assert "train.transport='broadcast' needs engines and trainer on accelerators of their own" in line
+    assert "got scheduler.kind='conventional'" in line
+
+
+def test_a_run_file_without_the_train_table(said_to, tmp_path):
+    line = said_to("train", EXAMPLE.parent / "quickstart.toml", "--out", tmp_path / "out")
+    assert "train is missing; pipelinerl train needs the table [train]: model, task, optimizer" in line
+
+
+def test_no_folder_to_write_to(said_to):
+    assert "train needs --out DIR" in said_to("train", EXAMPLE)
+
+
+def test_nothing_to_resume(complaint):
+    assert "--resume needs a checkpoint" in complaint(extra=["--resume"])
+
+
+@pytest.mark.parametrize(("device", "extra"), [("cpu", "train-cpu"), ("gpu", "train-gpu")])
+def test_missing_packages_name_the_extra(complaint, monkeypatch, device, extra):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
+    line = complaint(f"train.device={device}")
+    assert f"train needs vLLM, DeepSpeed, not installed: pip install 'pipelinerl[{extra}]'" in line
+
+
+def test_weights_and_biases_that_is_not_installed(complaint, monkeypatch):
+    monkeypatch.setattr(metricslog, "find_spec", lambda name: None)
+    assert "train.logging.wandb_project needs wandb" in complaint("train.logging.wandb_project=x")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("sets", "what"),
+    [
+        (["cluster.accelerators=640", "cluster.generation_accelerators=320"], "CPU cores of the Ray cluster, got 640"),
+        (["train.device=gpu"], "at most the 0 GPUs of the Ray cluster, got 2"),
+    ],
+)
+def test_more_accelerators_than_the_cluster_has(complaint, sets, what):
+    assert what in complaint(*sets)
+    assert subprocess.run(["false"], check=False).returncode == 1  # Ray has left SIGCHLD as it was

@@ -1,0 +1,229 @@
+"""`pipelinerl train` with a real vLLM, a real DeepSpeed and a real Ray on CPU, as a user runs it: whole processes.
+
+One run takes about 45 seconds to start, so a test asks as much of it as it can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from needs import need
+from typer.testing import CliRunner
+
+need("vllm", "deepspeed", "ray", "tensorboard")
+psutil = pytest.importorskip("psutil")
+
+from books import check_books, records  # noqa: E402
+
+from backends.tiny_model import make_tiny_model  # noqa: E402
+from pipelinerl.cli import app  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+START_TIMEOUT_S = 300.0
+RUN_TIMEOUT_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "fitted"
+    make_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unfitted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "unfitted"
+    make_tiny_model(folder, fit_steps=0)
+    return folder
+
+
+def options(model, *sets):
+    overrides = (f"train.model.path={model}", *sets)
+    return [part for one in overrides for part in ("--set", one)]
+
+
+class Process:
+    """A run in a process of its own; all that it starts dies with the test."""
+
+    def __init__(self, model, out, *sets, resume=False, env=None):
+        command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(EXAMPLE), "--out", str(out)]
+        command += [*options(model, *sets), "--json", *(["--resume"] if resume else [])]
+        self.out = out
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+        self.seen = {}
+
+    def tree(self):
+        """The processes it has started, by name."""
+        root = psutil.Process(self.process.pid)
+        for one in root.children(recursive=True):
+            try:
+                self.seen[one.pid] = (one, one.name() + " " + " ".join(one.cmdline()))
+            except psutil.Error:
+                continue
+        return self.seen.values()
+
+    def kill(self, name):
+        """Kill the first process of this name; one look at the names of all may miss it."""
+        over = time.monotonic() + START_TIMEOUT_S
+        while not (victims := [one for one, what in self.tree() if name in what and one.is_running()]):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over, sorted(what.strip()[:60] for _, what in self.tree())
+            time.sleep(0.05)
+        victims[0].kill()
+
+    def wait_for_step(self, step):
+        over = time.monotonic() + START_TIMEOUT_S
+        metrics = self.out / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over, "the run does not get on"
+            time.sleep(0.05)
+        self.tree()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=RUN_TIMEOUT_S)
+        return self.process.returncode, out, err
+
+    def left_over(self):
+        """Processes that it had started and that still run, some seconds after its end."""
+        _, alive = psutil.wait_procs([one for one, _ in self.seen.values()], timeout=20)
+        return [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def longest_idle_s(out):
+    """The longest time in which the engine had no rollout in progress, between the first start and the last step."""
+    in_progress, since, longest = 0, 0.0, 0.0
+    for row in records(out):
+        if isinstance(row.command, StartRollout):
+            longest = max(longest, row.time_s - since) if not in_progress else longest
+            in_progress += 1
+        elif isinstance(row.event, RolloutFinished):
+            in_progress -= 1
+            since = row.time_s
+    return longest
+
+
+def shortest_update_interval_s(out):
+    times = [row.time_s for row in records(out) if isinstance(row.event, WeightsLoaded)]
+    return min(late - early for early, late in pairwise(times))
+
+
+def check_that_vllm_loads_what_was_trained(model, out):
+    """A run that begins with the exported model answers as well before its first step as the other did at its end."""
+    status, stdout, stderr = Process(model, out, "optimizer_steps=1").end()
+    assert status == 0, stderr
+    assert json.loads(stdout)["evaluation"]["success_before"] >= 0.90
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_the_tiny_model_learns(fitted, tmp_path, kind):
+    out, setting = tmp_path / "run", f"scheduler.kind={kind}"
+    run = Process(fitted, out, setting)
+    status, stdout, stderr = run.end()
+    assert status == 0, stderr
+    summary = json.loads(stdout)
+    assert summary["evaluation"]["success_before"] <= 0.40
+    assert summary["evaluation"]["success_after"] >= 0.90
+    check_books(out, load_run(EXAMPLE, [setting]), summary)
+    spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
+    assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
+    if kind == "pipeline":
+        assert longest_idle_s(out) < shortest_update_interval_s(out)
+        check_that_vllm_loads_what_was_trained(out / "model", tmp_path / "again")
+    assert summary["mismatch"]["log_ratio_abs_max_at_lag_0"] < 1e-3
+    by_lag = summary["ess"]["by_lag"]
+    if kind == "conventional":  # no answer of lag 0 was begun by older weights
+        assert by_lag["0"] == pytest.approx(1.0, abs=1e-6)
+        assert by_lag["0"] > by_lag["1"] > by_lag["3"]
+    assert {path.name for path in (out / "model").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    for command in (["replay", str(out)], ["plot", str(out)]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    assert "identical" in CliRunner().invoke(app, ["replay", str(out)]).output
+    assert CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--set", setting]).exit_code == 0
+
+
+RAISES = """
+from pipelinerl.rl.tasks import Arithmetic
+
+
+class Moody(Arithmetic):
+    def reward(self, problem, answer):
+        if problem.prompt.startswith("4"):
+            raise RuntimeError("no reward today")
+        return super().reward(problem, answer)
+"""
+
+
+def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_raise(unfitted, tmp_path):
+    (tmp_path / "moody.py").write_text(RAISES)
+    out = tmp_path / "run"
+    sets = ("optimizer_steps=40", "train.task.name=moody:Moody", "train.evaluation.problems=0")
+    path = os.pathsep.join((str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])))
+    run = Process(unfitted, out, *sets, "train.loss.kl_coefficient=0.01", env={"PYTHONPATH": path})
+    run.wait_for_step(5)
+    run.kill("ReferenceModel")
+    run.wait_for_step(10)
+    run.kill("VLLM::EngineCore")
+    status, stdout, stderr = run.end()
+    assert status == 0, stderr
+    summary = json.loads(stdout)
+    check_books(out, load_run(EXAMPLE, ["optimizer_steps=40"]), summary)
+    assert summary["engine_restarts"] == 1
+    assert summary["rollouts"]["failed"] > 0
+    assert "engine 0 lost" in stderr
+    assert "no reward today" in stderr
+    assert "reference model died: phase=logprobs replica=0" in stderr
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
+    assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
+    assert run.left_over() == []
+
+
+def test_a_run_goes_on_after_ctrl_c_and_after_its_trainer_was_killed(unfitted, tmp_path):
+    out = tmp_path / "run"
+    sets = ("optimizer_steps=60", "train.checkpoint.every=10", "train.evaluation.problems=0")
+    run = Process(unfitted, out, *sets)
+    run.wait_for_step(13)
+    run.process.send_signal(signal.SIGINT)
+    status, _, stderr = run.end()
+    assert status == 1
+    assert stderr.splitlines()[-1].startswith("pipelinerl: interrupted; what was finished is kept")
+    assert run.left_over() == []
+    done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
+    assert done >= 13
+
+    run = Process(unfitted, out, *sets, resume=True)
+    run.wait_for_step(done + 12)
+    run.kill("TrainerRank")
+    status, _, stderr = run.end()
+    assert status == 1
+    assert re.search(r"phase=(train|publish|send) rank=0", stderr.splitlines()[-1])  # wherever it was
+    assert "go on from a checkpoint" in stderr.splitlines()[-1]
+    assert run.left_over() == []
+
+    run = Process(unfitted, out, *sets, resume=True)
+    status, stdout, stderr = run.end()
+    assert status == 0, stderr
+    check_books(out, load_run(EXAMPLE, ["optimizer_steps=60"]), json.loads(stdout))
+    assert run.left_over() == []

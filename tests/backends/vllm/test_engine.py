@@ -1,0 +1,555 @@
+"""vLLM behind the promises of ``Engine``: real processes on CPU, against transformers in float32.
+
+One engine is started for the whole module; a second one from a folder with the weights that the first one was
+updated to, and a third one that gets them by broadcast. The models are untrained and made here; that of the first
+engine has no end token, so that its answers have the length asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import importlib.util
+import os
+import re
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
+from backends.vllm.engine import VLLMEngine, VLLMSettings, version_spans
+from backends.vllm.process import check_model
+from pipelinerl.errors import BackendError, ConfigError, EngineLostError
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+
+T = TypeVar("T")
+Run = Callable[[Awaitable[T]], T]
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+PROMPT = (3, 13, 4, 16)
+END = 1
+
+
+def real(test: Any) -> Any:
+    """Mark a test that needs vLLM; it, torch and transformers warn of much."""
+    for mark in (
+        pytest.mark.real,
+        pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
+        pytest.mark.filterwarnings("ignore"),
+    ):
+        test = mark(test)
+    return test
+
+
+# ------------------------------------------------------------------------- without processes, without vLLM
+
+
+def reported(*spans: tuple[str, int, int]) -> list[Any]:
+    return [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
+
+
+def test_spans_are_the_engines_with_its_first_label_as_version_0() -> None:
+    spans = reported(("default", 0, 182), ("1", 182, 290), ("12", 290, 400))
+    assert version_spans(spans, 400) == VersionSpans((0, 1, 12), (182, 290, 400))
+    assert version_spans([], 0) == VersionSpans((), ())
+
+
+def test_empty_spans_go_and_equal_neighbours_merge() -> None:
+    spans = reported(("default", 0, 0), ("1", 0, 3), ("1", 3, 5), ("2", 5, 5))
+    assert version_spans(spans, 5) == VersionSpans((1,), (5,))
+
+
+def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
+    with pytest.raises(BackendError, match="version spans end at token 3, but 4 tokens were generated"):
+        version_spans(reported(("1", 0, 3)), 4)
+
+
+def settings(model_path: Path, **changed: Any) -> VLLMSettings:
+    values: dict[str, Any] = {"index": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu", "cpu_cores": "0"}
+    return VLLMSettings(model_path=str(model_path), **{**values, **changed})
+
+
+def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json is not there"):
+        check_model(settings(tmp_path))
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
+        check_model(settings(tmp_path))
+    check_model(settings(tmp_path, device="gpu"))
+
+
+class ScriptedLLM:
+    """Stands in for vLLM's client: notes the calls of an update; some fail or hang."""
+
+    def __init__(self, *, fail: tuple[str, ...] = (), hang: str = "", label: str = "7") -> None:
+        self.calls: list[str] = []
+        self._fail, self._hang, self._label = list(fail), hang, label
+        self.output_processor = SimpleNamespace(propagate_error=lambda error: self.calls.append("propagate"))
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            if name == self._hang:
+                await asyncio.Event().wait()
+            if name in self._fail:
+                self._fail.remove(name)
+                raise Exception(f"Call to {name} failed")
+            return {"is_paused": True, "get_weight_version": self._label}.get(name)
+
+        return call
+
+
+def update_scripted(llm: ScriptedLLM) -> list[str]:
+    async def scenario() -> list[str]:
+        engine = VLLMEngine(settings(Path("model"), update_timeout_s=0.05))
+        engine._llm = llm
+        await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
+        return llm.calls
+
+    return asyncio.run(scenario())
+
+
+@real
+def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() -> None:
+    calls = update_scripted(ScriptedLLM(fail=("update_weights",)))
+    transfer = ["start_weight_update", "update_weights"]
+    loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
+    assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
+
+
+@real
+@pytest.mark.parametrize(
+    ("llm", "text"),
+    [
+        (
+            ScriptedLLM(fail=("update_weights", "update_weights")),
+            "phase=transfer engine=2 .* Call to update_weights failed",
+        ),
+        (ScriptedLLM(fail=("finish_weight_update",)), "phase=transfer engine=2 .* Call to finish_weight_update failed"),
+        (ScriptedLLM(label="6"), "phase=transfer engine=2 .* the engine reports version 6"),
+        (ScriptedLLM(hang="pause_generation"), r"phase=pause engine=2 version=7 after 0.\d s; no answer for 0.05 s; "),
+        (
+            ScriptedLLM(hang="update_weights"),
+            r"phase=transfer engine=2 .* no answer for 0.05 s; start the engine again",
+        ),
+    ],
+)
+def test_an_update_that_fails_or_hangs_ends_in_a_loss_and_never_in_a_resume(llm: ScriptedLLM, text: str) -> None:
+    with pytest.raises(EngineLostError, match=f"weight update failed: {text}"):
+        update_scripted(llm)
+    assert "resume_generation" not in llm.calls
+    assert llm.calls[-1] == "propagate"
+
+
+# -------------------------------------------------------------------------------------------- fixtures
+
+
+def make_model(folder: Path, *, seed: int, end_token: str | None) -> Any:
+    """Write an untrained Qwen2 of 82 496 parameters with a tokenizer of characters; return it."""
+    import tokenizers
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    shape = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = transformers.Qwen2ForCausalLM(shape).eval()
+    words = ["<pad>", "<eos>", *"0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return model
+
+
+@dataclass
+class Subject:
+    """The engine under test, and every version of its weights."""
+
+    engine: VLLMEngine
+    folder: Path
+    versions: list[Any] = field(default_factory=list)
+
+    def next_weights(self) -> Weights:
+        """Disturb the last version's weights, strongly, and write them into a file."""
+        import torch
+
+        from backends.transfer.weights_file import write_weights
+
+        model = copy.deepcopy(self.versions[-1])
+        version = len(self.versions)
+        torch.manual_seed(version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        self.versions.append(model)
+        path = self.folder / f"weights-{version}"
+        return Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
+
+    def reference(self, generated: Generated, prompt: tuple[int, ...], temperature: float, *, keep: bool) -> Any:
+        """Return log-probabilities of the answer by transformers, under the version of each of its spans.
+
+        With ``keep`` a new version goes on with the keys and values that the old one has left; without, it
+        computes those of the whole prefix again.
+        """
+        import torch
+
+        row = torch.tensor([[*prompt, *generated.tokens_T.tolist()]])
+        logprob: list[float] = []
+        cache, done = None, 0
+        for version, end in zip(generated.spans.versions, generated.spans.ends, strict=True):
+            upto = len(prompt) + end - 1  # the input of the span's last token
+            start = done if keep else 0
+            with torch.no_grad():
+                result = self.versions[version](row[:, start:upto], past_key_values=cache, use_cache=keep)
+            cache = result.past_key_values if keep else None
+            logits_LV = result.logits[0, -(end - len(logprob)) :] / temperature
+            tokens_L = row[0, len(prompt) + len(logprob) : len(prompt) + end]
+            logprob += torch.log_softmax(logits_LV, -1).gather(1, tokens_L[:, None])[:, 0].tolist()
+            done = upto
+        return np.array(logprob)
+
+    def error(
+        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
+    ) -> float:
+        """Return the largest difference to the reference (nats)."""
+        return float(np.abs(self.reference(generated, prompt, temperature, keep=keep) - generated.logprob_T).max())
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run[Any]]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+    gc.collect()  # vLLM's client is in cycles; its sockets' warnings belong here
+
+
+@pytest.fixture(scope="module")
+def subject(run: Run[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    folder = tmp_path_factory.mktemp("engine")
+    model = make_model(folder / "model", seed=0, end_token=None)
+    subject = Subject(VLLMEngine(settings(folder / "model", cpu_cores="0")), folder, [model])
+    run(subject.engine.start())
+    yield subject
+    run(subject.engine.shutdown())
+
+
+def request(rollout_id: int, num_tokens: int, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0) -> Any:
+    return GenerateRequest(rollout_id, prompt, num_tokens, seed=rollout_id, temperature=temperature)
+
+
+async def update_in_flight(subject: Subject, kind: WeightUpdate, num_updates: int = 1) -> tuple[list[Any], UpdateTimes]:
+    """Update while eight answers of 300 tokens are in progress, each time when 40 more tokens are there."""
+    tasks = [asyncio.create_task(subject.engine.generate(request(number, 300))) for number in range(8)]
+    for number in range(num_updates):
+        await subject.engine.generate(request(100 + number, 40))
+        times = await subject.engine.update(subject.next_weights(), kind)
+    return await asyncio.gather(*tasks), times
+
+
+# ----------------------------------------------------------------------------- with one engine, in this order
+
+
+@real
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    subject: Subject, run: Run[Any], temperature: float
+) -> None:
+    answers = run(gather(subject.engine, [request(number, 60, temperature=temperature) for number in range(8)]))
+    assert all(answer.spans == VersionSpans((0,), (60,)) and not answer.aborted for answer in answers)
+    assert max(subject.error(answer, keep=False, temperature=temperature) for answer in answers) < 1e-5
+
+
+@real
+def test_temperature_0_takes_the_likeliest_token(subject: Subject, run: Run[Any]) -> None:
+    import torch
+
+    answer = run(subject.engine.generate(request(0, 30, temperature=0.0)))
+    row = torch.tensor([[*PROMPT, *answer.tokens_T.tolist()]])
+    likeliest = subject.versions[0](row).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert answer.tokens_T.tolist() == likeliest.tolist()
+
+
+@real
+def test_a_request_that_cannot_be_answered_is_refused_and_the_engine_goes_on(subject: Subject, run: Run[Any]) -> None:
+    with pytest.raises(BackendError, match="generation failed: engine=2 rollout=5; ") as refused:
+        run(subject.engine.generate(request(5, 10, prompt=(3,) * 600)))
+    assert not isinstance(refused.value, EngineLostError)
+    assert run(subject.engine.generate(request(5, 10))).tokens_T.size == 10
+
+
+@real
+def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run: Run[Any]) -> None:
+    answers, times = run(update_in_flight(subject, WeightUpdate.KEEP, num_updates=2))
+    assert all(len(answer.spans.versions) == 3 and not answer.aborted for answer in answers)
+    assert max(subject.error(answer, keep=True) for answer in answers) < 1e-4
+    assert min(subject.error(answer, keep=False) for answer in answers) > 0.01  # the test can tell
+    assert min(times.pause_s, times.transfer_s, times.resume_s) > 0
+    assert times.total_s < 5
+
+
+@real
+def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, run: Run[Any]) -> None:
+    answers, _ = run(update_in_flight(subject, WeightUpdate.RECOMPUTE))
+    assert all(len(answer.spans.versions) == 2 and not answer.aborted for answer in answers)
+    assert max(subject.error(answer, keep=False) for answer in answers) < 1e-4
+    assert min(subject.error(answer, keep=True) for answer in answers) > 0.01
+
+
+@real
+def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subject, run: Run[Any]) -> None:
+    parts, _ = run(update_in_flight(subject, WeightUpdate.ABORT))
+    version = len(subject.versions) - 1
+    assert all(part.aborted and part.spans.versions == (version - 1,) for part in parts)
+    prompts = [(*PROMPT, *part.tokens_T.tolist()) for part in parts]
+    rests = run(gather(subject.engine, [request(i, 300 - parts[i].tokens_T.size, prompt=prompts[i]) for i in range(8)]))
+    assert [part.tokens_T.size + rest.tokens_T.size for part, rest in zip(parts, rests, strict=True)] == [300] * 8
+    assert all(rest.spans.versions == (version,) and not rest.aborted for rest in rests)
+    assert max(subject.error(rest, prompt, keep=False) for rest, prompt in zip(rests, prompts, strict=True)) < 1e-4
+
+
+@real
+def test_an_empty_engine_loads_and_says_what_it_verified(subject: Subject, run: Run[Any]) -> None:
+    weights = subject.next_weights()
+    run(subject.engine.update(weights, WeightUpdate.WAIT))
+    assert run(subject.engine.checksums()) == weights.checksums
+    answer = run(subject.engine.generate(request(0, 60)))
+    assert answer.spans.versions == (weights.version,)
+    assert subject.error(answer, keep=False) < 1e-4
+
+
+@real
+def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_changes_nothing(
+    subject: Subject, run: Run[Any], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "model", seed=0, end_token="<eos>")
+    subject.versions[-1].save_pretrained(tmp_path / "model")
+    fresh = VLLMEngine(settings(tmp_path / "model", cpu_cores="1"))
+    run(fresh.start())
+    try:
+        before = run(answers_bit_for_bit_the_same(fresh, subject.engine))
+        run(bad_files_change_nothing(fresh, subject.next_weights(), tmp_path))
+        after = [run(fresh.generate(request(number, 200))) for number in range(8)]
+        assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
+        assert all(answer.spans.versions == (0,) for answer in after)
+
+        run(bad_update_loses_the_engine(fresh, tmp_path / "corrupted"))
+    finally:
+        run(fresh.shutdown())
+    subject.versions.pop()  # it was never loaded
+
+
+async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> list[Generated]:
+    """Hold two engines of the same weights to each other; return the answers of the first, which knows an end token."""
+    digests = [await engine._llm.compute_weight_checksums() for engine in (fresh, other)]
+    assert digests[0] == digests[1]
+    # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
+    answers = await gather(fresh, [request(number, 200) for number in range(8)])
+    for number, answer in enumerate(answers):
+        same = await other.generate(request(number, answer.tokens_T.size))
+        assert same.tokens_T.tolist() == answer.tokens_T.tolist()
+        assert same.logprob_T.tobytes() == answer.logprob_T.tobytes()
+        assert END not in answer.tokens_T[:-1]
+    assert any(answer.tokens_T[-1] == END for answer in answers)
+    return answers
+
+
+async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder: Path) -> None:
+    """Send three bad files past our own handling of failures, then resume."""
+    from safetensors.torch import load_file, save_file
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    good = weights.location.removeprefix("file:")
+    tensors = load_file(good)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, folder / "incomplete")
+    tensors["model.norm.weight"][0] += 1e-7
+    save_file(tensors, folder / "corrupted")
+    faults = {
+        "incomplete": "lack 1 of 27 parameters: lm_head.weight",
+        "corrupted": "have a wrong checksum in 1 of 27 parameters: model.norm.weight",
+        "missing": "cannot be read",
+    }
+    await engine._llm.pause_generation(mode="keep", clear_cache=False)
+    for name, text in faults.items():
+        info = {"path": str(folder / name), "checksums": weights.checksums}
+        await engine._llm.start_weight_update()
+        with pytest.raises(Exception, match=text):
+            await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await engine._llm.resume_generation()
+
+
+async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
+    """The update fails twice; what is in progress ends, and the engine serves nothing from then on."""
+    in_progress = asyncio.create_task(engine.generate(request(0, 400)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineLostError) as lost:
+        await engine.update(Weights(7, f"file:{path}", {"lm_head.weight": "0"}), WeightUpdate.KEEP)
+    pattern = (
+        r"weight update failed: phase=transfer engine=2 version=7 after \d+\.\d s; .*no checksum.*; start the engine"
+    )
+    assert re.match(pattern, str(lost.value), re.DOTALL)
+    for call in (in_progress, engine.generate(request(1, 5)), engine.update(Weights(7, "file:x"), WeightUpdate.KEEP)):
+        with pytest.raises(EngineLostError, match="weight update failed"):
+            await call
+
+
+class Sender:
+    """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
+
+    async def meet(self, engine: VLLMEngine) -> None:
+        import torch
+
+        from backends.transfer.broadcast import BroadcastGroup, open_store
+
+        store = open_store("127.0.0.1", timeout_s=30)
+        options = {"rank": 0, "num_members": 2, "device": torch.device("cpu"), "timeout_s": 30}
+        joining = asyncio.to_thread(BroadcastGroup, store, **options)
+        self.group, _ = await asyncio.gather(
+            joining, engine.join_group("127.0.0.1", store.port, rank_offset=1, num_members=2)
+        )
+
+    def weights(self, version: int, model: Any) -> Weights:
+        from backends.transfer.broadcast import described
+        from backends.transfer.weights_check import checksums
+
+        tensors = dict(model.named_parameters())
+        return Weights(version, "broadcast:", checksums(tensors.items()), described(tensors))
+
+    async def send(self, weights: Weights, *models: Any) -> list[int]:
+        """Send these one after the other; return how many members refused each."""
+        tensors = [dict(model.named_parameters()) for model in models]
+        return [await asyncio.to_thread(self.group.send, weights.parameters, one) for one in tensors]
+
+
+def wrong_in_one_bit(model: Any) -> Any:
+    import torch
+
+    wrong = copy.deepcopy(model)
+    wrong.lm_head.weight.data.view(torch.uint8)[5, 3] ^= 1
+    return wrong
+
+
+@real
+def test_what_is_broadcast_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_nothing(
+    subject: Subject, run: Run[Any], tmp_path: Path
+) -> None:
+    make_model(tmp_path / "model", seed=9, end_token="<eos>")
+    engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport="broadcast"))
+    sender, model = Sender(), subject.versions[-1]
+    weights = sender.weights(7, model)
+
+    async def scenario() -> None:
+        await engine.start()
+        with pytest.raises(Exception, match="the engine has joined no group"):
+            await receive_only(engine, weights)
+        await sender.meet(engine)
+        await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sender.send(weights, model))
+        assert await engine.checksums() == weights.checksums
+        before = await answers_bit_for_bit_the_same(engine, subject.engine)
+        other = make_model(tmp_path / "other", seed=10, end_token=None)
+        await wrong_weights_are_refused(engine, sender, other)
+        after = await gather(engine, [request(number, 200) for number in range(8)])
+        assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
+        assert all(answer.spans.versions == (7,) for answer in [*before, *after])
+        await wrong_weights_are_tried_again(engine, sender, other, subject)
+        sender.group.leave()
+        pattern = (
+            "(?s)weight update failed: phase=transfer engine=2 version=7 .*the group has been left: transfer failed"
+        )
+        with pytest.raises(EngineLostError, match=pattern):
+            await engine.update(weights, WeightUpdate.KEEP)
+
+    try:
+        run(scenario())
+    finally:
+        run(engine.shutdown())
+
+
+async def receive_only(engine: VLLMEngine, weights: Weights) -> None:
+    """Receive past our own handling of failures."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    info = {"parameters": weights.parameters, "checksums": weights.checksums}
+    await engine._llm.start_weight_update()
+    await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+
+async def wrong_weights_are_refused(engine: VLLMEngine, sender: Sender, model: Any) -> None:
+    good = sender.weights(8, model)
+    larger = copy.deepcopy(model)
+    larger.register_parameter("more", copy.deepcopy(model.lm_head.weight))
+    unknown = (*good.parameters, ("more", "float32", (64, 64)))
+    missing = tuple(one for one in good.parameters if one[0] != "lm_head.weight")
+    unsaid = {name: value for name, value in good.checksums.items() if name != "model.norm.weight"}
+    await engine._llm.pause_generation(mode="keep", clear_cache=False)
+    for weights, sent, text in (
+        (good, wrong_in_one_bit(model), "have a wrong checksum in 1 of 27 parameters: lm_head.weight"),
+        (replace(good, parameters=missing), model, "lack 1 of 27 parameters: lm_head.weight"),
+        (replace(good, parameters=unknown), larger, "have unknown 1 of 27 parameters: more"),
+        (replace(good, checksums=unsaid), model, "have no checksum for 1 of 27 parameters: model.norm"),
+    ):
+        failure, num_refusing = await asyncio.gather(
+            receive_only(engine, weights), sender.send(weights, sent), return_exceptions=True
+        )
+        assert f"weights received {text}" in str(failure)
+        assert num_refusing == [1]
+    await engine._llm.resume_generation()
+
+
+async def wrong_weights_are_tried_again(engine: VLLMEngine, sender: Sender, model: Any, subject: Subject) -> None:
+    weights = sender.weights(8, model)
+    sending = sender.send(weights, wrong_in_one_bit(model), model)
+    _, num_refusing = await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sending)
+    assert num_refusing == [1, 0]
+    answer = await engine.generate(request(0, 60))
+    assert answer.spans.versions == (8,)
+    subject.versions.append(model)
+    as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
+    assert subject.error(as_newest, keep=False) < 1e-4
+    subject.versions.pop()
+
+
+@real
+def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject, run: Run[Any]) -> None:
+    import psutil
+
+    engine = subject.engine
+    processes = list(engine._processes)
+    assert len(processes) >= 2
+
+    async def scenario() -> float:
+        tasks = [asyncio.create_task(engine.generate(request(number, 400))) for number in range(4)]
+        await engine.generate(request(9, 10))
+        os.kill(processes[0].pid, signal.SIGKILL)
+        killed = time.perf_counter()
+        ends = await asyncio.gather(*tasks, engine._until(engine._llm.is_paused()), return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineLostError] * 5, ends
+        return time.perf_counter() - killed
+
+    assert run(scenario()) < 5
+    with pytest.raises(EngineLostError, match="engine=2; a process of vLLM has ended"):
+        run(engine.update(subject.next_weights(), WeightUpdate.KEEP))
+    run(engine.shutdown())
+    assert not [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    run(engine.shutdown())
+
+
+async def gather(engine: VLLMEngine, requests: list[GenerateRequest]) -> list[Generated]:
+    return await asyncio.gather(*map(engine.generate, requests))
