@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
-from analysis.jsonfile import FloatArray
+from analysis.json_file import FloatArray
 from analysis.metrics import ESS_RAW, REWARD
-from analysis.runs import Run
+from analysis.read import Run
 from analysis.style import INK, PAGE_IN, SeriesStyle
 
 Arms = Mapping[str, Sequence[Run]]

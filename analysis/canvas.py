@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis.runs import Run
+from analysis.read import Run
 from analysis.style import RC, SeriesStyle, series_styles
 
 house_style = matplotlib.rc_context(RC)

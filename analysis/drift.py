@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from analysis.runs import Run
+from analysis.read import Run
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.drift import DriftModel, LearnedRun, modelled_ess
 

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
-from analysis.runs import SECONDS, Comparison, EngineTimeline, RateCurves, RatePoint, Run, Timeline
+from analysis.read import SECONDS, Comparison, EngineTimeline, RateCurves, RatePoint, Run, Timeline
 from analysis.style import ACTIVITY_COLORS, COLUMN_IN, INK, MUTED, PAGE_IN, SeriesStyle, series_styles
 from pipelinerl.errors import ConfigError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.jsonfile import FloatArray, read_text
+from analysis.json_file import FloatArray, read_text
 from pipelinerl.errors import ConfigError
 
 REWARD = "reward/mean"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from analysis.runs import RateCurves
+from analysis.read import RateCurves
 from pipelinerl.config.run import RunConfig, UtilisationDecode
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.theory.paper import (

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from analysis.canvas import add_legend, handy_scale, house_style, make_panels
-from analysis.jsonfile import FloatArray, JsonTable
+from analysis.json_file import FloatArray, JsonTable
 from analysis.report import save_figure
 from analysis.style import BLUE, COLUMN_IN, INK, MUTED, series_styles
 from pipelinerl.errors import ConfigError

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from analysis import bands, figures, learning
-from analysis.runs import Comparison, RateCurves, Run, rate_points
+from analysis.read import Comparison, RateCurves, Run, rate_points
 from analysis.style import DPI, RC
 from pipelinerl.errors import ConfigError
 

@@ -95,7 +95,7 @@ def test_only_the_command_line_reaches_other_packages_and_only_inside_its_functi
         "sim.run",
         "sim.compare",
         "sim.planning.search",
-        "analysis.drawing",
+        "analysis.plot",
         "analysis.validation",
     } <= strings  # loaded by name, when a command runs
     assert roots(imported(COMMAND_LINE, top_level_only=True)) <= {"pipelinerl", "typer"} | set(sys.stdlib_module_names)

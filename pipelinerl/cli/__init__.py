@@ -70,7 +70,7 @@ def simulate(
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     simulator = _load("sim.run", extra="sim")
     if out is not None:
-        _load("analysis.drawing", extra="plot")  # missing, it is missed before the run and not after it
+        _load("analysis.plot", extra="plot")  # missing, it is missed before the run and not after it
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
         summary = simulator.simulate(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
     if as_json:
@@ -98,7 +98,7 @@ def compare(
     config = load_run(run, overrides, seed)
     comparer = _load("sim.compare", extra="sim")
     if out is not None:
-        _load("analysis.drawing", extra="plot")
+        _load("analysis.plot", extra="plot")
     with progress_bar("runs", len(comparer.plan_cells(config))) as advance:
         result = comparer.compare(config, out=out, on_done=lambda _cell, _failure: advance())
     if as_json:
@@ -136,7 +136,7 @@ def plan(
     config = load_run(run, overrides, seed)
     planner = _load("sim.planning.search", extra="sim")
     if out is not None:
-        _load("analysis.drawing", extra="plot")
+        _load("analysis.plot", extra="plot")
     with stage_bars() as on_progress:
         result = planner.plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
     if as_json:
@@ -171,7 +171,7 @@ def train(
     if out is None:
         raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
     trainer = _load("backends.run", extra="train-cpu")
-    _load("analysis.drawing", extra="plot")
+    _load("analysis.plot", extra="plot")
 
     with training_bar(config.optimizer_steps) as on_step:
         summary = trainer.train(config, out=out, resume=resume, on_step=on_step)
@@ -250,7 +250,7 @@ def drift(
     """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
     from pipelinerl.rl.drift import fit_drift
 
-    readers, learning = _load("analysis.runs", extra="plot"), _load("analysis.drift", extra="plot")
+    readers, learning = _load("analysis.read", extra="plot"), _load("analysis.drift", extra="plot")
     model = fit_drift([learning.learned_run(run) for run in readers.read_runs(folders)])
     checks = [learning.checked(model, run) for run in (readers.read_runs(check) if check else [])]
     if as_json:
@@ -412,7 +412,7 @@ def _load(module: str, *, extra: str) -> Any:
 
 
 def _draw(folders: list[Path], figures: Path | None = None) -> list[Path]:
-    paths: list[Path] = _load("analysis.drawing", extra="plot").draw(folders, figures)
+    paths: list[Path] = _load("analysis.plot", extra="plot").draw(folders, figures)
     return paths
 
 

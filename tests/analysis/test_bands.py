@@ -11,7 +11,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 from analysis.bands import mean_and_band
-from analysis.runs import read_comparison
+from analysis.read import read_comparison
 from pipelinerl import cli
 
 ARMS = [

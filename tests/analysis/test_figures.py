@@ -25,8 +25,8 @@ from numpy.testing import assert_allclose
 
 from analysis import figures, learning
 from analysis.canvas import handy_time
+from analysis.read import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.report import save_figures
-from analysis.runs import Comparison, RateCurves, RatePoint, Run, rate_points, read_comparison, read_run, read_runs
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.step_metrics import StepMetrics
 from pipelinerl.errors import ConfigError
@@ -788,7 +788,7 @@ def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
 def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
     # A new process, hash seed and date each: nothing of these may reach the files.
     code = (
-        "import sys; from analysis.runs import read_run; from analysis.report import save_figures;"
+        "import sys; from analysis.read import read_run; from analysis.report import save_figures;"
         "save_figures([read_run(sys.argv[1])], sys.argv[2])"
     )
     processes, written = [], []
@@ -796,7 +796,7 @@ def test_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
         paths = [str(write_run(tmp_path / folder / "run", num_steps=20)), str(tmp_path / folder / "out")]
         environment = {**os.environ, "PYTHONHASHSEED": number, "SOURCE_DATE_EPOCH": number}
         command = [sys.executable, "-c", code, *paths]
-        processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[1]))
+        processes.append(subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2]))
     for process, folder in zip(processes, "ab", strict=True):
         assert process.wait(timeout=120) == 0
         written.append({path.name: path.read_bytes() for path in sorted((tmp_path / folder / "out").iterdir())})
@@ -892,13 +892,13 @@ def test_nothing_to_draw_and_equal_names_are_refused(runs: list[Run], tmp_path: 
     ("module", "unloaded"),
     [
         ("analysis", ("matplotlib", "sim", "backends", "simpy", "torch")),
-        ("analysis.runs", ("matplotlib", "sim", "backends", "simpy", "torch")),
+        ("analysis.read", ("matplotlib", "sim", "backends", "simpy", "torch")),
         ("analysis.report", ("matplotlib.pyplot", "sim", "backends", "simpy", "torch")),
     ],
 )
 def test_importing_stays_light(module: str, unloaded: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {unloaded!r} if name in sys.modules])"
     shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert shown.stdout == "[]\n"

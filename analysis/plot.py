@@ -9,7 +9,7 @@ from pathlib import Path
 from analysis import report
 from analysis.paper_mode import analytic_curves
 from analysis.planning import save_plan
-from analysis.runs import read_comparison, read_run, read_runs
+from analysis.read import read_comparison, read_run, read_runs
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import COMPARISON_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.jsonfile import FloatArray, JsonTable, lookup, read_text
+from analysis.json_file import FloatArray, JsonTable, lookup, read_text
 from analysis.metrics import ESS_RAW, read_metrics
 from pipelinerl.errors import ConfigError
 
