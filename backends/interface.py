@@ -1,7 +1,7 @@
 """What the driver asks of engines, reference model and trainer, and the values that cross.
 
 ``fake.py`` keeps these promises in memory, ``vllm_engine.py``, ``reference.py`` and ``deepspeed_trainer.py`` for real;
-``tests/contract.py`` holds both to them. All calls are coroutines: the driver waits for many at a time.
+``tests/support/contract.py`` holds both to them. All calls are coroutines: the driver waits for many at a time.
 
 ======================  ==================================================================================
 ``Engine.generate``     one answer, from its first token to its last; ends early when aborted

@@ -31,7 +31,7 @@ from pipelinerl.scheduler import events
 from pipelinerl.theory import paper as analytic
 from sim.run import simulate
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sim" / "data" / "README.md"])
 """Every page: those of the root, of docs/, and of the shipped data."""
 

@@ -15,7 +15,7 @@ from sim.compare import plan_cells
 from sim.run import simulate
 from sim.workload import Workload
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART, APPENDIX_A, QWEN7B, BY_NAME = (
     EXAMPLES / f"{name}.toml" for name in ("quickstart", "appendix_a", "qwen7b_128_h100", "h100_by_name")
 )
