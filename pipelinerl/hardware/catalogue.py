@@ -240,7 +240,7 @@ def _models() -> tuple[LanguageModel, ...]:
 
 
 def _shipped(kind: type[Entry], file: str) -> tuple[Entry, ...]:
-    text = (resources.files("pipelinerl") / "catalogue_data" / file).read_text(encoding="utf-8")
+    text = (resources.files("pipelinerl.hardware") / "data" / file).read_text(encoding="utf-8")
     return tuple(_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items())
 
 

@@ -128,5 +128,5 @@ def checked_coefficients(level: Level, changed: Mapping[str, float]) -> Coeffici
 @functools.cache
 def coefficient_table() -> Mapping[str, Mapping[str, Any]]:
     """Return coefficients.toml: per name ``optimistic``, ``central``, ``pessimistic`` and ``source``."""
-    file = resources.files("pipelinerl") / "catalogue_data" / "coefficients.toml"
+    file = resources.files("pipelinerl.hardware") / "data" / "coefficients.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Search for the best way to run: screen every candidate, simulate the best, and say why one of them is recommended.
 
-Theory of operation. ``sim.planning.candidates`` lists and screens; the best by screened throughput and by the screened Pareto
+Theory of operation. ``candidates`` lists and screens; the best by screened throughput and by the screened Pareto
 front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
 ``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
 of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 3 % of it the one

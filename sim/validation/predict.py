@@ -174,8 +174,8 @@ def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
 
 
 def shipped_runs() -> list[PublishedRun]:
-    """Return the published runs that come with the simulator (``sim/validation/published_runs/README.md`` says from where)."""
-    with resources.as_file(resources.files("sim") / "published_runs" / "runs.csv") as path:
+    """Return the published runs that come with the simulator (``published_runs/README.md`` says from where)."""
+    with resources.as_file(resources.files("sim.validation") / "published_runs" / "runs.csv") as path:
         return read_published_runs(path)
 
 

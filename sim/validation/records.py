@@ -1,6 +1,6 @@
 """Published runs of other systems: rows of a CSV file, and what they say about schedule and staleness.
 
-A row describes one run or one line of a published table; ``sim/validation/published_runs/README.md`` explains the columns.
+A row describes one run or one line of a published table; ``published_runs/README.md`` explains the columns.
 Nothing is computed here but the meaning of words: which of our schedules ``mode`` and ``staleness_setting`` are.
 """
 

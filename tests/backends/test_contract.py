@@ -86,8 +86,8 @@ def real_world(folder: Path) -> World:
     import ray
     import torch
     import transformers
+    from character_model import make_model
     from safetensors.torch import load_file
-    from test_vllm_engine import make_model
     from tiny_trainer import settings
 
     from backends.deepspeed.reference_model import RayReference, ReferenceSettings

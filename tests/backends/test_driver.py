@@ -9,7 +9,6 @@ import math
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
@@ -33,103 +31,13 @@ pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
 from books import check_books, records
+from in_memory import KINDS, Interrupts, Killer, Letters, Shared, config_of, parts_of, run
 
 from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
-from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeReference, FakeTrainer
-from backends.run import drive
+from backends.fake import DRIFT, FakeEngine, FakeTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-KINDS = ("keep", "recompute", "abort", "wait")
-
-
-def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline", longest=12, train=None, **scheduler):
-    accelerators = engines if kind == "conventional" else engines + 1
-    data = {
-        "optimizer_steps": steps,
-        "cluster": {"accelerators": accelerators, "generation_accelerators": engines},
-        "scheduler": {"kind": kind, "train_batch_size": batch, "generation_batch_size": slots, **scheduler},
-        "workload": {"group_size": group, "length": {"kind": "uniform", "max": longest}},
-        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
-        "train": {
-            "device": "cpu",
-            "model": {"path": "nowhere"},
-            "task": {"name": "arithmetic"},
-            "optimizer": {"learning_rate": 1e-3},
-            **(train or {}),
-        },
-    }
-    return RunConfig.model_validate_json(json.dumps(data))
-
-
-class Letters:
-    """Rewards an answer with its share of the letter b; some prompts raise."""
-
-    num_held_out = None
-
-    def __init__(self, *, raises_every=0):
-        self.raises_every = raises_every
-        self.prompts = []
-
-    def problem(self, index, *, held_out):
-        self.prompts.append(index)
-        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
-
-    def reward(self, problem, answer):
-        if self.raises_every and problem.expected % self.raises_every == 0:
-            raise RuntimeError("no reward today")
-        return answer.count("b") / max(1, len(answer))
-
-
-class Interrupts(Letters):
-    """Presses Ctrl-C in a reward, once; the others take long then, so that the trainer has nothing to do."""
-
-    def __init__(self, *, when):
-        super().__init__()
-        self.when, self.done = when, False
-
-    def reward(self, problem, answer):
-        if self.when(problem):
-            if self.done:
-                time.sleep(5.0)  # in threads that nobody waits for
-            else:
-                self.done = True
-                time.sleep(0.3)
-                signal.raise_signal(signal.SIGINT)
-        return super().reward(problem, answer)
-
-
-@dataclass
-class Parts:
-    engines: list
-    trainer: FakeTrainer
-    task: Letters
-    reference: FakeReference | None
-
-
-def parts_of(config, *, trainer=None, task=None, step_s=0.0):
-    engines = [
-        FakeEngine(num_slots=config.scheduler.generation_batch_size, step_s=step_s) for _ in range(config.num_engines)
-    ]
-    kl_coefficient = config.train.loss.kl_coefficient
-    if trainer is None:
-        trainer = FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient)
-    return Parts(engines, trainer, task or Letters(), FakeReference() if kl_coefficient else None)
-
-
-def run(config, out, parts, *, resume=False):
-    checkpoint = read_newest(out, config) if resume else None
-    return drive(
-        config,
-        engines=parts.engines,
-        trainer=parts.trainer,
-        reference=parts.reference,
-        task=parts.task,
-        codec=FakeCodec(),
-        out=out,
-        checkpoint=checkpoint,
-    )
 
 
 # -------------------------------------------------------------------------------------- whole runs
@@ -240,20 +148,6 @@ def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------ faults
-
-
-class Killer(FakeTrainer):
-    """Does something when a step begins."""
-
-    def __init__(self, *args, at, do, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.at, self.do = at, do
-
-    async def train(self, samples, *, completes_step):
-        if self.version == self.at:
-            self.at = None
-            self.do()
-        return await super().train(samples, completes_step=completes_step)
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
@@ -395,30 +289,6 @@ def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waitin
     assert summary["rollouts"]["failed"] >= 8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
     over.set()
-
-
-class Shared(FakeTrainer):
-    """Cannot do anything while the engines have its memory."""
-
-    has_memory = True
-
-    async def train(self, samples, *, completes_step):
-        assert self.has_memory
-        return await super().train(samples, completes_step=completes_step)
-
-    async def save(self, folder):
-        assert self.has_memory
-        await super().save(folder)
-
-    async def export(self, folder):
-        assert self.has_memory
-        await super().export(folder)
-
-    async def offload(self):
-        self.has_memory = False
-
-    async def reload(self):
-        self.has_memory = True
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 8])

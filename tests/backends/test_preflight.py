@@ -11,8 +11,7 @@ from needs import need
 
 need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
-from backends import metrics_log as metricslog  # noqa: E402
-from backends import preflight
+from backends import metrics_log, preflight  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import main  # noqa: E402
 
@@ -165,7 +164,7 @@ def test_missing_packages_name_the_extra(complaint, monkeypatch, device, extra):
 
 
 def test_weights_and_biases_that_is_not_installed(complaint, monkeypatch):
-    monkeypatch.setattr(metricslog, "find_spec", lambda name: None)
+    monkeypatch.setattr(metrics_log, "find_spec", lambda name: None)
     assert "train.logging.wandb_project needs wandb" in complaint("train.logging.wandb_project=x")
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
 from books import check_books, records
-from test_driver import Interrupts, Killer, Shared, config_of, parts_of, run
+from in_memory import Interrupts, Killer, Shared, config_of, parts_of, run
 
 from backends.checkpoint import read_newest
 from backends.fake import DRIFT, FakeReference, logprob

@@ -20,10 +20,10 @@ psutil = pytest.importorskip("psutil")
 
 import ray  # noqa: E402
 from books import check_books, records  # noqa: E402
+from character_model import make_model  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
+from real_run import EXAMPLE, Process  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_train import EXAMPLE, Process  # noqa: E402
-from test_vllm_engine import make_model  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 
 from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402

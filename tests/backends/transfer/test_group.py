@@ -14,7 +14,7 @@ pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
 from books import check_books
-from test_driver import Letters, config_of
+from in_memory import Letters, config_of
 
 from backends.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer

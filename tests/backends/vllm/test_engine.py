@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from character_model import make_model
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine, VLLMSettings, version_spans
@@ -150,34 +151,6 @@ def test_an_update_that_fails_or_hangs_ends_in_a_loss_and_never_in_a_resume(llm:
 
 
 # -------------------------------------------------------------------------------------------- fixtures
-
-
-def make_model(folder: Path, *, seed: int, end_token: str | None) -> Any:
-    """Write an untrained Qwen2 of 82 496 parameters with a tokenizer of characters; return it."""
-    import tokenizers
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    shape = transformers.Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = transformers.Qwen2ForCausalLM(shape).eval()
-    words = ["<pad>", "<eos>", *"0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:"]
-    vocabulary = {word: number for number, word in enumerate(words)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token).save_pretrained(folder)
-    model.save_pretrained(folder)
-    return model
 
 
 @dataclass

@@ -19,7 +19,7 @@ from pipelinerl.hardware.catalogue import (
     model_names,
 )
 
-DATA = Path(__file__).parents[3] / "pipelinerl" / "catalogue_data"
+DATA = Path(__file__).parents[3] / "pipelinerl" / "hardware" / "data"
 
 
 def qwen25(width, layers, heads, kv_heads, feed_forward, *, vocabulary=152064, tied=False):

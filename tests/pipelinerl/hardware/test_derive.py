@@ -39,7 +39,7 @@ from pipelinerl.hardware.memory import kept_numbers, pack_that_fits
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[3]
-DATA = Path(__file__).parents[3] / "data"
+DATA = ROOT / "tests" / "data"
 H100, A100, H20 = (find_gpu(name) for name in ("H100", "A100", "H20"))
 QWEN7B, QWEN30B, LLAMA8B = (find_model(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.1-8B"))
 SYSTEMS = {"h100_sxm": find_gpu("H100"), "h200_sxm": find_gpu("H200")}

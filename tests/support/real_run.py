@@ -1,0 +1,79 @@
+"""`pipelinerl train` as a user runs it: a process of its own, whose whole tree dies with the test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+
+
+START_TIMEOUT_S = 300.0
+
+
+RUN_TIMEOUT_S = 600.0
+
+
+def options(model, *sets):
+    overrides = (f"train.model.path={model}", *sets)
+    return [part for one in overrides for part in ("--set", one)]
+
+
+class Process:
+    """A run in a process of its own; all that it starts dies with the test."""
+
+    def __init__(self, model, out, *sets, resume=False, env=None):
+        command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(EXAMPLE), "--out", str(out)]
+        command += [*options(model, *sets), "--json", *(["--resume"] if resume else [])]
+        self.out = out
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+        self.seen = {}
+
+    def tree(self):
+        """The processes it has started, by name."""
+        root = psutil.Process(self.process.pid)
+        for one in root.children(recursive=True):
+            try:
+                self.seen[one.pid] = (one, one.name() + " " + " ".join(one.cmdline()))
+            except psutil.Error:
+                continue
+        return self.seen.values()
+
+    def kill(self, name):
+        """Kill the first process of this name; one look at the names of all may miss it."""
+        over = time.monotonic() + START_TIMEOUT_S
+        while not (victims := [one for one, what in self.tree() if name in what and one.is_running()]):
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over, sorted(what.strip()[:60] for _, what in self.tree())
+            time.sleep(0.05)
+        victims[0].kill()
+
+    def wait_for_step(self, step):
+        over = time.monotonic() + START_TIMEOUT_S
+        metrics = self.out / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over, "the run does not get on"
+            time.sleep(0.05)
+        self.tree()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=RUN_TIMEOUT_S)
+        return self.process.returncode, out, err
+
+    def left_over(self):
+        """Processes that it had started and that still run, some seconds after its end."""
+        _, alive = psutil.wait_procs([one for one, _ in self.seen.values()], timeout=20)
+        return [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
