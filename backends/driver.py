@@ -36,13 +36,13 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, assert_never
 
-from backends.engines import Fleet, Seat
+from backends.engines import EngineHandle, EnginePool
 from backends.interface import Engine, Reference, Sample, Trainer, Weights
 from backends.preprocessing import Preprocessing
 from backends.rollouts import Codec, lag_of_tokens, samples_of
 from backends.state import DriverState, Keeper, fresh_state
-from backends.task_client import Answers
-from backends.transfer.group import Group
+from backends.task_client import TaskClient
+from backends.transfer.group import WeightSyncGroup
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import Recorder
@@ -107,18 +107,18 @@ class Driver:
         state: DriverState | None = None,
         resume_from: Path | None = None,
         export_to: Path | None = None,
-        group: Group | None = None,
+        group: WeightSyncGroup | None = None,
     ) -> None:
         assert config.train is not None  # the caller has seen to it
         assert len(engines) == config.num_engines
         assert (reference is not None) is (config.train.loss.kl_coefficient > 0)
         self._config, self._train_config = config, config.train
         self._trainer, self._recorder = trainer, recorder
-        self._answers = Answers(config, task, codec)
+        self._answers = TaskClient(config, task, codec)
         self._keeper = keeper
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
-        self._fleet = Fleet(
+        self._fleet = EnginePool(
             engines,
             restarts=config.train.engine.restarts,
             spawn=self._spawn,
@@ -573,7 +573,7 @@ class Driver:
         """Feed the engines that are loading."""
         await (self._trainer if self._group is None else self._group).send(weights)
 
-    async def _bring_back(self, seat: Seat) -> None:
+    async def _bring_back(self, seat: EngineHandle) -> None:
         """Have an engine that has been started again load the newest weights; then it is up."""
         async with self._turn():
             newest = self._fleet.newest
@@ -608,7 +608,7 @@ class Driver:
             await self._trainer.reload()
             self._generating = False
 
-    async def _update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> None:
+    async def _update(self, seat: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> None:
         pause_s = await self._fleet.update(seat, weights, weight_update)
         seat.may_generate.set()
         self._deliver(WeightsLoaded(seat.index, weights.version, pause_s))

@@ -20,7 +20,7 @@ from pipelinerl.scheduler.events import WeightUpdate
 LOG = logging.getLogger("pipelinerl")
 
 
-class Seat:
+class EngineHandle:
     """An engine and what is known of it (mutable)."""
 
     def __init__(self, index: int, engine: Engine) -> None:
@@ -42,7 +42,7 @@ class Seat:
             self.idle.set()
 
 
-class Fleet:
+class EnginePool:
     """The engines of a run.
 
     Args:
@@ -62,9 +62,9 @@ class Fleet:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_update: Callable[[UpdateTimes], None],
         on_restart: Callable[[], None],
-        bring_back: Callable[[Seat], Coroutine[Any, Any, None]],
+        bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
     ) -> None:
-        self.seats = [Seat(index, engine) for index, engine in enumerate(engines)]
+        self.seats = [EngineHandle(index, engine) for index, engine in enumerate(engines)]
         self._restarts_left = restarts
         self._spawn, self._on_update, self._on_restart = spawn, on_update, on_restart
         self._bring_back = bring_back
@@ -91,7 +91,7 @@ class Fleet:
         self.newest = weights
         await asyncio.gather(*(self._bring_to(seat, weights, WeightUpdate.KEEP) for seat in self.seats))
 
-    async def generate(self, seat: Seat, request: GenerateRequest) -> Generated:
+    async def generate(self, seat: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:
             await seat.up.wait()
@@ -104,7 +104,7 @@ class Fleet:
         """Return when no rollout is in progress on any engine that may generate; nothing is started meanwhile."""
         await asyncio.gather(*(seat.idle.wait() for seat in self.seats if seat.may_generate.is_set()))
 
-    async def update(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> float:
+    async def update(self, seat: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> float:
         """Bring an engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
         if weight_update is WeightUpdate.WAIT and seat.may_generate.is_set():
             await seat.idle.wait()  # the scheduler starts nothing on it meanwhile
@@ -114,7 +114,7 @@ class Fleet:
         self._on_update(times)
         return times.total_s
 
-    async def _bring_to(self, seat: Seat, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+    async def _bring_to(self, seat: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         """Bring an engine to a version; return None if a restart has brought it there."""
         while True:
             await seat.up.wait()
@@ -128,7 +128,7 @@ class Fleet:
             seat.version = weights.version
             return times
 
-    def lost(self, seat: Seat, error: EngineLostError) -> None:
+    def lost(self, seat: EngineHandle, error: EngineLostError) -> None:
         """Have a lost engine started again, once however many notice."""
         if not seat.up.is_set() or self._closing:
             return
@@ -136,7 +136,7 @@ class Fleet:
         LOG.warning("engine %d lost: %s", seat.index, error)
         self._spawn(self._restart(seat, error))
 
-    async def _restart(self, seat: Seat, error: EngineLostError) -> None:
+    async def _restart(self, seat: EngineHandle, error: EngineLostError) -> None:
         while True:
             if not self._restarts_left:
                 raise error
@@ -157,7 +157,7 @@ class Fleet:
         """Have all engines give their memory up, those that are being started again included."""
         await asyncio.gather(*(self._sleep(seat) for seat in self.seats))
 
-    async def _sleep(self, seat: Seat) -> None:
+    async def _sleep(self, seat: EngineHandle) -> None:
         while True:
             await seat.up.wait()
             try:
@@ -171,7 +171,7 @@ class Fleet:
         """Have all engines take their memory back; one that was lost asleep is awake when it is up again."""
         await asyncio.gather(*(self._wake(seat) for seat in self.seats))
 
-    async def _wake(self, seat: Seat) -> None:
+    async def _wake(self, seat: EngineHandle) -> None:
         try:
             await seat.engine.wake()
         except EngineLostError as error:

@@ -27,7 +27,7 @@ from backends.deepspeed.rank import RankSettings
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
-from backends.transfer.group import Group
+from backends.transfer.group import WeightSyncGroup
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import VLLMSettings
 from pipelinerl.config.run import RunConfig
@@ -230,12 +230,12 @@ def _rank_share(config: RunConfig) -> float:
     return share / 2 if config.train.loss.kl_coefficient else share
 
 
-def make_group(config: RunConfig, engines: list[RayEngine], trainer: DeepSpeedTrainer) -> Group | None:
+def make_group(config: RunConfig, engines: list[RayEngine], trainer: DeepSpeedTrainer) -> WeightSyncGroup | None:
     """Return what weights are sent through; None if they lie in files."""
     if transport(config) == "file":
         return None
     assert config.train is not None
-    return Group(
+    return WeightSyncGroup(
         trainer,
         engines,
         workers_each=config.cluster.tensor_parallel,

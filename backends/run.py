@@ -16,7 +16,7 @@ from backends.interface import Engine, Reference, Trainer
 from backends.metrics_log import MetricsLog
 from backends.preflight import check, check_evaluation
 from backends.rollouts import Codec
-from backends.transfer.group import Group
+from backends.transfer.group import WeightSyncGroup
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
@@ -40,7 +40,7 @@ def drive(
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
-    group: Group | None = None,
+    group: WeightSyncGroup | None = None,
 ) -> dict[str, Any]:
     """Run with these engines and this trainer, and keep the run in a folder.
 

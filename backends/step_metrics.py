@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
-from pipelinerl.records.ledger import Accountant, StepRow
+from pipelinerl.records.ledger import RunLedger, StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
 
@@ -56,7 +56,7 @@ class StepMetrics:
         self._driver_s += seconds
         self._num_rollouts += num_rollouts
 
-    def take(self, row: StepRow, books: Accountant) -> dict[str, float]:
+    def take(self, row: StepRow, books: RunLedger) -> dict[str, float]:
         """End an optimizer step.
 
         Args:

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from backends.engines import Fleet
+from backends.engines import EnginePool
 from backends.interface import GenerateRequest
 from backends.rewards import RewardThreads
 from backends.rollouts import Codec, RolloutData
@@ -22,7 +22,7 @@ REWARD_THREADS = 8
 """Rewards computed at a time (count)."""
 
 
-class Answers:
+class TaskClient:
     """Asks the problems of a task.
 
     Args:
@@ -68,7 +68,7 @@ class Answers:
             raise ValueError(f"the reward must be finite, got {reward}")
         return reward
 
-    async def success_rate(self, fleet: Fleet) -> float:
+    async def success_rate(self, fleet: EnginePool) -> float:
         """Return the share of held-out problems that the engines answer right, as they sample in training.
 
         An answer that cannot be generated or rewarded is not right.

@@ -34,9 +34,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipelinerl.config.run_file import parse_run
-from pipelinerl.records.ledger import Accountant
+from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.engine import Engine
 from sim.step_by_step import StepByStepEngine
 
@@ -92,17 +92,17 @@ def lengths_of(config):
         def command(self, _time_s, _command):
             pass
 
-    World(config).run(Recorder())
+    SimulatedCluster(config).run(Recorder())
     assert len(lengths) == ROLLOUTS
     return [lengths[rollout] for rollout in sorted(lengths)]
 
 
 def run_here(config, engine):
     """Seconds of one simulation with books, as ``pipelinerl simulate`` does without a folder."""
-    accountant = Accountant(
+    accountant = RunLedger(
         num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
     )
-    world = World(config, engine_factory=engine)
+    world = SimulatedCluster(config, engine_factory=engine)
     return timed(lambda: world.run(accountant))
 
 

@@ -18,10 +18,10 @@ from typing import get_args
 import pytest
 
 from pipelinerl.config.run_file import parse_run
-from pipelinerl.records.ledger import Accountant
+from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.pipeline import make_scheduler
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.engine import Engine
 from sim.step_by_step import StepByStepEngine
 
@@ -89,16 +89,16 @@ def workload(steps, *, mean=3000, engines=4):
 def played(config, make=Engine):
     """Simulate and keep everything."""
     recorded = Recorded()
-    World(config, engine_factory=make).run(recorded)
+    SimulatedCluster(config, engine_factory=make).run(recorded)
     return recorded.entries
 
 
 def books(config):
     """Simulate with books only, as ``pipelinerl simulate`` does without a folder."""
-    accountant = Accountant(
+    accountant = RunLedger(
         num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
     )
-    World(config).run(accountant)
+    SimulatedCluster(config).run(accountant)
     return accountant
 
 

@@ -54,7 +54,7 @@ from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
 from sim.learning.tasks import checked_task
-from sim.request import EngineHost, Sequence, SimulatedEngine, TokenSource
+from sim.request import EngineHost, Request, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
 from sim.workload import Workload, grown_length, growth_factor
 
@@ -88,7 +88,7 @@ class Asked(TokenSource, Protocol):
         """Note a rollout that is on its way to an engine."""
 
 
-class World:
+class SimulatedCluster:
     """One simulated run."""
 
     def __init__(
@@ -139,14 +139,14 @@ class World:
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
         # A rollout in progress is known to its engine alone: small books stay in the processor's cache. Of a finished
         # one its tokens are kept, prompt included, four bytes until the run ends; 0: not finished.
-        self._aborted: dict[int, Sequence] = {}  # aborted by a weight update, to be started again
+        self._aborted: dict[int, Request] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
         self._tokens = array("I")
         self._aborting: set[int] = set()  # rollouts that nobody wants any more
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
         self._drawn_id = -1
-        self._drawn: list[Sequence] = []
+        self._drawn: list[Request] = []
         self._drawn_delays: list[int] = []
         self._delays = DispatchDelays(
             fixed_s=hardware.latency.dispatch_s,
@@ -205,7 +205,7 @@ class World:
 
     # ---------------------------------------------------------------------------------- from engines
 
-    def rollout_finished(self, engine: int, sequence: Sequence, spans: VersionSpans) -> None:
+    def rollout_finished(self, engine: int, sequence: Request, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
         rollout_id = sequence.rollout_id
         if self._aborting:
@@ -220,7 +220,7 @@ class World:
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
 
-    def rollout_aborted(self, engine: int, sequence: Sequence) -> None:
+    def rollout_aborted(self, engine: int, sequence: Request) -> None:
         """Report a rollout that ended early."""
         rollout_id = sequence.rollout_id
         self._aborted[rollout_id] = sequence
@@ -304,10 +304,10 @@ class World:
         self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # nothing for a group drawn again
         if self._policy is None:
             group = self._workload.group(group_id, prompt_id)
-            self._drawn = list(map(Sequence, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
+            self._drawn = list(map(Request, ids, repeat(group.prompt_tokens), group.lengths, group.rewards))
         else:
             longest = self._config.workload.length.max
-            self._drawn = [Sequence(rollout_id, self._policy_prompt_tokens, longest) for rollout_id in ids]
+            self._drawn = [Request(rollout_id, self._policy_prompt_tokens, longest) for rollout_id in ids]
         self._drawn_delays = self._delays.group(group_id)
         self._drawn_id = group_id
 

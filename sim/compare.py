@@ -14,7 +14,7 @@ from pipelinerl.config.run import CompareConfig, RunConfig, Variant
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.parallel import run_all
 from sim.run import check_installed, simulate
 
@@ -151,7 +151,7 @@ def _check_files(cells: list[Cell], out: Path | None) -> None:
     for cell in cells:
         with _naming(cell.name):
             check_installed(cell.config)
-            World(cell.config)
+            SimulatedCluster(cell.config)
     if out is not None:
         for folder in (out, *(out / cell.folder for cell in cells)):
             check_vacant(folder)

@@ -48,7 +48,7 @@ from simpy.events import EventPriority
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
-from sim.request import EngineHost, Sequence, TokenSource
+from sim.request import EngineHost, Request, TokenSource
 
 NOT_PLANNED = -1
 """Tick of a wake-up that does not exist."""
@@ -140,10 +140,10 @@ class Engine:
         self._step = 0  # decode steps done
         self._context = 0  # tokens in the KV cache
         self._prefill_ticks = 0  # charged to the next step
-        self._running: dict[int, Sequence] = {}  # in order of admission
-        self._finishing: list[Sequence] = []  # in the order in which they will have all their tokens, then of admission
+        self._running: dict[int, Request] = {}  # in order of admission
+        self._finishing: list[Request] = []  # in the order in which they will have all their tokens, then of admission
         self._finish_steps: list[int] = []  # the step at which each of them has
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[Request] = deque()
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
         self._versions = [0]
@@ -154,7 +154,7 @@ class Engine:
         self._update: Update | None = None  # at most one: the scheduler publishes one version at a time
         self._stand_at: int | None = None  # tick of the request to stand still
         self._aborts: deque[tuple[int, int]] = deque()  # (tick, rollout), in order
-        self._arrivals: list[tuple[int, int, Sequence]] = []  # heap of (tick, number, sequence)
+        self._arrivals: list[tuple[int, int, Request]] = []  # heap of (tick, number, sequence)
         self._num_arrivals = 0
         # The wake-up that counts, its tick, and the steps to it from the boundary before.
         self._wake: Wake | None = None
@@ -162,12 +162,12 @@ class Engine:
         self._wake_steps = 0
         # While the boundary above is ahead of the clock, and a rollout joins at it: tick, step, context and prefill
         # of the boundary before, and the arrival.
-        self._before_join: tuple[int, int, int, int, tuple[int, int, Sequence]]
+        self._before_join: tuple[int, int, int, int, tuple[int, int, Request]]
         self._awake = False
 
     # -------------------------------------------------------------------------------------- requests
 
-    def submit(self, sequence: Sequence, at: int) -> None:
+    def submit(self, sequence: Request, at: int) -> None:
         """Have a rollout arrive at tick ``at``."""
         heapq.heappush(self._arrivals, (at, self._num_arrivals, sequence))
         self._num_arrivals += 1
@@ -298,7 +298,7 @@ class Engine:
             self._join_batch(sequence)
             self._prefill_ticks += self._prefill.ticks(sequence.tokens_to_prefill)
 
-    def _join_batch(self, sequence: Sequence) -> None:
+    def _join_batch(self, sequence: Request) -> None:
         """Take a rollout into the batch; its prefill is charged by the caller."""
         if self._tokens is not None:
             self._tokens.begin(sequence, self.version)
@@ -311,17 +311,17 @@ class Engine:
         self._finish_steps.insert(place, step)
         self._finishing.insert(place, sequence)
 
-    def _finishes_no_more(self, sequence: Sequence) -> None:
+    def _finishes_no_more(self, sequence: Request) -> None:
         """Forget when a rollout would have had all its tokens."""
         first = bisect_left(self._finish_steps, sequence.finish_step)
         place = self._finishing.index(sequence, first)
         del self._finish_steps[place], self._finishing[place]
 
-    def _fits(self, sequence: Sequence, context: int, batch: int) -> bool:
+    def _fits(self, sequence: Request, context: int, batch: int) -> bool:
         """Return whether a rollout, and one more step of everybody, fit beside what is there."""
         return context + sequence.tokens_to_prefill + batch + 1 <= self._capacity and batch < self._num_slots
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Request) -> None:
         """Note what a rollout has when it leaves the batch unfinished; it is out of ``_running`` already."""
         self._context -= sequence.tokens_to_prefill + self._step - sequence.start_step
         self._finishes_no_more(sequence)
@@ -374,7 +374,7 @@ class Engine:
         self._finishing = sorted(running, key=attrgetter("finish_step"))
         self._finish_steps = [one.finish_step for one in self._finishing]
 
-    def _spans(self, sequence: Sequence) -> VersionSpans:
+    def _spans(self, sequence: Request) -> VersionSpans:
         """Return the spans of all tokens a running rollout has at this boundary."""
         start, step, steps, versions = sequence.start_step, self._step, self._version_steps, self._versions
         if step == start:

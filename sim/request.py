@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import Protocol
 
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 
 
-class Sequence:
+class Request:
     """A rollout as the simulator knows it, its true length included (mutable; owned by the world)."""
 
     __slots__ = (
@@ -56,20 +56,20 @@ class Sequence:
 class TokenSource(Protocol):
     """What decides the lengths of rollouts while they are generated: a policy. Without one they are known before."""
 
-    def begin(self, sequence: Sequence, version: int) -> None:
+    def begin(self, sequence: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
 
-    def go_on(self, sequences: Several[Sequence], num_tokens: Several[int], version: int, *, recompute: bool) -> None:
+    def go_on(self, sequences: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch, with the tokens each has, that goes on with other weights."""
 
 
 class EngineHost(Protocol):
     """What an engine reports, at the tick at which it happens."""
 
-    def rollout_finished(self, engine: int, sequence: Sequence, spans: VersionSpans) -> None:
+    def rollout_finished(self, engine: int, sequence: Request, spans: VersionSpans) -> None:
         """The last token of a rollout is there: these are all."""
 
-    def rollout_aborted(self, engine: int, sequence: Sequence) -> None:
+    def rollout_aborted(self, engine: int, sequence: Request) -> None:
         """A rollout has ended early; it keeps the tokens it has."""
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
@@ -85,7 +85,7 @@ class SimulatedEngine(Protocol):
     version: int
     """Version it samples with."""
 
-    def submit(self, sequence: Sequence, at: int) -> None:
+    def submit(self, sequence: Request, at: int) -> None:
         """Have a rollout arrive at tick ``at``."""
 
     def abort(self, rollout_id: int) -> None:

@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 
 
 def simulate(
@@ -44,7 +44,7 @@ def simulate(
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
     """
-    world = World(config)  # before anything is written: it finds what is wrong with the input
+    world = SimulatedCluster(config)  # before anything is written: it finds what is wrong with the input
     if config.policy is not None:
         return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
@@ -75,7 +75,7 @@ def _simulate_learning(
         check_vacant(out)  # not after the base model has been made
     with one_thread(), ExitStack() as files:
         learner = Learner(config)
-        world = World(config, policy=learner)
+        world = SimulatedCluster(config, policy=learner)
         metrics_file: TextIO | None = None
 
         def step_done(row: StepRow) -> None:
@@ -97,7 +97,7 @@ def _simulate_learning(
 
 
 @contextmanager
-def _interruptible(world: World) -> Iterator[None]:
+def _interruptible(world: SimulatedCluster) -> Iterator[None]:
     """Turn Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():

@@ -14,7 +14,7 @@ from simpy.events import EventPriority
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import WORLD_PRIORITY, Clock, Wake
 from sim.engine import EngineSettings
-from sim.request import EngineHost, Sequence
+from sim.request import EngineHost, Request
 
 
 class StepByStepEngine:
@@ -27,12 +27,12 @@ class StepByStepEngine:
         self._index = index
         self._settings = settings
         self._num_slots = len(settings.decode.batch_ticks) - 1
-        self._running: list[Sequence] = []  # in order of admission
-        self._waiting: list[Sequence] = []
+        self._running: list[Request] = []  # in order of admission
+        self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
         self._prefill_ticks = 0  # charged to the next step
         # Requests not yet taken up, each with the tick of its arrival.
-        self._arrivals: list[tuple[int, Sequence]] = []
+        self._arrivals: list[tuple[int, Request]] = []
         self._aborts: list[tuple[int, int]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
@@ -43,7 +43,7 @@ class StepByStepEngine:
 
     # -------------------------------------------------------------------------------------- requests
 
-    def submit(self, sequence: Sequence, at: int) -> None:
+    def submit(self, sequence: Request, at: int) -> None:
         """Have a rollout arrive at tick ``at``."""
         self._arrivals.append((at, sequence))
         self._arrivals.sort(key=lambda arrival: arrival[0])  # stable: in order of submission at the same tick
@@ -120,7 +120,7 @@ class StepByStepEngine:
         if update_at <= until:
             self._begin_update()
 
-    def _end_early(self, sequence: Sequence) -> None:
+    def _end_early(self, sequence: Request) -> None:
         sequence.keep(self._spans(sequence))  # what it has if it is submitted again
         self._running = [one for one in self._running if one is not sequence]
         self._waiting = [one for one in self._waiting if one is not sequence]
@@ -150,7 +150,7 @@ class StepByStepEngine:
             self._running.append(sequence)
             self._prefill_ticks += self._settings.prefill.ticks(self._cached(sequence))
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Request) -> bool:
         """Return whether a slot is free, and room for its tokens and one more step of everybody."""
         capacity = self._settings.kv_cache_tokens
         batch = len(self._running) + 1
@@ -222,7 +222,7 @@ class StepByStepEngine:
 
     # ---------------------------------------------------------------------------------------- tokens
 
-    def _tokens(self, sequence: Sequence) -> list[int]:
+    def _tokens(self, sequence: Request) -> list[int]:
         """Return the versions of its tokens, one by one; those it came with are written out at first sight."""
         if sequence.rollout_id not in self._token_versions:
             given: list[int] = []
@@ -231,12 +231,12 @@ class StepByStepEngine:
             self._token_versions[sequence.rollout_id] = given
         return self._token_versions[sequence.rollout_id]
 
-    def _spans(self, sequence: Sequence) -> VersionSpans:
+    def _spans(self, sequence: Request) -> VersionSpans:
         """Return the versions of its tokens as runs of equal ones."""
         runs = [(version, len(list(run))) for version, run in groupby(self._tokens(sequence))]
         return VersionSpans(tuple(version for version, _ in runs), tuple(accumulate(length for _, length in runs)))
 
-    def _cached(self, sequence: Sequence) -> int:
+    def _cached(self, sequence: Request) -> int:
         """Return the tokens it has in the KV cache while it runs."""
         return sequence.prompt_tokens + len(self._tokens(sequence))
 

@@ -18,7 +18,7 @@ from pipelinerl.scheduler.events import (
     TrainingFinished,
     WeightsPublished,
 )
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.run import no_garbage_collection
 
 
@@ -104,7 +104,7 @@ def simulate_steps(config: RunConfig) -> list[Step]:
         ConfigError: If a file of the configuration is wrong.
         RunFailedError: If the run could not reach its end.
     """
-    world, books = World(config), StepBooks()
+    world, books = SimulatedCluster(config), StepBooks()
     with no_garbage_collection():
         world.run(books)
     return books.steps

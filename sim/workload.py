@@ -54,7 +54,7 @@ OPTIONAL_COLUMNS = ("prompt_tokens", "correct")
 """Columns that a length source may have."""
 
 
-class Group(NamedTuple):
+class DrawnGroup(NamedTuple):
     """What the rollouts of one prompt will turn out to be; no scheduler may see it beforehand."""
 
     prompt_tokens: int
@@ -119,7 +119,7 @@ class Workload:
         prompt = max((prompt.prompt_tokens for prompt in self._prompts), default=self._config.prompt_tokens)
         return prompt + self._config.length.max
 
-    def group(self, group_id: int, prompt_id: int) -> Group:
+    def group(self, group_id: int, prompt_id: int) -> DrawnGroup:
         """Return what the rollouts of a group will be.
 
         The prompt decides what is common to all groups that answer it, the group which answers are given, so
@@ -139,13 +139,13 @@ class Workload:
         prompt = self._prompts[self._chosen_prompts(prompt_block)[prompt_row]]
         answers = self._chosen_answers(block, len(prompt.lengths))[row]
         rewards = self._rewards(block)[row] if prompt.rewards is None else prompt.rewards[answers].tolist()
-        return Group(prompt.prompt_tokens, tuple(prompt.lengths[answers].tolist()), tuple(rewards))
+        return DrawnGroup(prompt.prompt_tokens, tuple(prompt.lengths[answers].tolist()), tuple(rewards))
 
-    def _draw_groups(self, block: int) -> list[Group]:
+    def _draw_groups(self, block: int) -> list[DrawnGroup]:
         """Return the groups of a block, for the kinds without a source."""
         lengths = map(tuple, self._draw_lengths(block).tolist())
         rewards = map(tuple, self._rewards(block))
-        return list(map(Group, repeat(self._config.prompt_tokens), lengths, rewards))
+        return list(map(DrawnGroup, repeat(self._config.prompt_tokens), lengths, rewards))
 
     def _draw_lengths(self, block: int) -> NDArray[np.int64]:
         """Return the lengths of a block, shape [groups, group_size] (tokens)."""

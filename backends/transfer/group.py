@@ -65,7 +65,7 @@ class Receiver(Protocol):
         """
 
 
-class Group:
+class WeightSyncGroup:
     """The group at hand, and how a new one is made.
 
     Args:

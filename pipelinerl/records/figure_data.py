@@ -23,7 +23,7 @@ TIMELINE_POINTS = 20_000
 """Points and intervals in the timeline, at most (count)."""
 
 
-class Profile:
+class FigureData:
     """Collects what figures show; told by the accountant.
 
     The *generation window* of a colocated run is its first generation phase. Of any other run it is the time

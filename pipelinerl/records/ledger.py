@@ -1,6 +1,6 @@
 """The books of a run: from time-stamped events and commands to numbers, the same for both worlds.
 
-An ``Accountant`` is told every event and command and keeps sums whose size does not grow with the run (but
+A ``RunLedger`` is told every event and command and keeps sums whose size does not grow with the run (but
 for a row per optimizer step). Feeding it a recorded trace gives the same numbers again.
 
 Lag of a token = version it is trained at - version that sampled it (optimizer steps), in two parts: *in
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.figure_data import Profile
+from pipelinerl.records.figure_data import FigureData
 from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -124,7 +124,7 @@ class _Histogram:
         return [int(count) for count in self.counts]
 
 
-class Accountant:
+class RunLedger:
     """Keeps the books of one run.
 
     Args:
@@ -176,7 +176,7 @@ class Accountant:
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
         self.steps: list[StepRow] = []
-        self.profile = Profile(num_engines=num_engines, colocated=colocated, longest=longest)
+        self.profile = FigureData(num_engines=num_engines, colocated=colocated, longest=longest)
         self.num_engines = num_engines
         self._colocated = colocated
         self.on_step = on_step

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.config.run import RunConfig, UtilisationDecode
-from pipelinerl.records.ledger import Accountant, StepRow
+from pipelinerl.records.ledger import RunLedger, StepRow
 from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.drift import modelled_ess
@@ -26,10 +26,10 @@ class Recorder(Protocol):
         """The scheduler gave a command."""
 
 
-class Both:
+class Tee:
     """Tells the books and the trace."""
 
-    def __init__(self, accountant: Accountant, trace: TraceWriter) -> None:
+    def __init__(self, accountant: RunLedger, trace: TraceWriter) -> None:
         self._accountant = accountant
         self._trace = trace
 
@@ -47,7 +47,7 @@ class Both:
 class RecordingMark(NamedTuple):
     """A place in a recording."""
 
-    accountant: Accountant
+    accountant: RunLedger
     trace_at: int | None
 
 
@@ -81,7 +81,7 @@ class Recording:
             self._accountant, trace_at = go_on_from
             steps_done = len(self._accountant.steps)
         else:
-            self._accountant = Accountant(
+            self._accountant = RunLedger(
                 num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
             )
         self._accountant.on_step = self._step_done
@@ -91,10 +91,10 @@ class Recording:
     @property
     def recorder(self) -> Recorder:
         """Who is to be told of every event and command."""
-        return self._accountant if self._trace is None else Both(self._accountant, self._trace)
+        return self._accountant if self._trace is None else Tee(self._accountant, self._trace)
 
     @property
-    def accountant(self) -> Accountant:
+    def accountant(self) -> RunLedger:
         """The books."""
         return self._accountant
 

@@ -28,7 +28,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.rollouts import Group, RolloutPool
+from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
 
 
 class SchedulerSettings(Protocol):
@@ -91,7 +91,7 @@ class SchedulerSettings(Protocol):
         """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
 
 
-class Trainer(Enum):
+class TrainerState(Enum):
     """What the trainer does, as far as the scheduler knows."""
 
     IDLE = auto()
@@ -111,7 +111,7 @@ class Scheduler(ABC):
         self.optimizer_steps = optimizer_steps
         self.version = 0  # optimizer steps done
         self.stopped: StopReason | None = None
-        self.trainer = Trainer.IDLE
+        self.trainer = TrainerState.IDLE
         self.num_ready = 0  # rollouts in the ready queue
         self.num_live = 0  # rollouts of groups admitted, not yet taken for training, not doomed
         self._live_by_bound: dict[int, int] = {}  # the same by version that no token of theirs is older than
@@ -174,9 +174,9 @@ class Scheduler(ABC):
             case TrainingFinished():
                 self._training_finished(event)
             case WeightsPublished():
-                if self.trainer is not Trainer.PUBLISHING or event.version != self._published:
+                if self.trainer is not TrainerState.PUBLISHING or event.version != self._published:
                     raise self._impossible(event)
-                self.trainer = Trainer.IDLE
+                self.trainer = TrainerState.IDLE
             case WeightsLoaded():
                 self._weights_loaded(event)
             case RolloutAborted():
@@ -201,7 +201,7 @@ class Scheduler(ABC):
         """Return whether a new group may be admitted."""
 
     @abstractmethod
-    def _enqueue(self, group: Group, commands: list[Command]) -> None:
+    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
         """Put a ready group into the ready queue."""
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Scheduler(ABC):
         if self.version == self.optimizer_steps:
             self._stop(StopReason.DONE, commands)
             return
-        if self.trainer is Trainer.IDLE:
+        if self.trainer is TrainerState.IDLE:
             if self._published < self.version and not self._num_loading and self._may_publish():
                 self._publish(commands)
             else:
@@ -250,14 +250,14 @@ class Scheduler(ABC):
             return
         self._num_taken += len(rollout_ids)
         completes_step = self._num_taken == self.settings.train_batch_size
-        self.trainer = Trainer.TRAINING
+        self.trainer = TrainerState.TRAINING
         commands.append(StartTraining(tuple(rollout_ids), self.version, completes_step))
         if completes_step:
             self._doom_stale(commands)
 
     def _publish(self, commands: list[Command]) -> None:
         """Send the current version to all engines."""
-        self.trainer = Trainer.PUBLISHING
+        self.trainer = TrainerState.PUBLISHING
         self._published = self._pool.newest_version = self.version
         self._num_loading = len(self._loaded)
         if self.weight_update is WeightUpdate.WAIT:
@@ -271,7 +271,7 @@ class Scheduler(ABC):
 
     # ------------------------------------------------------------------------------------------ books
 
-    def _group_scored(self, group: Group, commands: list[Command]) -> None:
+    def _group_scored(self, group: RolloutGroup, commands: list[Command]) -> None:
         """Queue a group whose rollouts are all scored, or discard it, and decide."""
         if self.settings.filter_no_signal and not group.rewards_differ:
             self._doom(group, DiscardReason.NO_SIGNAL, commands)
@@ -279,25 +279,25 @@ class Scheduler(ABC):
             self._enqueue(group, commands)
         self._decide(commands)
 
-    def _doom(self, group: Group, reason: DiscardReason, commands: list[Command]) -> None:
+    def _doom(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Give a live group up; have its prompt tried again if that is the wish for stale ones."""
         self._count_live(group.oldest_bound, -self._pool.group_size)
         self._pool.doom(group, reason, commands)
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
             self._pool.again(group)
 
-    def _take(self, group: Group) -> list[int]:
+    def _take(self, group: RolloutGroup) -> list[int]:
         """Take a ready group for training."""
         self._count_live(group.oldest_bound, -self._pool.group_size)
         self.num_ready -= self._pool.group_size
         return self._pool.take(group)
 
-    def _take_off(self, groups: list[Group]) -> list[int]:
+    def _take_off(self, groups: list[RolloutGroup]) -> list[int]:
         """Take a micro-batch off the end of a list of groups: its rollouts, or none if the list is empty."""
         num_groups = self.settings.micro_batch // self._pool.group_size if groups else 0
         return [rollout_id for _ in range(num_groups) for rollout_id in self._take(groups.pop())]
 
-    def _know_age(self, group: Group) -> None:
+    def _know_age(self, group: RolloutGroup) -> None:
         """From now on, count a live group by the versions that engines have reported."""
         self._count_live(group.oldest_bound, -self._pool.group_size)
         group.oldest_bound = group.oldest_reported
@@ -314,9 +314,9 @@ class Scheduler(ABC):
 
     def _training_finished(self, event: TrainingFinished) -> None:
         step_done = self._num_taken == self.settings.train_batch_size
-        if self.trainer is not Trainer.TRAINING or event.version != self.version + step_done:
+        if self.trainer is not TrainerState.TRAINING or event.version != self.version + step_done:
             raise self._impossible(event)
-        self.trainer = Trainer.IDLE
+        self.trainer = TrainerState.IDLE
         if step_done:
             self.version = event.version
             self._num_taken = 0

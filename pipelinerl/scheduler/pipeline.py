@@ -63,7 +63,7 @@ import heapq
 
 from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
-from pipelinerl.scheduler.rollouts import Group
+from pipelinerl.scheduler.rollouts import RolloutGroup
 from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
 
 __all__ = ["Scheduler", "SchedulerSettings", "make_scheduler"]
@@ -75,7 +75,7 @@ class PipelineScheduler(Scheduler):
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
         # Ready groups, first to be trained on first: in order of arrival, or oldest first under max_lag.
-        self._ready: list[tuple[int, int, Group]] = []
+        self._ready: list[tuple[int, int, RolloutGroup]] = []
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
@@ -92,7 +92,7 @@ class PipelineScheduler(Scheduler):
         num_taken = self._num_taken % settings.train_batch_size
         return self.num_live + size <= settings.train_batch_size * num_batches - num_taken
 
-    def _enqueue(self, group: Group, commands: list[Command]) -> None:
+    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
         size = self._pool.group_size
         self._know_age(group)
         age = group.oldest_bound if self.settings.max_lag is not None else 0
@@ -152,7 +152,7 @@ class PipelineScheduler(Scheduler):
                 return False
         return True
 
-    def _pop_ready(self) -> Group:
+    def _pop_ready(self) -> RolloutGroup:
         _, _, group = heapq.heappop(self._ready)
         count = self._ready_by_bound[group.oldest_bound] - self._pool.group_size
         if count:

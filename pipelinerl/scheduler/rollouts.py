@@ -39,7 +39,7 @@ NOWHERE = -1
 """Engine of a rollout that is not in flight."""
 
 
-class Group:
+class RolloutGroup:
     """Rollouts of one prompt (mutable; owned by the pool)."""
 
     __slots__ = (
@@ -77,12 +77,12 @@ class RolloutPool:
 
     def __init__(self, *, num_engines: int, slots_per_engine: int, group_size: int) -> None:
         self.group_size = group_size
-        self.groups: dict[int, Group] = {}  # admitted and neither trained on nor gone, in order of admission
+        self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
         self.num_doomed = 0  # rollouts that ended without being trained on, ever
         self.newest_version = 0  # last version published: no token is newer
         self.num_free = num_engines * slots_per_engine  # slots of engines that are not held
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
-        self.starting: Group | None = None  # the one admitted group with rollouts not yet started
+        self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
         self.num_in_flight = 0  # rollouts in progress on the engines
         self._scoring: set[int] = set()
         self._next_group_id = 0
@@ -116,7 +116,7 @@ class RolloutPool:
         else:
             prompt_id = self._next_prompt_id
             self._next_prompt_id += 1
-        group = Group(self._next_group_id, prompt_id, oldest_bound, self.group_size)
+        group = RolloutGroup(self._next_group_id, prompt_id, oldest_bound, self.group_size)
         self._next_group_id += 1
         self.groups[group.group_id] = group
         self.starting = group
@@ -170,7 +170,7 @@ class RolloutPool:
 
     # --------------------------------------------------------------------------------------- ending
 
-    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> Group:
+    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> RolloutGroup:
         """Book that a rollout is on its engine no more; if it has finished, ``await_score`` or ``score`` is to follow.
 
         Returns:
@@ -199,12 +199,12 @@ class RolloutPool:
             self._unlisted = load
         return group
 
-    def await_score(self, group: Group, rollout_id: int) -> None:
+    def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
         """Book that the score of a finished rollout of a group comes later."""
         group.num_scoring += 1
         self._scoring.add(rollout_id)
 
-    def awaited(self, rollout_id: int) -> Group:
+    def awaited(self, rollout_id: int) -> RolloutGroup:
         """Book that a rollout is not being scored any more; if it has a score, ``score`` is to follow.
 
         Returns:
@@ -217,7 +217,7 @@ class RolloutPool:
         group.num_scoring -= 1
         return group
 
-    def score(self, group: Group, rollout_id: int, reward: float, commands: list[Command]) -> bool:
+    def score(self, group: RolloutGroup, rollout_id: int, reward: float, commands: list[Command]) -> bool:
         """Book the reward of a finished rollout.
 
         Args:
@@ -248,7 +248,7 @@ class RolloutPool:
             return
         self.interrupted[rollout_id] = spans.num_tokens
 
-    def fail(self, rollout_id: int, engine: int | None) -> Group | None:
+    def fail(self, rollout_id: int, engine: int | None) -> RolloutGroup | None:
         """Book a rollout that will never be scored.
 
         Args:
@@ -264,7 +264,7 @@ class RolloutPool:
             return None
         return group
 
-    def doom(self, group: Group, reason: DiscardReason, commands: list[Command]) -> None:
+    def doom(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Give a group up: abort what is in flight, discard what has ended.
 
         Args:
@@ -287,11 +287,11 @@ class RolloutPool:
             self.starting = None
         self._forget_if_over(group)
 
-    def again(self, group: Group) -> None:
+    def again(self, group: RolloutGroup) -> None:
         """Have the prompt of a doomed group started again, before any new prompt."""
         self._prompts_again.append(group.prompt_id)
 
-    def take(self, group: Group) -> list[int]:
+    def take(self, group: RolloutGroup) -> list[int]:
         """Hand a ready group over to training and return its rollouts."""
         del self.groups[group.group_id]
         first = group.group_id * self.group_size
@@ -303,7 +303,7 @@ class RolloutPool:
         group = self.groups.get(group_id)
         return group is not None and group.engines[member] == engine != NOWHERE
 
-    def oldest(self, group: Group) -> int:
+    def oldest(self, group: RolloutGroup) -> int:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
@@ -317,6 +317,6 @@ class RolloutPool:
             self._roomy = [one for one in self._loads if one < self._full]
             heapq.heapify(self._roomy)
 
-    def _forget_if_over(self, group: Group) -> None:
+    def _forget_if_over(self, group: RolloutGroup) -> None:
         if not group.num_scoring and max(group.engines) == NOWHERE:
             del self.groups[group.group_id]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Trainer
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
-from pipelinerl.scheduler.rollouts import Group
+from pipelinerl.scheduler.rollouts import RolloutGroup
 
 
 class ConventionalScheduler(Scheduler):
@@ -16,7 +16,7 @@ class ConventionalScheduler(Scheduler):
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
-        self._ready: list[Group] = []
+        self._ready: list[RolloutGroup] = []
         self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
 
     def _may_admit(self) -> bool:
@@ -24,7 +24,7 @@ class ConventionalScheduler(Scheduler):
         up_to_date = self._published == self.version and not self._num_loading
         return not training and up_to_date and self.num_live < self._num_needed
 
-    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
         self._ready.append(group)
         self.num_ready += self._pool.group_size
         if self.num_ready == self._num_needed:
@@ -72,11 +72,11 @@ class PartialRolloutScheduler(Scheduler):
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
         self.weight_update = WeightUpdate.RECOMPUTE
-        self._ready: list[Group] = []  # in order of arrival
-        self._to_train: list[Group] = []  # of this RL step, not yet given to the trainer, last one first
+        self._ready: list[RolloutGroup] = []  # in order of arrival
+        self._to_train: list[RolloutGroup] = []  # of this RL step, not yet given to the trainer, last one first
 
     def _decide(self, commands: list[Command]) -> None:
-        trained = not self._to_train and not self._num_taken and self.trainer is Trainer.IDLE
+        trained = not self._to_train and not self._num_taken and self.trainer is TrainerState.IDLE
         if trained and self._published == self.version and not self._num_loading:
             self._begin_rl_step()
         super()._decide(commands)
@@ -98,11 +98,11 @@ class PartialRolloutScheduler(Scheduler):
         for engine in range(len(self._loaded)):
             self._pool.hold(engine)
 
-    def _age(self, group: Group) -> int:
+    def _age(self, group: RolloutGroup) -> int:
         """What ready groups are ordered by before anything else."""
         return group.oldest_bound if self.settings.max_lag is not None else 0
 
-    def _is_safe(self, chosen: list[Group], steps: int) -> bool:
+    def _is_safe(self, chosen: list[RolloutGroup], steps: int) -> bool:
         """Return whether all other live rollouts can still be trained in time after this RL step."""
         next_version = self.version + steps
         if self.settings.max_lag is None or next_version == self.optimizer_steps:
@@ -124,7 +124,7 @@ class PartialRolloutScheduler(Scheduler):
         num_batches = self._oldest_loaded + self.settings.max_lag - self.version + 1
         return self.num_live + self._pool.group_size <= self.settings.train_batch_size * num_batches
 
-    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
         self._know_age(group)
         self._ready.append(group)
         self.num_ready += self._pool.group_size
@@ -151,8 +151,9 @@ class OneStepOffScheduler(Scheduler):
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
-        self._ready: list[Group] = []  # of the RL step being generated
-        self._to_train: list[Group] = []  # of the RL step being trained, not yet given to the trainer, last one first
+        self._ready: list[RolloutGroup] = []  # of the RL step being generated
+        # of the RL step being trained, not yet given to the trainer, last one first
+        self._to_train: list[RolloutGroup] = []
         self._met_at = 0  # version at the last meeting: what is generated since is generated with it
         self._generating_for = 0  # version at which the training of it will begin
 
@@ -168,7 +169,7 @@ class OneStepOffScheduler(Scheduler):
         num_generated = self.num_live - len(self._to_train) * self._pool.group_size
         return not self._num_loading and num_generated < self._num_needed
 
-    def _enqueue(self, group: Group, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
+    def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
         self._ready.append(group)
         self.num_ready += self._pool.group_size
 

@@ -47,7 +47,7 @@ LAG_ROUNDS = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class LengthStatistics:
     """Prompts and answers, as far as the steady state depends on them."""
 
     lengths: Lengths
@@ -212,7 +212,7 @@ class _Engines:
     prompt_s: float
     """Prefill of a prompt."""
     dispatch_s: float
-    answers: Answers
+    answers: LengthStatistics
 
     def step_s(self, batch: float) -> float:
         """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
@@ -253,7 +253,7 @@ class _Engines:
         return float(self.answers.width * (alive * self.step_time.of_all(batch, batch * context)).sum())
 
 
-def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, answers: Answers) -> Estimate:
+def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, answers: LengthStatistics) -> Estimate:
     """Estimate the steady state of a run.
 
     Discarded rollouts, filtering, growth of the answers and micro-batches are left out, and ``weight_update`` is
@@ -403,7 +403,7 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
     return high
 
 
-def _training_s(config: RunConfig, hardware: ResolvedHardware, answers: Answers) -> float:
+def _training_s(config: RunConfig, hardware: ResolvedHardware, answers: LengthStatistics) -> float:
     """Return seconds in which the trainer works on one optimizer step."""
     return answers.training_s(
         hardware.training,

@@ -15,7 +15,7 @@ can be seen in them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from pipelinerl.scheduler.events import VersionSpans
 from sim.learning.policy import Weights
 from sim.learning.sampling import ROWS, Draft, Sampler
 from sim.learning.tasks import TokenTask, problem
-from sim.request import Sequence
+from sim.request import Request
 
 JOINED_BEFORE = -1
 """In place of the tokens that a rollout had when it joined: if it joins again, its cache is computed again."""
@@ -53,7 +53,7 @@ def _pieces(spans: VersionSpans, refills: Set[int], recompute: bool) -> list[_Pi
     return pieces
 
 
-class Answers:
+class LookaheadAnswers:
     """Keeps the answers that are asked for and not yet trained on or given up.
 
     Args:
@@ -125,7 +125,7 @@ class Answers:
 
     # ----------------------------------------------------------------------------------- from the engines
 
-    def begin(self, sequence: Sequence, version: int) -> None:
+    def begin(self, sequence: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
         rollout_id, num_tokens = sequence.rollout_id, sequence.spans.num_tokens
         if self._made_by.get(rollout_id) != (version, num_tokens):
@@ -138,7 +138,7 @@ class Answers:
             self._drafts[rollout_id], self._made_by[rollout_id] = draft, (version, num_tokens)
         sequence.finish_at(self._drafts[rollout_id].length)
 
-    def go_on(self, sequences: Several[Sequence], num_tokens: Several[int], version: int, *, recompute: bool) -> None:
+    def go_on(self, sequences: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch that has other weights from now on.
 
         Args:

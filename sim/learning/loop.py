@@ -22,7 +22,7 @@ from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss
 from pipelinerl.scheduler.events import StartTraining, VersionSpans, WeightUpdate
-from sim.learning.lookahead import Answers
+from sim.learning.lookahead import LookaheadAnswers
 from sim.learning.policy import Weights, forward
 from sim.learning.sampling import Sampler
 from sim.learning.tasks import checked_task
@@ -71,7 +71,7 @@ class Learner:
         self._optimizer = torch.optim.Adam(self._weights.values(), lr=policy.learning_rate, betas=BETAS)
         keeps = not config.colocated and config.scheduler.weight_update is WeightUpdate.KEEP
         steps = config.scheduler.optimizer_steps_per_rl_step if config.colocated else 1
-        self.answers = Answers(
+        self.answers = LookaheadAnswers(
             Sampler(
                 self._shape,
                 prompt_tokens=self.prompt_tokens,

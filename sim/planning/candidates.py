@@ -12,7 +12,7 @@ from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import ResolvedHardware, RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.scheduler.events import OnStale
-from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
+from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
 from sim.planning.search_space import Reason, Space
 
 BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)
@@ -81,7 +81,9 @@ class Screener:
         hardware: Changes to its ``hardware`` table, e.g. the level.
     """
 
-    def __init__(self, config: RunConfig, answers: Answers, hardware: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, answers: LengthStatistics, hardware: Mapping[str, object] | None = None
+    ) -> None:
         self._answers = answers
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
         self._resolved: dict[tuple[int, int, bool], ResolvedHardware] = {}

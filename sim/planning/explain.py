@@ -12,7 +12,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.hardware.derive import trainer_coefficients
 from pipelinerl.records.ledger import BALANCED_SHARE
-from pipelinerl.theory.steady_state import Answers
+from pipelinerl.theory.steady_state import LengthStatistics
 from sim.planning.candidates import Candidate, Screened, Screener, way
 from sim.planning.search_space import Limits, Space
 
@@ -161,7 +161,7 @@ def _keeps(screened: Screened, limits: Limits) -> bool:
     return limits.broken(screened.estimate.lag_mean, hours) is None
 
 
-def split_curve(config: RunConfig, answers: Answers, recommended: Candidate) -> dict[str, list[float]]:
+def split_curve(config: RunConfig, answers: LengthStatistics, recommended: Candidate) -> dict[str, list[float]]:
     """Return the screened throughput of the recommendation at every split and level, or nothing if it is colocated."""
     if recommended.config.colocated:
         return {}

@@ -15,7 +15,7 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_mod
 from pipelinerl.hardware.derive import coefficients, kv_cache_tokens, trainer_fits
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.theory.paper import lengths_from
-from pipelinerl.theory.steady_state import Answers
+from pipelinerl.theory.steady_state import LengthStatistics
 from sim.workload import Workload, grown_length
 
 SAMPLE_SIZE = 8192
@@ -115,7 +115,7 @@ class Memory:
         )
 
 
-def answers_of(config: RunConfig) -> tuple[Answers, int]:
+def answers_of(config: RunConfig) -> tuple[LengthStatistics, int]:
     """Return prompts and answers as the simulator will draw them first, and the longest rollout there can be (tokens).
 
     Growing answers are taken as they are in the middle of the run.
@@ -131,7 +131,7 @@ def answers_of(config: RunConfig) -> tuple[Answers, int]:
         drawn = np.array(grown, dtype=np.int64).reshape(drawn.shape)
     wait = (drawn * (drawn.max(axis=1, keepdims=True) - drawn)).sum() / drawn.sum()
     prompt = float(np.mean([group.prompt_tokens for group in groups]))
-    answers = Answers(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
+    answers = LengthStatistics(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
     return answers, workload.longest_rollout_tokens
 
 
@@ -165,7 +165,7 @@ class Space:
 
     config: RunConfig
     plan: PlanConfig
-    answers: Answers
+    answers: LengthStatistics
     memory: Memory
     limits: Limits
 

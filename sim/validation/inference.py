@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from pipelinerl.records.ledger import StepRow
 from sim.run import simulate
-from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, Subject, as_run_config, measured_seconds
+from sim.validation.reconstruct import (
+    LARGEST_MEAN,
+    MEAN_OVER_LONGEST,
+    ReconstructedRun,
+    as_run_config,
+    measured_seconds,
+)
 from sim.validation.records import Mode, PublishedRun
 
 FloatArray = NDArray[np.float64]
@@ -54,7 +60,7 @@ class Steady(NamedTuple):
 class Table:
     """Simulations of one row, by node of (log g - log t, or log g where training is given; log m)."""
 
-    subject: Subject
+    subject: ReconstructedRun
     training_given: bool
     log_RMQ: FloatArray
     """Logs of step, generation and training seconds (Q) by node."""
@@ -133,7 +139,7 @@ def _log_seconds(table: Table, points: Points, quantity: int, switch_s: float) -
     return log_P
 
 
-def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
+def _simulated(subject: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
     """Simulate one node."""
     num_steps, first = (3, 1) if subject.mode is Mode.SYNC else (RL_STEPS, WARM_UP)
     config = as_run_config(
@@ -157,7 +163,7 @@ def _simulated(subject: Subject, *, ratio: float, log_mean: float, training_give
     )
 
 
-def simulated_table(subject: Subject, *, training_given: bool) -> Table:
+def simulated_table(subject: ReconstructedRun, *, training_given: bool) -> Table:
     """Return the simulations of a row on all nodes (seconds of a core or two).
 
     Raises:

@@ -26,7 +26,7 @@ from pipelinerl.hardware.coefficients import Level
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
 from sim.validation.inference import Band, Table, seconds_band, simulated_table
-from sim.validation.reconstruct import Subject, as_subject, measured_seconds, overhead_s
+from sim.validation.reconstruct import ReconstructedRun, as_subject, measured_seconds, overhead_s
 from sim.validation.records import Mode, PublishedRun, read_published_runs
 
 ROUNDING = 0.005
@@ -35,7 +35,7 @@ SAME = 0.05
 """Logs of two measurements nearer than this say nothing about which is faster."""
 
 
-Job = tuple[Subject, bool]
+Job = tuple[ReconstructedRun, bool]
 """A row to simulate, and whether its training lasts the published seconds."""
 
 
@@ -121,7 +121,7 @@ def _jobs(
     for run in known:
         families.setdefault(run.family, []).append(run)
     wanted = {run.family for run in runs}
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, ReconstructedRun] = {}
     reasons: dict[str, str] = {}
     for run in known:
         if run.family in wanted and _staleness(run) is None and _idle_share(run) is None:

@@ -16,7 +16,7 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_mod
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
 from pipelinerl.theory.paper import lengths_from
-from pipelinerl.theory.steady_state import Answers
+from pipelinerl.theory.steady_state import LengthStatistics
 from sim.validation.records import DEFAULT_GROUP_SIZE, Mode, PublishedRun
 from sim.workload import Workload
 
@@ -44,7 +44,7 @@ UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ReconstructedRun:
     """A published run with everything that simulating it needs, given or assumed."""
 
     run: PublishedRun
@@ -74,7 +74,7 @@ class Subject:
         return self.mode in (Mode.SYNC, Mode.PARTIAL)
 
 
-def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
+def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> ReconstructedRun:
     """Return what a row says, filled up from other rows of its family and from what is usual.
 
     Args:
@@ -124,7 +124,7 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
     rounded = generating // tensor_parallel * tensor_parallel
     if schedule not in (Mode.SYNC, Mode.PARTIAL):  # what an engine leaves over does not train
         accelerators = rounded + (run.gpus_train or accelerators - generating)
-    return Subject(
+    return ReconstructedRun(
         run=run,
         mode=schedule,
         gpu=gpu,
@@ -144,7 +144,13 @@ def as_subject(run: PublishedRun, family: Sequence[PublishedRun]) -> Subject:
 
 
 def as_run_config(
-    subject: Subject, *, generation: float, training: float, mean_tokens: float, rl_steps: int, training_given: bool
+    subject: ReconstructedRun,
+    *,
+    generation: float,
+    training: float,
+    mean_tokens: float,
+    rl_steps: int,
+    training_given: bool,
 ) -> RunConfig:
     """Return the simulation of a subject with factors on its times.
 
@@ -272,7 +278,7 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
 
 
 def _hardware(
-    subject: Subject,
+    subject: ReconstructedRun,
     *,
     generation: float,
     training: float,
@@ -327,7 +333,7 @@ def _hardware(
     return tables
 
 
-def _wait_s(training: TrainingConfig, answers: Answers, *, accelerators: int, sequences: int) -> float:
+def _wait_s(training: TrainingConfig, answers: LengthStatistics, *, accelerators: int, sequences: int) -> float:
     """Return by how much an optimizer step is longer because sequences are not divided."""
     size = {"accelerators": accelerators, "sequences": sequences, "micro_batch": sequences}
     divided = training.model_copy(update={"sequence_accelerators": None})
@@ -335,12 +341,12 @@ def _wait_s(training: TrainingConfig, answers: Answers, *, accelerators: int, se
 
 
 @functools.cache
-def _answers(mean_tokens: float, longest_tokens: int) -> Answers:
+def _answers(mean_tokens: float, longest_tokens: int) -> LengthStatistics:
     """Return the answers that a row is simulated with."""
     length = {"kind": "lognormal", "mean": mean_tokens, "cv": LENGTH_CV, "max": longest_tokens}
     workload = Workload(WorkloadConfig.model_validate({"length": length}), seed=0)
     drawn = [workload.group(index, index).lengths[0] for index in range(SAMPLE_SIZE)]
-    return Answers(lengths_from(drawn), prompt_tokens=PROMPT_TOKENS)
+    return LengthStatistics(lengths_from(drawn), prompt_tokens=PROMPT_TOKENS)
 
 
 def _tensor_parallel(
@@ -387,7 +393,7 @@ def _in_flight(run: PublishedRun, sequences: int) -> float:
     return sequences * (1 + (run.staleness_rl_steps or 0.0) if run.schedule is Mode.ASYNC else 1)
 
 
-def _divisor(subject: Subject) -> int:
+def _divisor(subject: ReconstructedRun) -> int:
     """Return the largest of 16, 8, 4, 2, 1 that divides cluster and batch and leaves enough sequences."""
     steps, size = subject.optimizer_steps, subject.run.n_per_prompt or DEFAULT_GROUP_SIZE
     for divisor in (16, 8, 4, 2):

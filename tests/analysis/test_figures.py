@@ -30,7 +30,7 @@ from analysis.report import save_figures
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.step_metrics import StepMetrics
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.ledger import Accountant, StepRow
+from pipelinerl.records.ledger import RunLedger, StepRow
 from pipelinerl.scheduler.events import WeightsPublished
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -407,7 +407,7 @@ def test_a_run_without_a_line_of_metrics_has_none(tmp_path: Path, text: str | No
 
 def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
     metrics, lines = StepMetrics(truncation=5.0), []
-    books = Accountant(num_engines=1, colocated=False, longest=100)
+    books = RunLedger(num_engines=1, colocated=False, longest=100)
     for step in (1, 2):
         metrics.trained(np.log([1.0, 1.0, 2.0]), [0, 0, 0])
         metrics.trainer_said({"loss": 0.1, "gradient_norm": float("inf")})  # may overflow: no figure shows it

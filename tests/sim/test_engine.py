@@ -16,10 +16,10 @@ from simpy.events import NORMAL
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 from sim.clock import TICKS_PER_S, WORLD_PRIORITY, Clock, Wake, to_ticks
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.costs import DecodeCost, PrefillCost
 from sim.engine import Engine, EngineSettings
-from sim.request import Sequence
+from sim.request import Request
 from sim.step_by_step import StepByStepEngine
 
 both_engines = pytest.mark.parametrize("make", [Engine, StepByStepEngine])
@@ -71,7 +71,7 @@ def log_of(make, given, *, rollouts=(), updates=(), aborts=()):
     """What an engine reports of rollouts (tick, id, prompt tokens, length), updates (tick, kind), aborts (tick, id)."""
     log = Log(make, given)
     for tick, *rollout in rollouts:
-        log.engines[0].submit(Sequence(*rollout), tick)
+        log.engines[0].submit(Request(*rollout), tick)
     for version, (tick, kind) in enumerate(updates, start=1):
         log.engines[0].update(version, kind, tick)
     for tick, rollout_id in aborts:
@@ -142,7 +142,7 @@ def test_an_aborted_rollout_leaves_after_the_running_step(make):
 def test_a_rollout_goes_on_where_an_abort_ended_it(make):
     """2 of 3 tokens are there at 20; 4 prompt tokens and those 2 are prefilled, then one step: 100 + 6 + 10."""
     log = Log(make, settings_with(prefill=TOKEN_PREFILL))
-    sequence = Sequence(0, 4, 3)
+    sequence = Request(0, 4, 3)
     log.engines[0].submit(sequence, 0)
     log.at(15, lambda: log.engines[0].abort(0))
     log.clock.run(until=50)
@@ -155,8 +155,8 @@ def test_a_rollout_goes_on_where_an_abort_ended_it(make):
 def test_a_rollout_goes_on_on_another_engine(make):
     """It leaves at 20 and has its 4 tokens at 25 + 20; engine 0, where it would have at 40, takes no notice."""
     log = Log(make, settings_with(step=(10, 10, 10)), num_engines=2)
-    moving = Sequence(0, 0, 4)
-    for sequence in (moving, Sequence(1, 0, 3), Sequence(2, 0, 8)):
+    moving = Request(0, 0, 4)
+    for sequence in (moving, Request(1, 0, 3), Request(2, 0, 8)):
         log.engines[0].submit(sequence, 0)
     log.at(15, lambda: log.engines[0].abort(0))
     log.at(25, lambda: log.engines[1].submit(moving, 25))
@@ -173,9 +173,9 @@ def test_a_rollout_goes_on_on_another_engine(make):
 def test_who_arrived_first_joins_first_whenever_the_other_was_submitted(make):
     """Rollout 1 arrives at 15 and is in the batch from 20 on; rollout 2 is submitted in its first step."""
     log = Log(make, settings_with(step=(10, 10, 10)))
-    log.engines[0].submit(Sequence(0, 0, 5), 0)
-    log.engines[0].submit(Sequence(1, 0, 1), 15)
-    log.at(25, lambda: log.engines[0].submit(Sequence(2, 0, 1), 25))
+    log.engines[0].submit(Request(0, 0, 5), 0)
+    log.engines[0].submit(Request(1, 0, 1), 15)
+    log.at(25, lambda: log.engines[0].submit(Request(2, 0, 1), 25))
     log.clock.run()
     assert [(tick, rollout_id) for tick, _, rollout_id, _ in log.entries] == [(30, 1), (40, 2), (50, 0)]
 
@@ -190,13 +190,13 @@ def test_coefficients_of_a_measured_engine(make):
     step = [to_ticks(5.848e-3 + 10.65e-6 * batch) for batch in range(1, 65)]
     log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
     for rollout_id in range(64):
-        log.engines[0].submit(Sequence(rollout_id, 2048, 1000), 0)
+        log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
     log.clock.run()
     assert log.entries == [(9_499_373_600_000, "finished", rollout_id, spans((0, 1000))) for rollout_id in range(64)]
 
     log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
     for rollout_id in range(64):
-        log.engines[0].submit(Sequence(rollout_id, 2048, 1000), 0)
+        log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
     log.clock.run(until=5 * TICKS_PER_S)
     assert log.engines[0].end() == [(rollout_id, spans((0, 541))) for rollout_id in range(64)]
 
@@ -293,7 +293,7 @@ def test_an_update_exactly_at_a_boundary_waits_for_the_next(make):
 def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weights(make, asked, stops):
     """Steps of 10, a pause of 4, weights at 55: it loads at 59 and prefills the 1 + n tokens it has, at 3 each."""
     log = Log(make, settings_with(prefill=PrefillCost(0, 3, 0), pause=4))
-    engine, sequence = log.engines[0], Sequence(0, 1, 4)
+    engine, sequence = log.engines[0], Request(0, 1, 4)
     log.at(0, lambda: engine.submit(sequence, 0))
     log.at(asked + 3, engine.stand_still)  # the first step lasts 3 longer: its prefill
     log.at(40, lambda: engine.update(1, WeightUpdate.RECOMPUTE, 55))
@@ -367,7 +367,7 @@ def test_at_the_end_a_rollout_has_the_tokens_of_the_steps_that_have_ended(make, 
     """Boundaries 10, 20, 30, then a pause to 55, and 65; one rollout waits, one will arrive."""
     log = Log(make, settings_with(step=(10,), pause=25))
     for rollout_id, tick in ((2, 0), (1, 1), (0, 99)):
-        log.engines[0].submit(Sequence(rollout_id, 5, 100), tick)
+        log.engines[0].submit(Request(rollout_id, 5, 100), tick)
     log.engines[0].update(1, WeightUpdate.KEEP, 25)
     log.clock.run(until=until)
     pairs = [(0, min(tokens, 3))] * (tokens > 0) + [(1, tokens)] * (tokens > 3)
@@ -398,7 +398,7 @@ class Refill(Log):
 
     def rollout_finished(self, engine, sequence, spans):
         super().rollout_finished(engine, sequence, spans)
-        self.engines[0].submit(Sequence(sequence.rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
+        self.engines[0].submit(Request(sequence.rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
 
 
 @both_engines
@@ -407,7 +407,7 @@ def test_full_slots_of_one_length_make_a_token_each_per_step(make, num_slots):
     """All finish together, the engine is idle, and all start again at once: H tokens per step time, for ever."""
     log = Refill(make, settings_with(step=range(3, 3 + num_slots)))
     for rollout_id in range(num_slots):
-        log.engines[0].submit(Sequence(rollout_id, 0, 25), 0)
+        log.engines[0].submit(Request(rollout_id, 0, 25), 0)
     log.clock.run(until=(2 + num_slots) * 1000)
     num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 25 * len(log.entries)
     assert num_tokens == num_slots * 1000
@@ -421,7 +421,7 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
     """
     log = Refill(make, settings_with(step=(10,) * 5))
     for rollout_id in range(5):
-        log.engines[0].submit(Sequence(rollout_id, 0, 24), max(0, 10 * rollout_id - 5))
+        log.engines[0].submit(Request(rollout_id, 0, 24), max(0, 10 * rollout_id - 5))
     log.clock.run(until=50 + 10 * 25 * 40)
     num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 24 * len(log.entries)
     assert num_tokens == 15 + 5 * 24 * 40
@@ -460,7 +460,7 @@ class Scripted(Log):
     def __init__(self, make, script):
         super().__init__(make, script.engine, num_engines=script.num_engines)
         self.script = script
-        self.sequences = [Sequence(k, prompt, length) for k, (prompt, length, _) in enumerate(script.rollouts)]
+        self.sequences = [Request(k, prompt, length) for k, (prompt, length, _) in enumerate(script.rollouts)]
         self.place = [None] * len(self.sequences)
         self.unwanted = set()
         self.num_started = 0
@@ -612,7 +612,7 @@ def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_seque
     )
     log = Log(Engine, given)
     for rollout_id in range(num_sequences):
-        log.engines[0].submit(Sequence(rollout_id, prompt_tokens, 10**6 + 1), 0)
+        log.engines[0].submit(Request(rollout_id, prompt_tokens, 10**6 + 1), 0)
     context = num_sequences * prompt_tokens
     end = num_steps * (step_ticks + context_ticks * context) + prefill_ticks * context
     end += context_ticks * num_sequences * num_steps * (num_steps - 1) // 2
@@ -651,7 +651,7 @@ def run_of(make, tables):
     for name, table in tables.items():
         run[name] = {**run[name], **table}
     recorded = Recorded()
-    World(RunConfig.model_validate(run), engine_factory=make).run(recorded)
+    SimulatedCluster(RunConfig.model_validate(run), engine_factory=make).run(recorded)
     return recorded.entries
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
-from pipelinerl.records.ledger import Accountant
+from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import (
     PublishWeights,
     RolloutFinished,
@@ -30,20 +30,20 @@ from pipelinerl.scheduler.events import (
 )
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.clock import to_ticks
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.engine import Engine
 from sim.step_by_step import StepByStepEngine
 from sim.workload import Workload
 
 
-class Played(Accountant):
+class Played(RunLedger):
     """A simulated run: its books, and every event and command with its time."""
 
     def __init__(self, config: RunConfig, make=Engine):
         super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
         self.config = config
         self.entries = []
-        World(config, engine_factory=make).run(self)
+        SimulatedCluster(config, engine_factory=make).run(self)
 
     def event(self, time_s, event):
         self.entries.append((time_s, event))

@@ -30,7 +30,7 @@ from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402
 from backends.interface import GenerateRequest, UpdateTimes, Weights  # noqa: E402
 from backends.placement import SUBREAPER, RayEngine  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
-from backends.transfer.group import Group  # noqa: E402
+from backends.transfer.group import WeightSyncGroup  # noqa: E402
 from backends.transfer.weights_check import checksums  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
@@ -73,7 +73,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_after_a_loss(tmp
         transport="broadcast",
     )
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
-    group = Group(trainer, engines, timeout_s=TIMEOUT_S)
+    group = WeightSyncGroup(trainer, engines, timeout_s=TIMEOUT_S)
 
     async def bring(weights: Weights, members: list[int]) -> list[Any]:
         await group.of(members)

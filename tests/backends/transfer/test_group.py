@@ -20,7 +20,7 @@ from backends.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.interface import Weights
 from backends.run import drive
-from backends.transfer.group import Group
+from backends.transfer.group import WeightSyncGroup
 from pipelinerl.errors import EngineLostError, RunFailedError, TransferError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -134,7 +134,7 @@ def parts_of(config):
     wire = Wire()
     engines = [Receiving(wire, index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
     trainer = Sending(wire, train_batch_size=8)
-    return wire, engines, trainer, Group(trainer, engines, timeout_s=TIMEOUT_S)
+    return wire, engines, trainer, WeightSyncGroup(trainer, engines, timeout_s=TIMEOUT_S)
 
 
 def run(config, out, parts, *, resume=False, task=None):

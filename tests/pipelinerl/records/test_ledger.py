@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pipelinerl.records.figure_data
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import RunFailedError
-from pipelinerl.records.ledger import Accountant
+from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
@@ -38,7 +38,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.run import simulate
 
 
@@ -58,7 +58,7 @@ def ended(rollout_id, *pairs, engine=0, reward=0.0):
 
 def books_of(history, *, num_engines=1, colocated=False, longest=10):
     """Keep the books of (time, event or command, ...) entries."""
-    books = Accountant(num_engines=num_engines, colocated=colocated, longest=longest)
+    books = RunLedger(num_engines=num_engines, colocated=colocated, longest=longest)
     for time_s, *entries in history:
         for entry in entries:
             if isinstance(entry, get_args(Event)):
@@ -170,7 +170,7 @@ def rows_of(history):
 
 def test_a_step_is_told_as_soon_as_it_is_done():
     told = []
-    books = Accountant(num_engines=2, colocated=False, longest=10, on_step=lambda row: told.append(row.time_s))
+    books = RunLedger(num_engines=2, colocated=False, longest=10, on_step=lambda row: told.append(row.time_s))
     for time_s, *entries in STORY[:10]:
         for entry in entries:
             (books.event if isinstance(entry, get_args(Event)) else books.command)(time_s, entry)
@@ -336,7 +336,7 @@ def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
             history.append((n + 0.6, StartTraining((trained,), n, True), TrainingFinished(n + 1, 0.0)))
         books = books_of(history)
         assert books.summary()["rollouts"]["unfinished"] == 0
-        parts = (getattr(books, name) for name in Accountant.__slots__)
+        parts = (getattr(books, name) for name in RunLedger.__slots__)
         return sum(len(one) for one in parts if isinstance(one, dict | set))
 
     assert kept(3) == kept(30)
@@ -700,7 +700,7 @@ def runs(draw):
     }
 
 
-class Kept(Accountant):
+class Kept(RunLedger):
     """Books that keep the entries as well, and stop the run after so many steps."""
 
     def __init__(self, tables, *, stop_after=None):
@@ -713,7 +713,7 @@ class Kept(Accountant):
         )
         self.entries = []
         self.stop_after = stop_after
-        self.world = World(self.config)
+        self.world = SimulatedCluster(self.config)
         try:
             self.world.run(self)
         except RunFailedError:
@@ -852,7 +852,7 @@ def test_the_books_of_a_written_trace_are_those_of_the_run(tmp_path, kind, weigh
         }
     )
     summary = simulate(config, out=tmp_path / "run", trace=True)
-    books = Accountant(num_engines=config.num_engines, colocated=config.colocated, longest=40)
+    books = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=40)
     for record in Trace(tmp_path / "run" / "trace.jsonl.gz").records():
         if record.event is not None:
             books.event(record.time_s, record.event)

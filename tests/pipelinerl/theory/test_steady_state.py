@@ -14,7 +14,7 @@ from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.theory.paper import lengths_from, uniform_lengths
-from pipelinerl.theory.steady_state import Answers, Estimate, StepTime, screen
+from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
 from sim.costs import training_cost
 from sim.planning.search_space import answers_of
 from sim.run import simulate
@@ -54,7 +54,7 @@ def run(base: dict[str, Any], *overrides: str) -> RunConfig:
     return parse_run(with_overrides(base, overrides))
 
 
-def screened(config: RunConfig, answers: Answers | None = None) -> Estimate:
+def screened(config: RunConfig, answers: LengthStatistics | None = None) -> Estimate:
     hardware = resolved_hardware(config)
     engine = {"tensor_parallel": config.cluster.tensor_parallel, "most": config.scheduler.generation_batch_size}
     return screen(config, hardware, StepTime(hardware, **engine), answers or answers_of(config)[0])
@@ -159,7 +159,7 @@ def test_publishing_every_4_steps_costs_a_quarter_and_adds_a_lag_of_one_and_a_ha
 
 
 def test_the_grid_keeps_the_means_of_long_answers() -> None:
-    answers = Answers(uniform_lengths(5000), prompt_tokens=0.0)
+    answers = LengthStatistics(uniform_lengths(5000), prompt_tokens=0.0)
     assert answers.width == 5
     assert answers.width * answers.share.sum() == pytest.approx(2500.5)
     # A stationary batch: what is left and what is there are both half of E[l^2]/E[l].
@@ -169,7 +169,7 @@ def test_the_grid_keeps_the_means_of_long_answers() -> None:
 
 @given(tokens=st.lists(st.integers(1, 3000), min_size=1, max_size=30))
 def test_the_longest_of_one_is_the_mean_and_of_many_the_longest(tokens: list[int]) -> None:
-    answers = Answers(lengths_from(tokens), prompt_tokens=0.0)
+    answers = LengthStatistics(lengths_from(tokens), prompt_tokens=0.0)
     assert answers.longest(1) == pytest.approx(np.mean(tokens))
     assert answers.longest(10_000) == pytest.approx(max(tokens), abs=answers.width)
     assert answers.longest(2) >= answers.longest(1) - 1e-9

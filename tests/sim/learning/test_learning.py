@@ -16,11 +16,11 @@ from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
-from sim.cluster import World
+from sim.cluster import SimulatedCluster
 from sim.engine import Engine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
 from sim.planning.search import plan
-from sim.request import Sequence
+from sim.request import Request
 from sim.run import simulate
 from sim.step_by_step import StepByStepEngine
 
@@ -222,7 +222,7 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(update, capacity
         recorder = type("Log", (), {"event": lambda _, *a: log.append(a), "command": lambda _, *a: log.append(a)})()  # noqa: B023
         with one_thread():
             learner = Learner(config)
-            World(config, engine_factory=make, policy=learner).run(recorder)
+            SimulatedCluster(config, engine_factory=make, policy=learner).run(recorder)
         seen.append((log, learner.fingerprint()))
     assert seen[0] == seen[1]
     versions = [len(event.spans.versions) for _, event in seen[0][0] if isinstance(event, RolloutFinished)]
@@ -331,7 +331,7 @@ def test_micro_batches_add_up_to_the_same_step():
             spans = {number: VersionSpans((0,), (1,)) for number in range(16)}
             for number in range(16):
                 learner.answers.ask(number, number // 4)
-                sequence = Sequence(number, learner.prompt_tokens, MAX)
+                sequence = Request(number, learner.prompt_tokens, MAX)
                 learner.answers.begin(sequence, 0)
                 spans[number] = VersionSpans((0,), (sequence.length,))
                 learner.finished(number, spans[number])
@@ -362,7 +362,7 @@ def test_what_is_given_up_is_forgotten():
         learner = Learner(config)
         events, commands = [], []
         keep = {"event": lambda _, __, event: events.append(event), "command": lambda _, __, one: commands.append(one)}
-        World(config, policy=learner).run(type("Log", (), keep)())
+        SimulatedCluster(config, policy=learner).run(type("Log", (), keep)())
     finished = {event.rollout_id for event in events if isinstance(event, RolloutFinished)}
     for command in commands:
         if isinstance(command, StartTraining | DiscardRollouts):
