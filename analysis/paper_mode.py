@@ -5,16 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from analysis.read import RateCurves
-from pipelinerl.config.run import RunConfig, UtilisationDecode
+from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
-from pipelinerl.theory.paper import (
-    Setting,
-    fitted_utilisation,
-    lengths_from,
-    read_utilisation,
-    throughput_against_lag,
-    uniform_lengths,
-)
+from pipelinerl.hardware.tables import UtilisationDecode
+from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
+from pipelinerl.theory.paper import Setting, lengths_from, throughput_against_lag, uniform_lengths
 
 NUM_LAGS = 24
 """Points of a curve (count)."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pipelinerl.config.run import PhaseSwitchConfig, RunConfig, SchedulerConfig, TrainingConfig, WeightTransferConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.derive import resolved_hardware
+from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
 from sim.costs import training_cost
 from sim.run import simulate
 from sim.workload import Workload

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.config.run import CompareConfig, RunConfig, Variant
+from pipelinerl.config.compare import CompareConfig, Variant
+from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json

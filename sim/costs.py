@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from pipelinerl.config.run import Decode, PrefillConfig, TrainingConfig
 from pipelinerl.hardware.derive import step_seconds
+from pipelinerl.hardware.tables import Decode, PrefillConfig, TrainingConfig
 from sim.clock import to_ticks
 
 

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.config.run import LengthConfig, WorkloadConfig
+from pipelinerl.config.workload import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.csv_file import read_csv
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream

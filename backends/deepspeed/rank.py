@@ -39,8 +39,9 @@ from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.broadcast import BroadcastGroup, described, open_store, own_address
 from backends.transfer.weights_check import checksums
 from backends.transfer.weights_file import write_weights
-from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
+from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.errors import BackendError
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 
 KEPT_FILES = 2

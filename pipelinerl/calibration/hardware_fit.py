@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from pipelinerl.calibration.least_squares import Column, Fit, fit
 from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
-from pipelinerl.config.run import AffineDecode, HardwareConfig, PrefillConfig, RunConfig, TrainingConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training, run_coefficients, step_seconds
+from pipelinerl.hardware.tables import AffineDecode, HardwareConfig, PrefillConfig, TrainingConfig
 
 FloatArray = NDArray[np.float64]
 

@@ -273,14 +273,13 @@ def validate(
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
     from pipelinerl.cli.progress import stage_bars
     from pipelinerl.records.run_folder import check_vacant
-    from sim.validation.records import read_published_runs
 
     validator = _load("sim.validation.predict", extra="sim")
     if out is not None:
         _load("analysis.validation", extra="plot")
         check_vacant(out)
     shipped = validator.shipped_runs()
-    runs = shipped if rows is None else read_published_runs(rows)
+    runs = shipped if rows is None else _load("sim.validation.records", extra="sim").read_published_runs(rows)
     with stage_bars() as on_progress:
         predictions = validator.validate(
             runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)

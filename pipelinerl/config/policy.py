@@ -6,7 +6,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.config.train import LossConfig, Temperature
+from pipelinerl.config.train import Temperature
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.util.strict_model import StrictModel
 
 

@@ -18,8 +18,10 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pipelinerl.config.run import AffineDecode, CompareConfig, RooflineDecode, RunConfig, UtilisationDecode, Variant
+from pipelinerl.config.compare import CompareConfig, Variant
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.tables import AffineDecode, RooflineDecode, UtilisationDecode
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> RunConfig:

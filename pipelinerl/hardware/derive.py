@@ -9,24 +9,24 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
-from pipelinerl.config.run import (
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
+from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
+from pipelinerl.hardware.tables import (
     AffineDecode,
     Decode,
     PhaseSwitchConfig,
     PrefillConfig,
     ResolvedHardware,
     RooflineDecode,
-    RunConfig,
     TrainingConfig,
     UtilisationDecode,
     WeightTransferConfig,
 )
-from pipelinerl.config.train import TrainConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
-from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
-from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
-from pipelinerl.theory.paper import fitted_utilisation, read_utilisation
+from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 
 __all__ = [
     "Coefficients",

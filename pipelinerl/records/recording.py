@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipelinerl.config.run import RunConfig, UtilisationDecode
+from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.records.ledger import RunLedger, StepRow
 from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
 from pipelinerl.records.trace import TraceWriter

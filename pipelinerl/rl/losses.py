@@ -31,7 +31,7 @@ from typing import Any, assert_never
 
 import torch
 
-from pipelinerl.config.train import LossConfig
+from pipelinerl.rl.config import LossConfig
 
 # Legend of shapes: N flat tokens of a packed row; S sequences in it; V words of the vocabulary.
 

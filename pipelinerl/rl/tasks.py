@@ -18,8 +18,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from pipelinerl.config.train import TaskConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.math_verifier import Verifiers
 
 BUILT_IN = "arithmetic, math or package.module:attribute"

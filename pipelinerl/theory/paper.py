@@ -28,144 +28,17 @@ step. The matrix shapes printed for Fig. 8 make h the contraction size; h rows w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.errors import ConfigError
-from pipelinerl.util.csv_file import read_csv
-
-FloatArray = npt.NDArray[np.float64]
-RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]
-
+from pipelinerl.hardware.utilisation import UtilisationCurve
+from pipelinerl.util.arrays import check
 
 # ----------------------------------------------------------------------------- cost of a decode step
-
-
-@dataclass(frozen=True, slots=True)
-class UtilisationCurve:
-    """What one decode step costs: U(h) of the paper, held as h/U(h), which is finite and never divides by 0."""
-
-    cost: Callable[[FloatArray], FloatArray]
-    """Flashes of a decode step with h > 0 sequences, elementwise."""
-
-    @overload
-    def step_flashes(self, h: float) -> float: ...
-    @overload
-    def step_flashes(self, h: RealArray) -> FloatArray: ...
-    def step_flashes(self, h: float | RealArray) -> float | FloatArray:
-        """Return h/U(h), the flashes of one decode step.
-
-        Args:
-            h: Sequences decoded together on one accelerator, at least 0; fractions are means. Any shape.
-
-        Returns:
-            Flashes, a float for a number and an array for an array. 0 sequences make no step and cost 0.
-
-        Raises:
-            ValueError: If any entry is negative or not finite.
-        """
-        batch = np.asarray(h, dtype=np.float64)
-        _check(bool(np.all((batch >= 0) & np.isfinite(batch))), "h must be finite and at least 0", h)
-        flashes = np.where(batch > 0, self.cost(batch), 0.0)
-        return flashes if flashes.ndim else float(flashes)
-
-    @overload
-    def utilisation(self, h: float) -> float: ...
-    @overload
-    def utilisation(self, h: RealArray) -> FloatArray: ...
-    def utilisation(self, h: float | RealArray) -> float | FloatArray:
-        """Return U(h), the share of peak FLOP/s: tokens per flash of one accelerator.
-
-        Args:
-            h: As for ``step_flashes``.
-
-        Returns:
-            A value in [0, 1], 0 only for 0 sequences; float or array as the input.
-
-        Raises:
-            ValueError: If any entry is negative or not finite.
-        """
-        batch = np.asarray(h, dtype=np.float64)
-        share = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
-        return share if share.ndim else float(share)
-
-
-def fitted_utilisation() -> UtilisationCurve:
-    """Return the smooth curve fitted to the paper: h/U(h) = (a^p + (h/0.61)^p)^(1/p), a = 467.1 flashes, p = 3.41.
-
-    The paper prints no table of U. a and p are fitted to two numbers of its case study (U(192) = 16.9/44 and
-    the conventional generation rate of 18.3 tokens/flash); the plateau of 0.61 is assumed. That the case study
-    comes out right is therefore a check of consistency, not independent evidence. Not fit for seconds: there is
-    no KV-cache traffic in it, and the true curve has steps at multiples of 64 and 128.
-    """
-    return UtilisationCurve(partial(_fitted_cost, floor_flashes=467.1, plateau=0.61, sharpness=3.41))
-
-
-def read_utilisation(path: str | Path) -> UtilisationCurve:
-    """Read a measured curve from a CSV file with the columns ``batch,utilisation``.
-
-    The step cost h/U(h) is interpolated linearly between the rows. Below the first row it stays as there (a
-    step costs the same however few sequences it holds); beyond the last row the utilisation stays as there.
-
-    Args:
-        path: The file: that header, then at least 2 rows with rising batch (sequences per accelerator, at least
-            1) and utilisation in (0, 1]. Empty lines are skipped.
-
-    Returns:
-        The curve.
-
-    Raises:
-        ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
-    """
-    header, *rows = read_csv(Path(path), "utilisation table") or [(1, [])]
-    if header[1] != ["batch", "utilisation"]:
-        raise ConfigError(f"{path} line {header[0]}: columns must be batch,utilisation, got {_shown(header[1])}")
-    points: list[tuple[float, float]] = []
-    for number, cells in rows:
-        points.append(_utilisation_row(cells, f"{path} line {number}", points[-1][0] if points else None))
-    if len(points) < 2:
-        last = rows[-1][0] if rows else header[0]
-        raise ConfigError(f"{path} line {last}: the table must have at least 2 rows, got {len(points)}")
-    batch, utilisation = np.array(points).T
-    return UtilisationCurve(partial(_table_cost, batch=batch, utilisation=utilisation))
-
-
-def _fitted_cost(h: FloatArray, *, floor_flashes: float, plateau: float, sharpness: float) -> FloatArray:
-    """Blend a constant cost per step (few sequences) with a constant cost per sequence (many)."""
-    cost: FloatArray = (floor_flashes**sharpness + (h / plateau) ** sharpness) ** (1 / sharpness)
-    return cost
-
-
-def _table_cost(h: FloatArray, *, batch: FloatArray, utilisation: FloatArray) -> FloatArray:
-    """Interpolate the step cost between the rows; outside them keep cost (below) or utilisation (above)."""
-    return np.where(h > batch[-1], h / utilisation[-1], np.interp(h, batch, batch / utilisation))
-
-
-def _utilisation_row(cells: list[str], where: str, previous: float | None) -> tuple[float, float]:
-    """Return batch and utilisation of one row, or raise ``ConfigError`` with the rule it breaks."""
-    try:
-        batch, utilisation = (float(cell) for cell in cells)
-    except ValueError:
-        raise ConfigError(f"{where}: a row must be two numbers batch,utilisation, got {_shown(cells)}") from None
-    if not 1 <= batch < math.inf:
-        raise ConfigError(f"{where}: batch must be finite and at least 1, got {cells[0]}")
-    if previous is not None and batch <= previous:
-        raise ConfigError(f"{where}: batch must rise from row to row, got {cells[0]} after {previous:g}")
-    if not 0 < utilisation <= 1:
-        raise ConfigError(f"{where}: utilisation must be above 0 and at most 1, got {cells[1]}")
-    return batch, utilisation
-
-
-def _shown(cells: list[str]) -> str:
-    """Return a CSV row as the user wrote it, cut to a readable length."""
-    text = ",".join(cells) or "nothing"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
@@ -181,8 +54,8 @@ def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
     Raises:
         ValueError: If either is not positive.
     """
-    _check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
-    _check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
+    check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
+    check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
     return flops_per_token / peak_flops
 
 
@@ -236,7 +109,7 @@ def uniform_lengths(max_tokens: int) -> Lengths:
     Raises:
         ValueError: If ``max_tokens`` is below 1.
     """
-    _check(max_tokens >= 1, "max_tokens must be at least 1", max_tokens)
+    check(max_tokens >= 1, "max_tokens must be at least 1", max_tokens)
     return Lengths(np.arange(max_tokens, 0, -1, dtype=np.int64))
 
 
@@ -254,7 +127,7 @@ def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
     """
     array = np.asarray(tokens)
     whole = array.ndim == 1 and array.size > 0 and np.issubdtype(array.dtype, np.integer)
-    _check(bool(whole and array.min() >= 1), "tokens must be a list of whole numbers, each at least 1", array)
+    check(bool(whole and array.min() >= 1), "tokens must be a list of whole numbers, each at least 1", array)
     ending = np.bincount(array)[1:]
     return Lengths(ending[::-1].cumsum()[::-1].astype(np.int64))
 
@@ -282,10 +155,10 @@ class Setting:
     """Training time per token on one accelerator, τ (flashes)."""
 
     def __post_init__(self) -> None:
-        _check(self.accelerators >= 1, "accelerators must be at least 1", self.accelerators)
-        _check(self.train_batch_size >= 1, "train_batch_size must be at least 1", self.train_batch_size)
+        check(self.accelerators >= 1, "accelerators must be at least 1", self.accelerators)
+        check(self.train_batch_size >= 1, "train_batch_size must be at least 1", self.train_batch_size)
         tau = self.training_flashes_per_token
-        _check(0 < tau < math.inf, "training_flashes_per_token must be finite and above 0", tau)
+        check(0 < tau < math.inf, "training_flashes_per_token must be finite and above 0", tau)
 
 
 class Rates(NamedTuple):
@@ -313,7 +186,7 @@ def conventional_rates(setting: Setting, *, optimizer_steps_per_rl_step: int) ->
         ValueError: If G is below 1.
     """
     steps = optimizer_steps_per_rl_step
-    _check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
+    check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
     lengths, sequences = setting.lengths, setting.train_batch_size * steps
     per_accelerator = lengths.unfinished * (sequences / lengths.num_sequences / setting.accelerators)
     generating_flashes = float(setting.curve.step_flashes(per_accelerator).sum())
@@ -337,9 +210,9 @@ def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_a
         ValueError: If H or I is out of range.
     """
     batch, generators = generation_batch_size, generation_accelerators
-    _check(batch >= 1, "generation_batch_size must be at least 1", batch)
+    check(batch >= 1, "generation_batch_size must be at least 1", batch)
     rule = f"generation_accelerators must be at least 1 and below accelerators={setting.accelerators}"
-    _check(1 <= generators < setting.accelerators, rule, generators)
+    check(1 <= generators < setting.accelerators, rule, generators)
     generation = setting.curve.utilisation(batch) * generators
     training = (setting.accelerators - generators) / setting.training_flashes_per_token
     return Rates(generation, training, min(generation, training))
@@ -403,7 +276,7 @@ def mean_lag_pipeline(
     Raises:
         ValueError: If ``training_share`` is outside [0, 1].
     """
-    _check(0 <= training_share <= 1, "training_share must be at least 0 and at most 1", training_share)
+    check(0 <= training_share <= 1, "training_share must be at least 0 and at most 1", training_share)
     in_flight_steps = generation_batch_size * generation_accelerators / train_batch_size
     return in_flight_steps * (1 + length_cv**2) / 2 + training_share
 
@@ -421,7 +294,7 @@ def mean_lag_conventional(optimizer_steps_per_rl_step: int) -> float:
         ValueError: If G is below 1.
     """
     steps = optimizer_steps_per_rl_step
-    _check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
+    check(steps >= 1, "optimizer_steps_per_rl_step must be at least 1", steps)
     return (steps - 1) / 2
 
 
@@ -480,10 +353,10 @@ def search_pipeline(
         ValueError: If there are fewer than 2 accelerators, no H to try, or nothing within ``max_lag``.
     """
     lengths, accelerators, multiple = setting.lengths, setting.accelerators, generation_batch_multiple
-    _check(accelerators >= 2, "accelerators must be at least 2 to generate and train at once", accelerators)
-    _check(multiple >= 1, "generation_batch_multiple must be at least 1", multiple)
+    check(accelerators >= 2, "accelerators must be at least 2 to generate and train at once", accelerators)
+    check(multiple >= 1, "generation_batch_multiple must be at least 1", multiple)
     rule = f"generation_batch_limit must be at least generation_batch_multiple={multiple}"
-    _check(generation_batch_limit >= multiple, rule, generation_batch_limit)
+    check(generation_batch_limit >= multiple, rule, generation_batch_limit)
     tokens_within = max_lag * setting.train_batch_size * lengths.num_tokens
     most_in_flight = tokens_within // (lengths.max_tokens * lengths.num_sequences)  # the bound on g_max, for H·I
     batches = np.arange(multiple, generation_batch_limit + 1, multiple)
@@ -568,15 +441,9 @@ def staleness_applied_compute(
     Raises:
         ValueError: If ``rate_ratio`` is not positive or ``tailness`` is below 1.
     """
-    _check(rate_ratio > 0, "rate_ratio must be above 0", rate_ratio)
-    _check(tailness >= 1, "tailness must be at least 1", tailness)
+    check(rate_ratio > 0, "rate_ratio must be above 0", rate_ratio)
+    check(tailness >= 1, "tailness must be at least 1", tailness)
     pre_queue = in_flight * tailness / (train_batch_size * max(1.0, rate_ratio))
     if rate_ratio <= 1:
         return Staleness(pre_queue, rate_ratio)
     return Staleness(pre_queue, (2 * queue_batches + rate_ratio - 1) / (2 * rate_ratio))
-
-
-def _check(holds: bool, rule: str, value: object) -> None:
-    """Raise ``ValueError`` with the rule and the value, unless the rule holds."""
-    if not holds:
-        raise ValueError(f"{rule}, got {value}")

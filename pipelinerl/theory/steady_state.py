@@ -31,8 +31,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pipelinerl.config.run import PrefillConfig, ResolvedHardware, RunConfig, TrainingConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.derive import step_seconds
+from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware, TrainingConfig
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.theory.paper import Lengths
 

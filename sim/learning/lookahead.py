@@ -14,8 +14,7 @@ can be seen in them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np

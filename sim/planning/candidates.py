@@ -9,8 +9,9 @@ from itertools import product
 from typing import Any
 
 from pipelinerl.config.plan import PlanConfig
-from pipelinerl.config.run import ResolvedHardware, RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.derive import resolved_hardware
+from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
 from sim.planning.search_space import Reason, Space

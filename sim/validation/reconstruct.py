@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelinerl.config.run import RunConfig, TrainingConfig, WorkloadConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
+from pipelinerl.hardware.tables import TrainingConfig
 from pipelinerl.theory.paper import lengths_from
 from pipelinerl.theory.steady_state import LengthStatistics
 from sim.validation.records import DEFAULT_GROUP_SIZE, Mode, PublishedRun

@@ -21,11 +21,12 @@ from pydantic import BaseModel
 from backends.fake import FakeCodec, FakeEngine, FakeTrainer
 from backends.run import drive
 from pipelinerl import cli
-from pipelinerl.config.run import Decode, RunConfig
+from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
-from pipelinerl.config.train import LossConfig
+from pipelinerl.hardware.tables import Decode
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.trace import TraceWriter
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler import events
 from pipelinerl.theory import paper as analytic

@@ -1,4 +1,4 @@
-"""Who may import whom, read from the syntax trees; and what an import may load, seen in a fresh process."""
+"""Who may import whom, read from the syntax trees, by folder; and what an import may load, seen in a fresh process."""
 
 from __future__ import annotations
 
@@ -22,36 +22,55 @@ TRAINING = {
     "psutil",
     "tensorboard",
     "wandb",
+    "datasets",  # tasks
+    "math_verify",
 }
-TRAINING |= {"datasets", "math_verify"}  # tasks
 MAY_IMPORT = {
-    "pipelinerl": {"pipelinerl", "numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
-    "sim": {"pipelinerl", "sim", "numpy", "simpy", "ray"},  # Ray inside a function, for who has a cluster
-    "backends": {"pipelinerl", "backends", "numpy"} | TRAINING,
-    "analysis": {"pipelinerl", "analysis", "numpy", "matplotlib"},
+    "pipelinerl": {"numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
+    "sim": {"numpy", "simpy", "ray", "pydantic"},  # Ray inside a function, for who has a cluster
+    "backends": {"numpy"} | TRAINING,
+    "analysis": {"numpy", "matplotlib", "pydantic"},
 }
-PURE = ("errors", "events", "pool", "scheduler")
-MAY_IMPORT_TORCH = ROOT / "pipelinerl" / "losses.py"  # of the core; nothing else of it imports this module
-LEARNING = ROOT / "sim" / "learning"  # may import torch, but for its tasks; the rest of sim imports it inside functions
-TORCH_FREE = {LEARNING / "__init__.py", LEARNING / "tasks.py"}
+"""Packages from outside, by package; the modules below may import torch besides."""
+MAY_IMPORT_TORCH = ("pipelinerl/rl/losses.py", "sim/learning/")
+MAY_NOT_AFTER_ALL = ("sim/learning/__init__.py", "sim/learning/tasks.py")
+
+PURE = "pipelinerl/scheduler"
+"""All of this folder decides: events in, commands out."""
 NOT_PURE = {"time", "asyncio", "random", "threading", "logging", "datetime", "os", "io", "pathlib", "socket"}
-COMMAND_LINE = ROOT / "pipelinerl" / "cli.py"
+
+LAYERS = (
+    {"errors"},
+    {"util"},
+    {"scheduler"},
+    {"hardware", "rl"},
+    {"config"},
+    {"records"},
+    {"theory"},
+    {"calibration"},
+    {"cli"},
+)
+"""Folders of the core, from the ground up: each imports from itself and from lower storeys only."""
 
 
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Full names of modules, or of what is taken from them: ``a.b`` for ``import a.b`` and ``from a import b`` alike."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_level_only else ast.walk(tree)
     names: set[str] = set()
-    for node in nodes:
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
-            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
@@ -61,44 +80,76 @@ def roots(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_imports_only_what_it_may(package: str) -> None:
-    allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names)
+    allowed = {"pipelinerl", package} | MAY_IMPORT[package] | set(sys.stdlib_module_names)
     for path in modules(package):
-        may = path == MAY_IMPORT_TORCH or (path.parent == LEARNING and path not in TORCH_FREE)
-        torch = {"torch"} if may else set()
+        name = name_of(path)
+        torch = {"torch"} if name.startswith(MAY_IMPORT_TORCH) and name not in MAY_NOT_AFTER_ALL else set()
         assert roots(imported(path)) <= allowed | torch, path
 
 
-def test_of_the_core_the_losses_alone_need_torch_and_no_other_module_needs_the_losses() -> None:
-    names = {path: imported(path) for path in modules("pipelinerl")}
-    assert [path for path in names if "torch" in roots(names[path])] == [MAY_IMPORT_TORCH]
-    assert not [path for path in names if "pipelinerl.rl.losses" in names[path]]
+def test_no_module_of_the_core_imports_the_losses_which_need_torch() -> None:
+    assert not [path for path in modules("pipelinerl") if any("rl.losses" in name for name in imported(path))]
 
 
 def test_every_package_has_modules_to_check() -> None:
-    assert all(modules(package) for package in PACKAGES)
+    assert all(modules(package) for package in (*PACKAGES, PURE))
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_the_scheduler_has_no_clock_no_chance_and_no_files(name: str) -> None:
-    names = roots(imported(ROOT / "pipelinerl" / f"{name}.py"))
-    assert not names & NOT_PURE
-    assert names <= {"pipelinerl"} | set(sys.stdlib_module_names)
+@pytest.mark.parametrize("path", modules(PURE), ids=lambda path: path.stem)
+def test_what_decides_has_no_clock_no_chance_and_no_files(path: Path) -> None:
+    names = imported(path)
+    assert not roots(names) & NOT_PURE
+    assert roots(names) <= {"pipelinerl"} | set(sys.stdlib_module_names)
+    ours = {name for name in names if name.startswith("pipelinerl")}
+    assert all(name.startswith(("pipelinerl.scheduler.", "pipelinerl.errors.")) for name in ours)
 
 
-def test_only_the_command_line_reaches_other_packages_and_only_inside_its_functions() -> None:
-    strings = {
-        node.value
-        for node in ast.walk(ast.parse(COMMAND_LINE.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+def storey(path: Path) -> int:
+    part = path.relative_to(ROOT / "pipelinerl").parts[0].removesuffix(".py")
+    return next(number for number, parts in enumerate(LAYERS) if part in parts)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in modules("pipelinerl") if path != ROOT / "pipelinerl" / "__init__.py"],
+    ids=lambda path: path.relative_to(ROOT).with_suffix("").as_posix(),
+)
+def test_a_module_of_the_core_imports_from_its_own_folder_and_from_lower_storeys(path: Path) -> None:
+    own = path.relative_to(ROOT / "pipelinerl").parts[0].removesuffix(".py")
+    reached = {name.split(".")[1] for name in imported(path) if name.startswith("pipelinerl.")}
+    above = [part for part in reached - {own} if not any(part in parts for parts in LAYERS[: storey(path)])]
+    assert not above
+
+
+def graph() -> dict[str, set[str]]:
+    """Modules of all packages, and those that each imports when it is loaded."""
+    names = {
+        name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        for p in PACKAGES
+        for path in modules(p)
     }
-    assert {
-        "sim.run",
-        "sim.compare",
-        "sim.planning.search",
-        "analysis.plot",
-        "analysis.validation",
-    } <= strings  # loaded by name, when a command runs
-    assert roots(imported(COMMAND_LINE, top_level_only=True)) <= {"pipelinerl", "typer"} | set(sys.stdlib_module_names)
+    found: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for path in modules(package):
+            own = name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+            targets = imported(path)
+            found[own] = {t if t in names else t.rpartition(".")[0] for t in targets} & names - {own}
+    return found
+
+
+def test_no_import_goes_round_in_a_circle() -> None:
+    imports = graph()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in sorted(imports[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in imports:
+        visit(module, ())
 
 
 def loaded_by(statement: str) -> set[str]:

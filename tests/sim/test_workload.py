@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config.run import LengthConfig, WorkloadConfig
+from pipelinerl.config.workload import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from sim.workload import BLOCKS_KEPT, DRAWS_PER_BLOCK, Workload, grown_length, growth_factor, read_source, shipped_sets
 

@@ -17,7 +17,8 @@ from backends.deepspeed.packing import pack
 from backends.deepspeed.policy_model import copy_policy
 from backends.deepspeed.rank import RankSettings, TrainerRank
 from backends.interface import Sample, Weights
-from pipelinerl.config.train import LossConfig, OptimizerConfig, TrainerConfig
+from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
 
 TEMPERATURE = 0.7

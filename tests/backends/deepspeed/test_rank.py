@@ -39,8 +39,9 @@ from backends.deepspeed.rank import TrainerRank  # noqa: E402
 from backends.transfer.broadcast import BroadcastGroup, described  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes, checksums  # noqa: E402
 from backends.transfer.weights_file import read_verified  # noqa: E402
-from pipelinerl.config.train import LossConfig, TrainerConfig  # noqa: E402
+from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
+from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 pytestmark = [
     pytest.mark.real,

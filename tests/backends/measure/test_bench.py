@@ -16,7 +16,7 @@ from pipelinerl.calibration import step_times as steptimes
 from pipelinerl.calibration.calibrate import calibrate_table
 from pipelinerl.calibration.step_times import COLUMNS
 from pipelinerl.errors import ConfigError
-from pipelinerl.theory.paper import read_utilisation
+from pipelinerl.hardware.utilisation import read_utilisation
 
 torch = pytest.importorskip("torch")
 

@@ -616,7 +616,7 @@ def test_a_share_of_the_peak_that_is_all_of_it_is_warned_of(tmp_path: Path) -> N
 
 def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: Path) -> None:
     assert doubts(calibrate_trace(pipeline_folder)) == []
-    kernels = calibrate_table(Path(__file__).parents[3] / "data" / "decode_step_kernels.csv", run_of(NAMED))
+    kernels = calibrate_table(Path(__file__).parents[2] / "data" / "decode_step_kernels.csv", run_of(NAMED))
     assert doubts(kernels) == []
 
 

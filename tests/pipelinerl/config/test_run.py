@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from pipelinerl.config.run import CompareConfig, Decode, RunConfig, Variant
+from pipelinerl.config.compare import CompareConfig, Variant
+from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.tables import Decode
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 
 TINY = """

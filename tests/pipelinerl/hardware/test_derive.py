@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.config.run import PhaseSwitchConfig, RooflineDecode
 from pipelinerl.config.run_file import dump_run, load_run, parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
@@ -36,6 +35,7 @@ from pipelinerl.hardware.derive import (
     training_memory,
 )
 from pipelinerl.hardware.memory import kept_numbers, pack_that_fits
+from pipelinerl.hardware.tables import PhaseSwitchConfig, RooflineDecode
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[3]

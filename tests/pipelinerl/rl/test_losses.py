@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from pipelinerl.config.train import LossConfig  # noqa: E402
 from pipelinerl.rl import losses  # noqa: E402
+from pipelinerl.rl.config import LossConfig  # noqa: E402
 
 LN2 = math.log(2)
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}

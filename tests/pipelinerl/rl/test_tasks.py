@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.config.train import TaskConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl import math_verifier as mathtask
+from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.rl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
 

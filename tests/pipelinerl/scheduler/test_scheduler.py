@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 
-from pipelinerl.config.run import SchedulerConfig
+from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     AbortRollout,

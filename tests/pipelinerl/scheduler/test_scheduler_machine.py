@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from pipelinerl.config.run import SchedulerConfig
+from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     AbortRollout,

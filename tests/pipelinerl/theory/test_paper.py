@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation, read_utilisation
 from pipelinerl.theory import paper as analytic
 from pipelinerl.theory.paper import (
     LagPoint,
@@ -24,9 +25,7 @@ from pipelinerl.theory.paper import (
     PipelineChoice,
     Rates,
     Setting,
-    UtilisationCurve,
     conventional_rates,
-    fitted_utilisation,
     flash_s,
     lag_estimate,
     largest_lag,
@@ -34,7 +33,6 @@ from pipelinerl.theory.paper import (
     mean_lag_conventional,
     mean_lag_pipeline,
     pipeline_rates,
-    read_utilisation,
     search_pipeline,
     staleness_applied_compute,
     throughput_against_lag,

@@ -1,0 +1,216 @@
+"""How fast a cluster is, in numbers: the tables of ``[hardware]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipelinerl.hardware.coefficients import Level, checked_coefficients
+from pipelinerl.util.strict_model import StrictModel
+
+
+class UtilisationDecode(StrictModel):
+    """The paper's appendix A: a step of h sequences costs h/U(h) flashes, whatever their context."""
+
+    kind: Literal["utilisation"]
+    flash_s: float = Field(gt=0)
+    """Seconds of one flash: least time for one token on one accelerator, FLOPs per token / peak FLOP/s (eq. 9)."""
+    table: str | None = None
+    """CSV file with columns ``batch,utilisation`` measured by the user. None: the curve fitted to the paper."""
+
+
+class AffineDecode(StrictModel):
+    """A decode step costs step_s + sequence_s * b + context_token_s * (context tokens of all b sequences)."""
+
+    kind: Literal["affine"]
+    step_s: float = Field(gt=0)
+    """Seconds per step, whatever it holds."""
+    sequence_s: float = Field(default=0.0, ge=0)
+    """Seconds per step and sequence."""
+    context_token_s: float = Field(default=0.0, ge=0)
+    """Seconds per step and token of context."""
+
+
+class RooflineDecode(StrictModel):
+    """max(read the weights, multiply) + read the KV cache + overhead, from the figures of GPU and model."""
+
+    kind: Literal["roofline"]
+    peak_flops: float = Field(gt=0)
+    """Dense peak of one accelerator (FLOP/s)."""
+    bandwidth: float = Field(gt=0)
+    """Memory bandwidth of one accelerator (bytes/s)."""
+    parameters_read: float = Field(gt=0)
+    """Parameters read in every step: all but the input embedding and the routed experts (count)."""
+    parameters_active: float = Field(gt=0)
+    """Parameters that multiply for one token (count)."""
+    bytes_per_parameter: float = Field(default=2.0, gt=0)
+    """Bytes of one weight."""
+    kv_bytes_per_token: float = Field(ge=0)
+    """Bytes of KV cache per token of context: 2 * layers * KV heads * head size * bytes."""
+    experts: int | None = Field(default=None, ge=1)
+    """Routed experts of one layer (count), of which a step reads those that a sequence of its batch goes through.
+    None: there are none."""
+    experts_per_token: int | None = Field(default=None, ge=1)
+    """Routed experts that a token goes through in one layer (count)."""
+    expert_parameters: float | None = Field(default=None, gt=0)
+    """Parameters of the routed experts of all layers together (count)."""
+    weight_efficiency: float = Field(default=0.72, gt=0, le=1)
+    """Share of the bandwidth reached while reading weights (no unit)."""
+    kv_efficiency: float = Field(default=0.75, gt=0, le=1)
+    """Share of the bandwidth reached while reading the KV cache (no unit)."""
+    flops_efficiency: float = Field(default=0.7, gt=0, le=1)
+    """Share of the peak reached by the matrix products (no unit)."""
+    step_overhead_s: float = Field(default=1.2e-3, ge=0)
+    """Seconds per step of the engine itself."""
+    sequence_overhead_s: float = Field(default=1.07e-5, ge=0)
+    """Seconds per step and sequence of the engine itself."""
+
+    @model_validator(mode="after")
+    def _units_are_plausible(self) -> Self:
+        for name, unit, example in (("peak_flops", "FLOP/s", "989e12"), ("bandwidth", "bytes/s", "3.35e12")):
+            if not 1e9 <= (value := getattr(self, name)) <= 1e18:
+                raise ValueError(f"{name} must be from 1e+09 to 1e+18 {unit}, got {value:g}; did you mean {example}?")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_complete(self) -> Self:
+        names = ("experts", "experts_per_token", "expert_parameters")
+        missing = [name for name in names if getattr(self, name) is None]
+        if 0 < len(missing) < len(names):
+            raise ValueError(f"{missing[0]} is missing; experts, experts_per_token and expert_parameters go together")
+        if self.experts is not None and self.experts_per_token is not None and self.experts_per_token > self.experts:
+            raise ValueError(
+                "experts_per_token must be at most experts, got "
+                f"experts_per_token={self.experts_per_token}, experts={self.experts}"
+            )
+        return self
+
+
+Decode = Annotated[UtilisationDecode | AffineDecode | RooflineDecode, Field(discriminator="kind")]
+
+
+class PrefillConfig(StrictModel):
+    """Seconds to fill the KV cache of one sequence of n tokens: sequence_s + token_s * n + token_squared_s * n^2."""
+
+    sequence_s: float = Field(default=0.0, ge=0)
+    """Seconds per sequence."""
+    token_s: float = Field(default=0.0, ge=0)
+    """Seconds per token."""
+    token_squared_s: float = Field(default=0.0, ge=0)
+    """Seconds per squared token (attention)."""
+
+
+class TrainingConfig(StrictModel):
+    """Seconds of training: per optimizer step, per micro-batch, and per token over the accelerators that train.
+
+    With ``sequence_accelerators`` a micro-batch lasts as long as its fullest rank (docs/hardware.md has the bound).
+    """
+
+    token_s: float = Field(ge=0)
+    """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
+    token_squared_s: float = Field(default=0.0, ge=0)
+    """Accelerator-seconds per squared token of a sequence, prompt included (attention)."""
+    step_s: float = Field(default=0.0, ge=0)
+    """Seconds per optimizer step, whatever it holds."""
+    micro_batch_s: float = Field(default=0.0, ge=0)
+    """Seconds per micro-batch, whatever it holds."""
+    sequence_accelerators: int | None = Field(default=None, ge=1)
+    """Accelerators that share one sequence, a rank of the trainer (count): 1 under ZeRO. A micro-batch lasts at least
+    as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
+
+
+class WeightTransferConfig(StrictModel):
+    """Seconds between an optimizer step and engines that sample with its weights."""
+
+    publish_s: float = Field(default=0.0, ge=0)
+    """Seconds the trainer stands still to publish."""
+    transfer_s: float = Field(default=0.0, ge=0)
+    """Seconds from the publication until the weights are at the engines, which go on generating meanwhile."""
+    pause_s: float = Field(default=0.0, ge=0)
+    """Seconds an engine stands still, between two decode steps, to load them."""
+
+
+class PhaseSwitchConfig(StrictModel):
+    """Seconds in which colocated accelerators do neither: conventional only."""
+
+    to_training_s: float = Field(default=0.0, ge=0)
+    """Seconds from the end of generation to the start of training (offload the engine, load the trainer)."""
+    to_generation_s: float = Field(default=0.0, ge=0)
+    """Seconds from the end of publishing to the start of generation."""
+
+
+class LatencyConfig(StrictModel):
+    """Seconds that pass outside engines and trainer."""
+
+    dispatch_s: float = Field(default=0.0, ge=0)
+    """Seconds from the scheduler's decision to the arrival of a rollout at its engine, at least."""
+    dispatch_jitter_s: float = Field(default=0.0, ge=0)
+    """Mean of the exponential delay on top of ``dispatch_s``, drawn per rollout (seconds)."""
+    reward_s: float = Field(default=0.0, ge=0)
+    """Seconds to score a finished rollout."""
+    preprocess_s: float = Field(default=0.0, ge=0)
+    """Seconds to prepare a scored rollout for training (reference log-probabilities, packing)."""
+
+
+class HardwareConfig(StrictModel):
+    """How fast the cluster is. Read by the simulator only.
+
+    With ``gpu`` and ``model`` every table that is not given is derived (``pipelinerl.hardware.derive``).
+    """
+
+    gpu: str | None = None
+    """Accelerator: a name of the catalogue, or a TOML file of your own (relative to the run file)."""
+    model: str | None = None
+    """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
+    level: Level = Field(default=Level.CENTRAL, strict=False)
+    """Which value of every coefficient the derived tables use."""
+    coefficients: dict[str, float] = {}
+    """Coefficients that replace those of the level, by name."""
+    decode: Decode | None = None
+    """One decode step of an engine. None: derived from gpu and model."""
+    prefill: PrefillConfig | None = None
+    """Filling the KV cache of a prompt. None: derived, or free."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """KV-cache capacity of one engine (tokens). None: derived from gpu and model, or unlimited without them."""
+    training: TrainingConfig | None = None
+    """The trainer's step. None: derived from gpu and model."""
+    weights: WeightTransferConfig | None = None
+    """The way of the weights. None: derived, or free."""
+    switch: PhaseSwitchConfig | None = None
+    """The phase switch of colocated accelerators. None: derived, or free."""
+    latency: LatencyConfig = LatencyConfig()
+    """Everything else that takes time."""
+
+    @property
+    def by_name(self) -> bool:
+        """Whether tables that are not given are derived from gpu and model."""
+        return self.gpu is not None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if (self.gpu is None) != (self.model is None):
+            missing, given = ("gpu", "model") if self.gpu is None else ("model", "gpu")
+            raise ValueError(f"{missing} is missing; hardware.{given} needs it")
+        for name in ("decode", "training"):
+            if not self.by_name and getattr(self, name) is None:
+                raise ValueError(f"{name} is missing")
+        if self.coefficients and not self.by_name:
+            raise ValueError("coefficients are read only with hardware.gpu and hardware.model, which are missing")
+        checked_coefficients(self.level, self.coefficients)
+        return self
+
+
+class ResolvedHardware(HardwareConfig):
+    """Hardware of which every table is given as numbers: what the simulator reads."""
+
+    decode: Decode
+    """One decode step of an engine."""
+    prefill: PrefillConfig
+    """Filling the KV cache of a prompt."""
+    training: TrainingConfig
+    """The trainer's step."""
+    weights: WeightTransferConfig
+    """The way of the weights."""
+    switch: PhaseSwitchConfig
+    """The phase switch of colocated accelerators."""

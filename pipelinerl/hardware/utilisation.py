@@ -1,0 +1,137 @@
+"""The paper's utilisation curve U(h): how much of an accelerator a batch of h sequences keeps busy (appendix A)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.arrays import FloatArray, RealArray, check
+from pipelinerl.util.csv_file import read_csv
+
+
+@dataclass(frozen=True, slots=True)
+class UtilisationCurve:
+    """What one decode step costs: U(h) of the paper, held as h/U(h), which is finite and never divides by 0."""
+
+    cost: Callable[[FloatArray], FloatArray]
+    """Flashes of a decode step with h > 0 sequences, elementwise."""
+
+    @overload
+    def step_flashes(self, h: float) -> float: ...
+    @overload
+    def step_flashes(self, h: RealArray) -> FloatArray: ...
+    def step_flashes(self, h: float | RealArray) -> float | FloatArray:
+        """Return h/U(h), the flashes of one decode step.
+
+        Args:
+            h: Sequences decoded together on one accelerator, at least 0; fractions are means. Any shape.
+
+        Returns:
+            Flashes, a float for a number and an array for an array. 0 sequences make no step and cost 0.
+
+        Raises:
+            ValueError: If any entry is negative or not finite.
+        """
+        batch = np.asarray(h, dtype=np.float64)
+        check(bool(np.all((batch >= 0) & np.isfinite(batch))), "h must be finite and at least 0", h)
+        flashes = np.where(batch > 0, self.cost(batch), 0.0)
+        return flashes if flashes.ndim else float(flashes)
+
+    @overload
+    def utilisation(self, h: float) -> float: ...
+    @overload
+    def utilisation(self, h: RealArray) -> FloatArray: ...
+    def utilisation(self, h: float | RealArray) -> float | FloatArray:
+        """Return U(h), the share of peak FLOP/s: tokens per flash of one accelerator.
+
+        Args:
+            h: As for ``step_flashes``.
+
+        Returns:
+            A value in [0, 1], 0 only for 0 sequences; float or array as the input.
+
+        Raises:
+            ValueError: If any entry is negative or not finite.
+        """
+        batch = np.asarray(h, dtype=np.float64)
+        share = batch / np.where(batch > 0, self.step_flashes(batch), 1.0)
+        return share if share.ndim else float(share)
+
+
+def fitted_utilisation() -> UtilisationCurve:
+    """Return the smooth curve fitted to the paper: h/U(h) = (a^p + (h/0.61)^p)^(1/p), a = 467.1 flashes, p = 3.41.
+
+    The paper prints no table of U. a and p are fitted to two numbers of its case study (U(192) = 16.9/44 and
+    the conventional generation rate of 18.3 tokens/flash); the plateau of 0.61 is assumed. That the case study
+    comes out right is therefore a check of consistency, not independent evidence. Not fit for seconds: there is
+    no KV-cache traffic in it, and the true curve has steps at multiples of 64 and 128.
+    """
+    return UtilisationCurve(partial(_fitted_cost, floor_flashes=467.1, plateau=0.61, sharpness=3.41))
+
+
+def read_utilisation(path: str | Path) -> UtilisationCurve:
+    """Read a measured curve from a CSV file with the columns ``batch,utilisation``.
+
+    The step cost h/U(h) is interpolated linearly between the rows. Below the first row it stays as there (a
+    step costs the same however few sequences it holds); beyond the last row the utilisation stays as there.
+
+    Args:
+        path: The file: that header, then at least 2 rows with rising batch (sequences per accelerator, at least
+            1) and utilisation in (0, 1]. Empty lines are skipped.
+
+    Returns:
+        The curve.
+
+    Raises:
+        ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
+    """
+    header, *rows = read_csv(Path(path), "utilisation table") or [(1, [])]
+    if header[1] != ["batch", "utilisation"]:
+        raise ConfigError(f"{path} line {header[0]}: columns must be batch,utilisation, got {_shown(header[1])}")
+    points: list[tuple[float, float]] = []
+    for number, cells in rows:
+        points.append(_utilisation_row(cells, f"{path} line {number}", points[-1][0] if points else None))
+    if len(points) < 2:
+        last = rows[-1][0] if rows else header[0]
+        raise ConfigError(f"{path} line {last}: the table must have at least 2 rows, got {len(points)}")
+    batch, utilisation = np.array(points).T
+    return UtilisationCurve(partial(_table_cost, batch=batch, utilisation=utilisation))
+
+
+def _fitted_cost(h: FloatArray, *, floor_flashes: float, plateau: float, sharpness: float) -> FloatArray:
+    """Blend a constant cost per step (few sequences) with a constant cost per sequence (many)."""
+    cost: FloatArray = (floor_flashes**sharpness + (h / plateau) ** sharpness) ** (1 / sharpness)
+    return cost
+
+
+def _table_cost(h: FloatArray, *, batch: FloatArray, utilisation: FloatArray) -> FloatArray:
+    """Interpolate the step cost between the rows; outside them keep cost (below) or utilisation (above)."""
+    return np.where(h > batch[-1], h / utilisation[-1], np.interp(h, batch, batch / utilisation))
+
+
+def _utilisation_row(cells: list[str], where: str, previous: float | None) -> tuple[float, float]:
+    """Return batch and utilisation of one row, or raise ``ConfigError`` with the rule it breaks."""
+    try:
+        batch, utilisation = (float(cell) for cell in cells)
+    except ValueError:
+        raise ConfigError(f"{where}: a row must be two numbers batch,utilisation, got {_shown(cells)}") from None
+    if not 1 <= batch < math.inf:
+        raise ConfigError(f"{where}: batch must be finite and at least 1, got {cells[0]}")
+    if previous is not None and batch <= previous:
+        raise ConfigError(f"{where}: batch must rise from row to row, got {cells[0]} after {previous:g}")
+    if not 0 < utilisation <= 1:
+        raise ConfigError(f"{where}: utilisation must be above 0 and at most 1, got {cells[1]}")
+    return batch, utilisation
+
+
+def _shown(cells: list[str]) -> str:
+    """Return a CSV row as the user wrote it, cut to a readable length."""
+    text = ",".join(cells) or "nothing"
+    return text if len(text) <= 60 else text[:57] + "..."

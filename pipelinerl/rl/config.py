@@ -1,0 +1,41 @@
+"""Settings of a loss and of a task."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from pipelinerl.util.strict_model import StrictModel
+
+
+class TaskConfig(StrictModel):
+    """What the model is asked, and how its answers are rewarded."""
+
+    name: str
+    """``arithmetic``, ``math``, or a user's own: ``package.module:attribute`` (docs/training.md says how)."""
+    settings: dict[str, Any] = {}
+    """Keyword arguments of the task."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt (tokens); rollouts of longer ones fail."""
+    reward_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds after which the rollout whose reward is still missing fails."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
+
+
+class LossConfig(StrictModel):
+    """The policy gradient. ``pipelinerl/rl/losses.py`` has the formulas."""
+
+    kind: Literal["reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr"] = "reinforce"
+    """``reinforce``: truncated importance weights (eq. 5). ``plain``: none. ``sequence``: of whole sequences."""
+    truncation: float = Field(default=5.0, gt=0)
+    """Largest importance weight (no unit): reinforce, sequence. Paper symbol c."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """How far below 1 a ratio counts (no unit): ppo, cispo, gspo."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """How far above 1 a ratio counts (no unit): ppo, cispo, gspo."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the reference model, the model at the start (no unit). 0: no reference model."""
+    value_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the value head's squared error (no unit). 0: no value head; the baseline is leave-one-out."""
