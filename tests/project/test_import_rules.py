@@ -62,7 +62,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
-    """Full names of modules, or of what is taken from them: ``a.b`` for ``import a.b`` and ``from a import b`` alike."""
+    """Full names: ``a.b`` for both ``import a.b`` and ``from a import b``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names: set[str] = set()
     for node in tree.body if top_level_only else ast.walk(tree):
