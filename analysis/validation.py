@@ -7,7 +7,7 @@ from typing import Any
 
 from analysis.canvas import house_style, make_panels
 from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
-from pipelinerl.cli.render import validation_markdown
+from pipelinerl.cli.render_validation import validation_markdown
 from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
 
 TABLE_FILE = "validation.md"

@@ -76,7 +76,7 @@ def simulate(
     if as_json:
         _print_json(summary)
     else:
-        from pipelinerl.cli.render import print_summary
+        from pipelinerl.cli.render_run import print_summary
 
         print_summary(summary, run.name)
     if out is not None:
@@ -104,7 +104,7 @@ def compare(
     if as_json:
         _print_json(result)
     else:
-        from pipelinerl.cli.render import print_comparison
+        from pipelinerl.cli.render_comparison import print_comparison
 
         print_comparison(result, run.name)
     if not result["complete"]:
@@ -142,7 +142,7 @@ def plan(
     if as_json:
         _print_json(result)
     else:
-        from pipelinerl.cli.render import print_plan
+        from pipelinerl.cli.render_plan import print_plan
 
         print_plan(result, run.name)
     if out is not None:
@@ -178,7 +178,7 @@ def train(
     if as_json:
         _print_json(summary)
     else:
-        from pipelinerl.cli.render import print_summary
+        from pipelinerl.cli.render_run import print_summary
 
         print_summary(summary, run.name)
     _draw([out])
@@ -288,7 +288,7 @@ def validate(
     if as_json:
         _print_json(report)
     else:
-        from pipelinerl.cli.render import print_validation
+        from pipelinerl.cli.render_validation import print_validation
 
         print_validation(report)
     if out is not None:

@@ -25,7 +25,8 @@ import analysis.figures
 import analysis.report
 import sim.parallel
 from pipelinerl import cli
-from pipelinerl.cli.render import duration, print_comparison, print_summary
+from pipelinerl.cli.render_comparison import print_comparison
+from pipelinerl.cli.render_run import duration, print_summary
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import RunFolder

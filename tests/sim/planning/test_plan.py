@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from analysis.planning import read_plan, save_plan
 from pipelinerl import cli
-from pipelinerl.cli.render import print_plan
+from pipelinerl.cli.render_plan import print_plan
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError

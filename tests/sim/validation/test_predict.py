@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelinerl.cli.render import print_validation, validation_markdown
+from pipelinerl.cli.render_validation import print_validation, validation_markdown
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_training
 from sim.batch import train_step_s
