@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from analysis.read import RateCurves
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 from pipelinerl.theory.paper import Setting, lengths_from, throughput_against_lag, uniform_lengths

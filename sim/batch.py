@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
 from sim.costs import training_cost
 from sim.run import simulate

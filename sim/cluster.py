@@ -26,9 +26,9 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import Protocol, assert_never
 
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.events import (
     AbortRollout,

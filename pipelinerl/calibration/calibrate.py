@@ -21,11 +21,11 @@ from pipelinerl.calibration.hardware_fit import (
 from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.calibration.step_times import Rows, read_step_times
 from pipelinerl.calibration.trace_times import DecodeTimes, TraceTimes, TrainingTimes, read_times
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace

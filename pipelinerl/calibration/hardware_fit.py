@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from pipelinerl.calibration.least_squares import Column, Fit, fit
 from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
+from pipelinerl.config.resolve import named_hardware, run_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
-from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training, run_coefficients, step_seconds
+from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training, step_seconds
 from pipelinerl.hardware.tables import AffineDecode, HardwareConfig, PrefillConfig, TrainingConfig
 
 FloatArray = NDArray[np.float64]
@@ -85,8 +86,8 @@ class HardwareFit:
         self.notes: list[str] = []
         self.gpu: Gpu | None = None
         self.model: LanguageModel | None = None
-        if hardware.gpu is not None and hardware.model is not None:
-            self.gpu, self.model = find_gpu(hardware.gpu), find_model(hardware.model)
+        if (named := named_hardware(hardware)) is not None:
+            self.gpu, self.model = named
             self._values = coefficients(hardware.level, {**self._trainer, **hardware.coefficients})
 
     @property
@@ -321,11 +322,11 @@ class HardwareFit:
 
 def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     """Return what the trainer of a run is simulated with and no time determines; nothing without GPU and model."""
-    if run.hardware.gpu is None or run.hardware.model is None:
+    named = named_hardware(run.hardware)
+    if named is None:
         return {}
-    gpu, model = find_gpu(run.hardware.gpu), find_model(run.hardware.model)
     values = run_coefficients(
-        run, gpu, model, training_accelerators=run.training_accelerators, longest=run.longest_rollout_tokens
+        run, *named, training_accelerators=run.training_accelerators, longest=run.longest_rollout_tokens
     )
     return {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
 

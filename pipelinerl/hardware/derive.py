@@ -5,16 +5,12 @@ Every formula is on docs/hardware.md; every empirical number is in ``Coefficient
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, assert_never
+from collections.abc import Callable
+from typing import assert_never
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.train import TrainConfig
-from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
-from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
-from pipelinerl.hardware.memory import TrainingMemory, kept_numbers, pack_that_fits, training_memory
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import Coefficients
+from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, kept_numbers, kv_cache_tokens, training_memory
 from pipelinerl.hardware.tables import (
     AffineDecode,
     Decode,
@@ -27,131 +23,6 @@ from pipelinerl.hardware.tables import (
     WeightTransferConfig,
 )
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
-
-__all__ = [
-    "Coefficients",
-    "Level",
-    "TrainingMemory",
-    "coefficients",
-    "decode_step_s",
-    "derive_hardware",
-    "kv_cache_tokens",
-    "resolved_hardware",
-    "step_seconds",
-    "training_memory",
-]
-
-BF16_BYTES = 2
-"""Of one number."""
-ZERO_STAGE = 3
-"""Where a run file states none."""
-ROUNDING = 1e-9
-"""By which a pack that just fits may be too large (no unit)."""
-
-
-def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
-    """Return the hardware of a run with every table as explicit numbers.
-
-    Tables of the run file stay; the others are derived from ``hardware.gpu`` and ``hardware.model``. Without these
-    two, tables that are missing cost nothing.
-
-    Args:
-        config: The run.
-        longest_tokens: Longest rollout, prompt included, that an engine has to hold (tokens). None: as far as the run
-            file tells.
-
-    Raises:
-        ConfigError: If GPU or model are unknown, or the model or the longest rollout do not fit.
-    """
-    given = config.hardware
-    tables: dict[str, Any] = {name: getattr(given, name) for name in type(given).model_fields}
-    missing: Mapping[str, Any] = {
-        "prefill": PrefillConfig(),
-        "weights": WeightTransferConfig(),
-        "switch": PhaseSwitchConfig(),
-    }
-    if given.gpu is not None and given.model is not None:
-        gpu, model = find_gpu(given.gpu), find_model(given.model)
-        tensor_parallel = config.cluster.tensor_parallel
-        longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
-        values = run_coefficients(
-            config, gpu, model, training_accelerators=config.training_accelerators, longest=longest
-        )
-        if given.kv_cache_tokens is None:
-            check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
-        derived = derive_hardware(
-            gpu,
-            model,
-            tensor_parallel=tensor_parallel,
-            training_accelerators=config.training_accelerators,
-            colocated=config.colocated,
-            coefficients=values,
-            zero_stage=zero_stage_of(config),
-        )
-        missing = {name: getattr(derived, name) for name in type(derived).model_fields}
-    tables |= {name: missing[name] for name, value in tables.items() if value is None and name in missing}
-    return ResolvedHardware.model_construct(**tables)
-
-
-def trainer_coefficients(train: TrainConfig | None) -> dict[str, float]:
-    """Return the coefficients that ``train.trainer`` of a run file states; ``hardware.coefficients`` go before them."""
-    if train is None:
-        return {}
-    trainer = train.trainer
-    return {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
-
-
-def zero_stage_of(config: RunConfig) -> int:
-    """Return the ZeRO stage that a run file states, or 3, which the formulas of training assume."""
-    return ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
-
-
-def run_coefficients(
-    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
-) -> Coefficients:
-    """Return the coefficients of a run, with packs that its trainer can hold.
-
-    A level's ``pack_tokens`` are as many as it says, or as fit into memory if these are fewer, but at least the longest
-    rollout; a run file's own are taken at its word.
-
-    Args:
-        config: The run.
-        gpu: The accelerator.
-        model: The language model.
-        training_accelerators: Accelerators that train (count).
-        longest: Longest rollout, prompt included (tokens).
-
-    Raises:
-        ConfigError: If there is no coefficient of that name, or a value is out of range.
-    """
-    stated = {**trainer_coefficients(config.train), **config.hardware.coefficients}
-    values = coefficients(config.hardware.level, stated)
-    if "pack_tokens" in stated:
-        return values
-    fits = pack_that_fits(
-        model,
-        memory_bytes=values.memory_share * gpu.memory_bytes,
-        accelerators=training_accelerators,
-        zero_stage=zero_stage_of(config),
-        recomputation=values.recomputation,
-    )
-    needed = longest / min(int(values.sequence_accelerators), training_accelerators)
-    return values.model_copy(update={"pack_tokens": max(needed, min(values.pack_tokens, fits))})
-
-
-def trainer_fits(
-    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
-) -> bool:
-    """Return whether weights, gradients, optimizer states and the activations of a pack fit; arguments as above."""
-    values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
-    memory = training_memory(
-        model,
-        accelerators=training_accelerators,
-        zero_stage=zero_stage_of(config),
-        pack_tokens=values.pack_tokens,
-        recomputation=values.recomputation,
-    )
-    return memory.total <= values.memory_share * gpu.memory_bytes * (1 + ROUNDING)
 
 
 def derive_hardware(
@@ -237,32 +108,6 @@ def derive_prefill(
         token_s=2 * (model.active_parameters - model.embedding_parameters) / rate
         + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel),
         token_squared_s=2 * model.layers * model.attention_width / rate,
-    )
-
-
-def kv_cache_tokens(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> int:
-    """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit."""
-    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
-    free = usable * tensor_parallel - model.parameters * BF16_BYTES
-    return math.floor(free / model.cached_bytes(tensor_parallel))
-
-
-def check_fits(
-    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients, longest: int
-) -> None:
-    """Raise ConfigError if weights and the KV cache of one rollout of ``longest`` tokens do not fit into an engine."""
-    if kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients) >= longest:
-        return
-    weights = model.parameters * BF16_BYTES
-    needed = weights + longest * model.cached_bytes(tensor_parallel)
-    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
-    sizes = (2**power for power in range(17))
-    fits = (size for size in sizes if size * usable >= weights + longest * model.cached_bytes(size))
-    least = next((f"the smallest that fits is tensor_parallel={size}" for size in fits), "none is large enough")
-    raise ConfigError(
-        f"cluster.tensor_parallel={tensor_parallel} is too small for {model.name} on {gpu.name}: weights of "
-        f"{weights / 1e9:.1f} GB and the KV cache of one rollout of {longest} tokens need {needed / 1e9:.1f} GB, "
-        f"{max(0.0, usable) * tensor_parallel / 1e9:.1f} GB are available; {least}"
     )
 
 

@@ -1,10 +1,20 @@
-"""What training needs in an accelerator's memory: weights, gradients, optimizer states, activations."""
+"""Memory of an accelerator: KV cache of an engine; weights, gradients, optimizer states, activations of a trainer."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from pipelinerl.hardware.catalogue import LanguageModel
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import Coefficients
+
+BF16_BYTES = 2
+"""Of one number."""
+ZERO_STAGE = 3
+"""Where a run file states none."""
+ROUNDING = 1e-9
+"""By which a pack that just fits may be too large (no unit)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ def training_memory(
     model: LanguageModel,
     *,
     accelerators: int,
-    zero_stage: int = 3,
+    zero_stage: int = ZERO_STAGE,
     pack_tokens: float = 16384,
     recomputation: float = 1.0,
     logits_tokens: int = LOGITS_TOKENS,
@@ -102,3 +112,51 @@ def _kept_bytes(model: LanguageModel, recomputation: float) -> float:
     again, inside = recomputation, kept_numbers(model)
     numbers = model.layers * (again * model.width + (1 - again) * inside) + again * inside
     return 2.0 * numbers
+
+
+def trainer_fits(
+    gpu: Gpu, model: LanguageModel, *, accelerators: int, zero_stage: int, coefficients: Coefficients
+) -> bool:
+    """Return whether weights, gradients, optimizer states and the activations of a pack fit into an accelerator.
+
+    Args:
+        gpu: The accelerator.
+        model: As for ``training_memory``.
+        accelerators: As for ``training_memory``.
+        zero_stage: As for ``training_memory``.
+        coefficients: The empirical numbers.
+    """
+    memory = training_memory(
+        model,
+        accelerators=accelerators,
+        zero_stage=zero_stage,
+        pack_tokens=coefficients.pack_tokens,
+        recomputation=coefficients.recomputation,
+    )
+    return memory.total <= coefficients.memory_share * gpu.memory_bytes * (1 + ROUNDING)
+
+
+def kv_cache_tokens(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> int:
+    """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit."""
+    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
+    free = usable * tensor_parallel - model.parameters * BF16_BYTES
+    return math.floor(free / model.cached_bytes(tensor_parallel))
+
+
+def check_fits(
+    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients, longest: int
+) -> None:
+    """Raise ConfigError if weights and the KV cache of one rollout of ``longest`` tokens do not fit into an engine."""
+    if kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients) >= longest:
+        return
+    weights = model.parameters * BF16_BYTES
+    needed = weights + longest * model.cached_bytes(tensor_parallel)
+    usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
+    sizes = (2**power for power in range(17))
+    fits = (size for size in sizes if size * usable >= weights + longest * model.cached_bytes(size))
+    least = next((f"the smallest that fits is tensor_parallel={size}" for size in fits), "none is large enough")
+    raise ConfigError(
+        f"cluster.tensor_parallel={tensor_parallel} is too small for {model.name} on {gpu.name}: weights of "
+        f"{weights / 1e9:.1f} GB and the KV cache of one rollout of {longest} tokens need {needed / 1e9:.1f} GB, "
+        f"{max(0.0, usable) * tensor_parallel / 1e9:.1f} GB are available; {least}"
+    )

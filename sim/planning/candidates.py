@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from pipelinerl.config.plan import PlanConfig
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen

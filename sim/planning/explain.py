@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.hardware.derive import trainer_coefficients
 from pipelinerl.records.ledger import BALANCED_SHARE
 from pipelinerl.theory.steady_state import LengthStatistics
 from sim.planning.candidates import Candidate, Screened, Screener, way
@@ -133,7 +133,7 @@ def sensitivity(
         return rate(here), best.candidate.label if differs else None
 
     base, already = moved({})  # what was not simulated may look faster as things are: no coefficient makes that so
-    stated = {**trainer_coefficients(config.train), **config.hardware.coefficients}
+    stated = stated_coefficients(config)
     rows = []
     for name, entry in coefficient_table().items():
         if name in stated:

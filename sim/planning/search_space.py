@@ -9,10 +9,12 @@ from enum import StrEnum
 import numpy as np
 
 from pipelinerl.config.plan import PlanConfig
+from pipelinerl.config.resolve import named_hardware, run_trainer_fits
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
-from pipelinerl.hardware.derive import coefficients, kv_cache_tokens, trainer_fits
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.coefficients import coefficients
+from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.theory.paper import lengths_from
 from pipelinerl.theory.steady_state import LengthStatistics
@@ -85,8 +87,8 @@ class Memory:
         self.gpu: Gpu | None = None
         self.model: LanguageModel | None = None
         hardware = config.hardware
-        if hardware.gpu is not None and hardware.model is not None:
-            self.gpu, self.model = find_gpu(hardware.gpu), find_model(hardware.model)
+        if (named := named_hardware(hardware)) is not None:
+            self.gpu, self.model = named
             self._coefficients = coefficients(hardware.level, hardware.coefficients)
 
     def cache_tokens(self, tensor_parallel: int) -> float:
@@ -110,7 +112,7 @@ class Memory:
         """Return whether weights, gradients, optimizer states and activations fit."""
         if self.gpu is None or self.model is None:
             return True
-        return trainer_fits(
+        return run_trainer_fits(
             self._config, self.gpu, self.model, training_accelerators=accelerators, longest=self._longest
         )
 

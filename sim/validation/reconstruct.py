@@ -15,7 +15,8 @@ from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_hardware, kv_cache_tokens
+from pipelinerl.hardware.derive import derive_hardware
+from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.hardware.tables import TrainingConfig
 from pipelinerl.theory.paper import lengths_from
 from pipelinerl.theory.steady_state import LengthStatistics

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from backends.deepspeed.packing import pack
 from backends.interface import Sample
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.hardware.tables import PrefillConfig, TrainingConfig
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, TrainingCost, decode_cost, prefill_cost, training_cost

@@ -24,12 +24,13 @@ from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
 from pipelinerl.calibration.least_squares import Column, fit
 from pipelinerl.calibration.step_times import read_step_times
 from pipelinerl.calibration.trace_times import read_times
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training, resolved_hardware
+from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training
 from pipelinerl.records.trace import Trace
 from sim.batch import rollout_batch_s, train_step_s
 from sim.run import simulate

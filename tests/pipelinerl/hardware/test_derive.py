@@ -15,26 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.config.resolve import resolved_hardware, run_coefficients, run_trainer_fits
 from pipelinerl.config.run_file import dump_run, load_run, parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
-from pipelinerl.hardware.coefficients import coefficient_table
-from pipelinerl.hardware.derive import (
-    Coefficients,
-    Level,
-    coefficients,
-    decode_step_s,
-    derive_hardware,
-    derive_switch,
-    derive_training,
-    derive_weights,
-    kv_cache_tokens,
-    resolved_hardware,
-    run_coefficients,
-    trainer_fits,
-    training_memory,
-)
-from pipelinerl.hardware.memory import kept_numbers, pack_that_fits
+from pipelinerl.hardware.coefficients import Coefficients, Level, coefficient_table, coefficients
+from pipelinerl.hardware.derive import decode_step_s, derive_hardware, derive_switch, derive_training, derive_weights
+from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens, pack_that_fits, training_memory
 from pipelinerl.hardware.tables import PhaseSwitchConfig, RooflineDecode
 from sim.run import simulate
 
@@ -570,7 +557,7 @@ def run_values(config, *, accelerators=8, longest=9000):
 
 
 def fits(config, *, accelerators=8, longest=9000):
-    return trainer_fits(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
+    return run_trainer_fits(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
 
 
 @pytest.mark.parametrize("level", Level)

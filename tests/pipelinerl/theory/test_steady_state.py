@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
-from pipelinerl.hardware.derive import resolved_hardware
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.theory.paper import lengths_from, uniform_lengths
 from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen

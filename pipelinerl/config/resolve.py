@@ -1,0 +1,131 @@
+"""The hardware of a run in explicit numbers, by one precedence rule.
+
+A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
+without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
+``train.trainer``, then the level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.coefficients import Coefficients, coefficients
+from pipelinerl.hardware.derive import derive_hardware
+from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits
+from pipelinerl.hardware.tables import (
+    HardwareConfig,
+    PhaseSwitchConfig,
+    PrefillConfig,
+    ResolvedHardware,
+    WeightTransferConfig,
+)
+
+
+def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
+    """Return the hardware of a run with every table as explicit numbers.
+
+    Args:
+        config: The run.
+        longest_tokens: Longest rollout, prompt included, that an engine has to hold (tokens). None: as far as the run
+            file tells.
+
+    Raises:
+        ConfigError: If GPU or model are unknown, or the model or the longest rollout do not fit.
+    """
+    given = config.hardware
+    tables: dict[str, Any] = {name: getattr(given, name) for name in type(given).model_fields}
+    missing: Mapping[str, Any] = {
+        "prefill": PrefillConfig(),
+        "weights": WeightTransferConfig(),
+        "switch": PhaseSwitchConfig(),
+    }
+    if (named := named_hardware(given)) is not None:
+        gpu, model = named
+        tensor_parallel, trainers = config.cluster.tensor_parallel, config.training_accelerators
+        longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
+        values = run_coefficients(config, gpu, model, training_accelerators=trainers, longest=longest)
+        if given.kv_cache_tokens is None:
+            check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
+        derived = derive_hardware(
+            gpu,
+            model,
+            tensor_parallel=tensor_parallel,
+            training_accelerators=trainers,
+            colocated=config.colocated,
+            coefficients=values,
+            zero_stage=zero_stage_of(config),
+        )
+        missing = {name: getattr(derived, name) for name in type(derived).model_fields}
+    tables |= {name: missing[name] for name, value in tables.items() if value is None and name in missing}
+    return ResolvedHardware.model_construct(**tables)
+
+
+def named_hardware(hardware: HardwareConfig) -> tuple[Gpu, LanguageModel] | None:
+    """Return the accelerator and the model that a table ``[hardware]`` names; None if it names none.
+
+    Raises:
+        ConfigError: If one of them is unknown.
+    """
+    if hardware.gpu is None or hardware.model is None:
+        return None
+    return find_gpu(hardware.gpu), find_model(hardware.model)
+
+
+def stated_coefficients(config: RunConfig) -> dict[str, float]:
+    """Return the coefficients that a run file states: those of ``train.trainer``, then ``hardware.coefficients``."""
+    stated: dict[str, float] = {}
+    if config.train is not None:
+        trainer = config.train.trainer
+        stated = {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+    return {**stated, **config.hardware.coefficients}
+
+
+def run_coefficients(
+    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
+) -> Coefficients:
+    """Return the coefficients of a run, with packs that its trainer can hold.
+
+    A level's ``pack_tokens`` are as many as it says, or as fit into memory if these are fewer, but at least the longest
+    rollout. A ``pack_tokens`` of the run file is taken as it is.
+
+    Args:
+        config: The run.
+        gpu: The accelerator.
+        model: The language model.
+        training_accelerators: Accelerators that train (count).
+        longest: Longest rollout, prompt included (tokens).
+
+    Raises:
+        ConfigError: If there is no coefficient of that name, or a value is out of range.
+    """
+    stated = stated_coefficients(config)
+    values = coefficients(config.hardware.level, stated)
+    if "pack_tokens" in stated:
+        return values
+    fits = pack_that_fits(
+        model,
+        memory_bytes=values.memory_share * gpu.memory_bytes,
+        accelerators=training_accelerators,
+        zero_stage=zero_stage_of(config),
+        recomputation=values.recomputation,
+    )
+    needed = longest / min(int(values.sequence_accelerators), training_accelerators)
+    return values.model_copy(update={"pack_tokens": max(needed, min(values.pack_tokens, fits))})
+
+
+def run_trainer_fits(
+    config: RunConfig, gpu: Gpu, model: LanguageModel, *, training_accelerators: int, longest: int
+) -> bool:
+    """Return whether training fits into the memory of its accelerators; arguments as for ``run_coefficients``."""
+    values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
+    return trainer_fits(
+        gpu, model, accelerators=training_accelerators, zero_stage=zero_stage_of(config), coefficients=values
+    )
+
+
+def zero_stage_of(config: RunConfig) -> int:
+    """Return the ZeRO stage that a run file states, or 3, which the formulas of training assume."""
+    return ZERO_STAGE if config.train is None else config.train.trainer.zero_stage
