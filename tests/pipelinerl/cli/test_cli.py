@@ -25,6 +25,7 @@ import analysis.figures
 import analysis.report
 import sim.parallel
 from pipelinerl import cli
+from pipelinerl.cli.options import needs_extra
 from pipelinerl.cli.render_comparison import print_comparison
 from pipelinerl.cli.render_run import duration, print_summary
 from pipelinerl.config.run_file import load_run
@@ -60,6 +61,8 @@ baseline = "conventional"
 arms = [{ name = "pipeline" }, { name = "conventional", set = ["scheduler.kind=conventional"] }]
 """
 STALLS = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
+ROOT = Path(__file__).parents[3]
+EXTRAS = ("torch", "vllm", "ray", "deepspeed", "transformers", "datasets", "math_verify", "wandb", "tensorboard")
 RUN_FILES = ["profile.json", "run.toml", "steps.csv", "summary.json"]
 
 
@@ -871,40 +874,38 @@ def test_the_installed_command_is_this_one() -> None:
     assert script.load() is cli.main
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "extra", "arguments"),
-    [
-        ("simpy", "sim", ("simulate", "tiny.toml")),
-        ("simpy", "sim", ("compare", "tiny.toml", "--out", "out")),
-        ("matplotlib", "plot", ("plot", "out")),
-        ("matplotlib", "plot", ("simulate", "tiny.toml", "--out", "out")),
-        ("matplotlib", "plot", ("compare", "tiny.toml", "--out", "out")),
-    ],
-)
-def test_a_missing_package_is_one_line_that_names_the_extra_before_anything_is_done(
-    tmp_path: Path, tiny: Path, module: str, extra: str, arguments: tuple[str, ...]
-) -> None:
-    command = [*program(f"import sys; sys.modules[{module!r}] = None"), *arguments]
+def test_a_missing_package_is_one_line_that_names_the_extra_before_anything_is_done(tmp_path: Path) -> None:
+    command = [*program("import sys; sys.modules['torch'] = None"), "measure", "--out", "out"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    line = f"pipelinerl: {module} is not installed; install it with: pip install 'pipelinerl[{extra}]'\n"
+    line = "pipelinerl: torch is not installed; install it with: pip install 'pipelinerl[train-cpu]'\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
-    assert everything_in(tmp_path) == {"tiny.toml": TINY.encode()}
+    assert everything_in(tmp_path) == {}
 
 
-def test_a_missing_module_is_told_by_its_name(command: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_name: str) -> None:
-        raise ModuleNotFoundError("No module named 'simpy.core'", name="simpy.core")
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    line = "pipelinerl: simpy.core is not installed; install it with: pip install 'pipelinerl[sim]'\n"
-    assert command("simulate", tiny) == Result(2, "", line)
+def test_a_missing_module_is_called_by_its_full_name() -> None:
+    with pytest.raises(ConfigError, match=r"^torch\._C is not installed.*\[learn\]"), needs_extra("learn"):
+        raise ModuleNotFoundError("No module named 'torch._C'", name="torch._C")
 
 
-def test_replay_needs_no_extra(finished: Path) -> None:
-    command = [*program("import sys; sys.modules.update(simpy=None, matplotlib=None)"), "replay", finished]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("identical: ")
+@pytest.mark.slow
+def test_without_extras_simulate_compare_plan_plot_validate_and_replay_run(tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + COMPARE + "[plan]\nsimulate = 2\nsimulate_steps = 6\n", encoding="utf-8")
+    rows = tmp_path / "rows.csv"
+    shipped = ROOT / "sim" / "validation" / "published_runs" / "runs.csv"
+    rows.write_text("".join(shipped.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
+    for arguments in (
+        ("simulate", tiny, "--out", "run", "--trace", "full"),
+        ("compare", tiny, "--out", "compared"),
+        ("plan", tiny, "--out", "planned", "--workers", "1"),
+        ("plot", "run"),
+        ("validate", rows),
+        ("replay", "run"),
+    ):
+        ended = subprocess.run(
+            [*program(blocked), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:

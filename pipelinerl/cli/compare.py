@@ -1,0 +1,39 @@
+"""``pipelinerl compare``: the same workload under several schedulers."""
+
+from __future__ import annotations
+
+import typer
+
+from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, complain, print_json
+
+
+def compare(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.cli.progress import progress_bar
+    from pipelinerl.config.run_file import load_run
+    from sim.compare import compare as compare_runs
+    from sim.compare import plan_cells
+
+    config = load_run(run, overrides, seed)
+    with progress_bar("runs", len(plan_cells(config))) as advance:
+        result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance())
+    if as_json:
+        print_json(result)
+    else:
+        from pipelinerl.cli.render_comparison import print_comparison
+
+        print_comparison(result, run.name)
+    if not result["complete"]:
+        for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
+            complain(failure)
+    if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
+        from analysis.plot import draw
+
+        draw([out])
+    raise typer.Exit(0 if result["complete"] else 1)

@@ -1,0 +1,36 @@
+"""``pipelinerl drift``: how fast importance weights spread with lag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.options import JsonOption, print_json
+
+
+def drift(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Folders of runs that learned, real or simulated.", show_default=False),
+    ],
+    check: Annotated[
+        list[Path],
+        typer.Option("--check", metavar="DIR", help="A run to compare the fit with; may be given several times."),
+    ] = [],  # noqa: B006 - typer copies it
+    as_json: JsonOption = False,
+) -> None:
+    """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
+    from analysis.drift import checked, learned_run
+    from analysis.read import read_runs
+    from pipelinerl.rl.drift import fit_drift
+
+    model = fit_drift([learned_run(run) for run in read_runs(folders)])
+    checks = [checked(model, run) for run in (read_runs(check) if check else [])]
+    if as_json:
+        print_json({**model.model_dump(), "checks": checks})
+        return
+    typer.echo(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
+    for one in checks:
+        typer.echo(f"# {one['run']}: ESS {one['modelled']:.3f} modelled, {one['measured']:.3f} measured")

@@ -1,0 +1,48 @@
+"""Options that several commands share, and what they do with results and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipelinerl.errors import ConfigError
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
+SetOption = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8."),
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+
+
+def complain(text: str) -> None:
+    """Print each line on stderr, after the program's name."""
+    for line in text.splitlines():
+        typer.echo(f"pipelinerl: {line}", err=True)
+
+
+def print_json(data: Any) -> None:
+    """Print results for programs on stdout."""
+    typer.echo(json.dumps(data, indent=2))
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Import packages of an extra inside this block.
+
+    Raises:
+        ConfigError: If one is not installed; the line names the package and the extra.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed; install it with: pip install 'pipelinerl[{extra}]'"
+        ) from None

@@ -1,0 +1,47 @@
+"""``pipelinerl plan``: search for the best way to run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, complain, print_json
+
+
+def plan(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
+    ] = None,
+    ray: Annotated[
+        str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    from pipelinerl.cli.progress import stage_bars
+    from pipelinerl.config.run_file import load_run
+    from sim.planning.search import plan as search_plan
+
+    config = load_run(run, overrides, seed)
+    with stage_bars() as on_progress:
+        result = search_plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
+    if as_json:
+        print_json(result)
+    else:
+        from pipelinerl.cli.render_plan import print_plan
+
+        print_plan(result, run.name)
+    if out is not None:
+        from analysis.plot import draw
+
+        draw([out])
+    search = result["search"]
+    if not search["complete"]:
+        for failure in search["failures"] or ["interrupted; the simulations that had ended are kept"]:
+            complain(failure)
+    raise typer.Exit(0 if search["complete"] else 1)

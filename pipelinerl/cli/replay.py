@@ -1,0 +1,43 @@
+"""``pipelinerl replay``: recorded events into a fresh scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.options import needs_extra
+
+
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run made with --trace full.", show_default=False)
+    ],
+) -> None:
+    """Feed a run's recorded events to a fresh scheduler: does it give the recorded commands?
+
+    Of a run that learned, also: does its trace give the learned weights, to the last bit?
+    """
+    from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
+    from pipelinerl.records.trace import Trace
+    from pipelinerl.records.trace import replay as replay_trace
+
+    trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
+    result = replay_trace(trace)
+    if result.difference is not None:
+        typer.echo(f"different: {result.difference}")
+        raise typer.Exit(1)
+    typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
+    if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
+        recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
+        with needs_extra("learn"):
+            from sim.learning.relearn import relearn
+
+        now = relearn(trace).fingerprint()
+        if now != recorded:
+            typer.echo(f"different: learned weights {now}, recorded {recorded}")
+            raise typer.Exit(1)
+        typer.echo(f"identical: learned weights, SHA-256 {now[:16]}...")

@@ -1,0 +1,48 @@
+"""``pipelinerl simulate``: one run in simulated time."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, print_json
+from pipelinerl.errors import ConfigError
+
+
+class TraceLevel(StrEnum):
+    """Which single events are kept."""
+
+    NONE = "none"
+    FULL = "full"
+
+
+def simulate(
+    run: RunArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    seed: SeedOption = None,
+    out: OutOption = None,
+    trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.cli.progress import progress_bar
+    from pipelinerl.config.run_file import load_run
+    from sim.run import simulate as simulate_run
+
+    config = load_run(run, overrides, seed)
+    if trace is TraceLevel.FULL and out is None:
+        raise ConfigError("--trace full needs --out DIR to write the trace to")
+    with progress_bar("optimizer steps", config.optimizer_steps) as advance:
+        summary = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
+    if as_json:
+        print_json(summary)
+    else:
+        from pipelinerl.cli.render_run import print_summary
+
+        print_summary(summary, run.name)
+    if out is not None:
+        from analysis.plot import draw
+
+        draw([out])

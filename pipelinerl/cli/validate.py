@@ -1,0 +1,47 @@
+"""``pipelinerl validate``: predictions beside published runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipelinerl.cli.options import JsonOption, OutOption, print_json
+
+
+def validate(
+    rows: Annotated[
+        Path | None,
+        typer.Argument(metavar="[ROWS.csv]", help="Published runs of your own; default: the shipped ones."),
+    ] = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict published runs, each from its published inputs and from other rows, and print the errors."""
+    from pipelinerl.cli.progress import stage_bars
+    from pipelinerl.records.run_folder import check_vacant
+    from sim.validation.predict import report as report_of
+    from sim.validation.predict import shipped_runs
+    from sim.validation.predict import validate as predict_runs
+    from sim.validation.records import read_published_runs
+
+    if out is not None:
+        check_vacant(out)
+    shipped = shipped_runs()
+    runs = shipped if rows is None else read_published_runs(rows)
+    with stage_bars() as on_progress:
+        predictions = predict_runs(
+            runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
+        )
+    report = report_of(predictions)
+    if as_json:
+        print_json(report)
+    else:
+        from pipelinerl.cli.render_validation import print_validation
+
+        print_validation(report)
+    if out is not None:
+        from analysis.validation import save_validation
+
+        save_validation(report, out)
