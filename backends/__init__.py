@@ -1,1 +1,1 @@
-"""The real world: empty so far. It will carry out the same scheduler's commands on real engines and trainers."""
+"""The real backend: the scheduler's commands carried out on engines and a trainer. Begin with ``interface.py``."""

@@ -1,4 +1,4 @@
-"""Engine, reference model and trainer in memory, for tests and for trying a run file out: no model, process, GPU.
+"""A backend in memory, for tests and for trying a run file out: no model, no process, no GPU.
 
 Theory of operation. ``FakeEngine`` makes decode steps: every sequence in progress gets one random token, then the
 next step begins; updates, as real ones, come between two steps. The log-probability of a token under version v is
@@ -12,12 +12,15 @@ import asyncio
 import hashlib
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.interface import Generated, GenerateRequest, Sample, TrainResult, UpdateTimes, Weights
+from backends.interface import Generated, GenerateRequest, Parts, Sample, TrainResult, UpdateTimes, Weights
+from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -313,3 +316,22 @@ class FakeCodec:
     def decode(self, tokens: list[int]) -> str:
         """Return a letter per token, without the end token."""
         return "".join(chr(ord("a") + token) for token in tokens if token != END_TOKEN)
+
+
+class FakeBackend:
+    """Keeps the promises of ``interface.Backend``."""
+
+    def check(self, config: RunConfig) -> None:
+        """Accept every run file: nothing is needed."""
+
+    @contextmanager
+    def open(self, config: RunConfig) -> Iterator[Parts]:
+        """Make the parts."""
+        assert config.train is not None
+        kl_coefficient, slots = config.train.loss.kl_coefficient, config.scheduler.generation_batch_size
+        yield Parts(
+            engines={engine_id: FakeEngine(num_slots=slots) for engine_id in range(config.num_engines)},
+            trainer=FakeTrainer(train_batch_size=config.scheduler.train_batch_size, kl_coefficient=kl_coefficient),
+            codec=FakeCodec(),
+            reference=FakeReference() if kl_coefficient else None,
+        )

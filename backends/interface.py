@@ -1,21 +1,25 @@
-"""What the driver asks of engines, reference model and trainer, and the values that cross.
+"""All that an implementer of a backend must offer, and the values that cross.
 
-``fake.py`` keeps these promises in memory, ``vllm_engine.py``, ``reference.py`` and ``deepspeed_trainer.py`` for real;
-``tests/support/contract.py`` holds both to them. All calls are coroutines: the driver waits for many at a time.
+A *backend* makes the parts of a real run: engines, a trainer, a reference model and a codec. The driver knows nothing
+else of them. ``contract/`` checks every promise made here; what passes it is a backend. ``vllm/`` and ``deepspeed/``
+keep the promises for real (``vllm_deepspeed.py`` puts them together), ``fake.py`` keeps them in memory.
 
 ======================  ==================================================================================
-``Engine.generate``     one answer, from its first token to its last; ends early when aborted
-``Engine.update``       new weights between two decode steps; what happens to the sequences in progress is
-                        ``weight_update``
-``Reference.logprobs``  log-probabilities of finished answers under the model at the start
-``Trainer.train``       one micro-batch, and the optimizer step after the last one of a step
-``Trainer.publish``     makes the weights ready; engines may load them when it has returned
-``Trainer.send``        runs beside the engines' ``update`` and feeds them
+``Backend``             checks a run file, then makes the parts of the run
+``Codec``               text to tokens and back
+``Engine``              generates answers; loads new weights between two decode steps
+``Trainer``             trains on micro-batches, makes optimizer steps, publishes weights
+``Reference``           log-probabilities of finished answers under the model at the start
+``Sender, Receiver``    only where weights are sent through a group of processes: the trainer's and an engine's part
 ======================  ==================================================================================
+
+All calls on engines, trainer and reference model are coroutines: the driver waits for many at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +27,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 # Legend of shapes: T tokens of one answer; P tokens of one prompt.
@@ -234,3 +239,111 @@ class Trainer(Protocol):
 
     async def shutdown(self) -> None:
         """End all processes; a second call does nothing."""
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of an answer, without the end token."""
+
+
+# ------------------------------------------------------------------- weights sent through a group of processes
+
+
+class Sender(Protocol):
+    """The trainer's part in a group of processes that weights are sent through."""
+
+    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
+        """Leave the group of before; return address and port where a new one meets."""
+
+    async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
+        """Join the new group; returns when all members have joined.
+
+        Raises:
+            TransferError: If they do not.
+        """
+
+    async def send(self, weights: Weights) -> None:
+        """Send to all members.
+
+        Raises:
+            TransferError: If they do not all have the weights.
+        """
+
+
+class Receiver(Protocol):
+    """An engine's part in it."""
+
+    num_started: int
+    """Times it was started: afterwards it is in no group."""
+
+    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+        """Join a group, and leave that of before; returns when all members have joined.
+
+        Args:
+            address: Where the members meet: the sender's machine.
+            port: Of the store there.
+            rank_offset: Rank of this engine's first worker: 1 for the sender, plus the workers before.
+            num_members: The sender and all workers of all engines (count).
+
+        Raises:
+            EngineLostError: If they do not.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMembers:
+    """Who can be in such a group."""
+
+    sender: Sender
+    """The trainer."""
+    receivers: Mapping[int, Receiver]
+    """All engines of the run, by engine id."""
+    workers_each: int = 1
+    """Workers of an engine (count)."""
+    timeout_s: float = 600.0
+    """Longest wait for a member (seconds)."""
+
+
+# ------------------------------------------------------------------------------------------- all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one run, none of them started; the driver starts them and shuts them down."""
+
+    engines: Mapping[int, Engine]
+    """By engine id, which events and commands name: 0 to ``config.num_engines`` - 1."""
+    trainer: Trainer
+    """The trainer."""
+    codec: Codec
+    """Text to tokens and back."""
+    reference: Reference | None = None
+    """The model at the start; there if ``loss.kl_coefficient`` is above 0."""
+    group: GroupMembers | None = None
+    """Trainer and engines where weights are sent through a group; None: weights lie where engines find them."""
+
+
+class Backend(Protocol):
+    """What a run is made of, from its run file."""
+
+    def check(self, config: RunConfig) -> None:
+        """Check that a run can begin, as far as one can tell without starting or writing anything.
+
+        Args:
+            config: What is to be run; ``config.train`` is there.
+
+        Raises:
+            ConfigError: If a package is missing, the model cannot be used, or a setting does not fit.
+        """
+
+    def open(self, config: RunConfig) -> AbstractContextManager[Parts]:
+        """Return the parts of a run that has been checked; leaving the context gives back all that they stand on.
+
+        Raises:
+            ConfigError: If the machines have not what the run needs.
+        """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import METRICS_FILE, keep_lines
 
@@ -16,14 +17,13 @@ TENSORBOARD_FOLDER = "tensorboard"
 """Where a run folder keeps its TensorBoard files."""
 
 
-def check_logging(config: RunConfig) -> None:
+def check_logging(train: TrainConfig) -> None:
     """Check that the packages are there that the configuration asks for.
 
     Raises:
         ConfigError: If Weights & Biases is to be used and is not installed.
     """
-    assert config.train is not None
-    if config.train.logging.wandb_project is not None and find_spec("wandb") is None:
+    if train.logging.wandb_project is not None and find_spec("wandb") is None:
         raise ConfigError("train.logging.wandb_project needs wandb: pip install 'pipelinerl[wandb]'")
 
 

@@ -8,7 +8,6 @@ replica of it goes halves with every rank. On CPU an accelerator is a core.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -19,27 +18,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed.rank import RankSettings
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
-from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
-from backends.transfer.group import WeightSyncGroup
-from backends.vllm.engine import VLLMEngine
+from backends.huggingface_codec import load_codec
+from backends.interface import GroupMembers, Parts
 from backends.vllm.process import VLLMSettings
+from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError, EngineLostError
-from pipelinerl.scheduler.events import WeightUpdate
+from pipelinerl.errors import ConfigError
 
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
 """Environment variable: Ray ends what a dead actor has started."""
 PLACEMENT_TIMEOUT_S = 600.0
 """Seconds to wait for accelerators that exist and are in use."""
-SHUTDOWN_TIMEOUT_S = 30.0
-"""Seconds an engine has to end before its process is killed."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Shared memory of a Ray of our own (bytes): holds the samples on their way to the ranks."""
 
@@ -68,7 +63,7 @@ def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
     finally:
         if subreaper_before is None:  # the next cluster of this process has its own choice
             os.environ.pop(SUBREAPER, None)
-    # Ray prints on stdout that an actor died, whatever it is told: there the summary goes, and the loss is told anyway.
+    # Ray prints on stdout that an actor died, whatever its settings: the summary goes there, and the loss is logged.
     ray._private.worker._worker_logs_enabled = False
     with contextlib.suppress(ValueError):  # not the main thread
         # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
@@ -134,15 +129,33 @@ def transport(config: RunConfig) -> Literal["file", "broadcast"]:
     return "broadcast" if config.train.device == "gpu" and not config.colocated else "file"
 
 
-def make_engines(config: RunConfig, group: PlacementGroup) -> list[RayEngine]:
-    """Return the engines of a run, not yet started."""
+def make_parts(config: RunConfig, places: PlacementGroup, folder: Path) -> Parts:
+    """Return the parts of a run, not yet started; the trainer publishes into ``folder``."""
+    assert config.train is not None
+    engines, trainer = _make_engines(config, places), _make_trainer(config, places, folder)
+    members = GroupMembers(
+        trainer,
+        engines,
+        workers_each=config.cluster.tensor_parallel,
+        timeout_s=config.train.engine.update_timeout_s,
+    )
+    return Parts(
+        engines=engines,
+        trainer=trainer,
+        codec=load_codec(config.train.model.path),
+        reference=_make_reference(config, places),
+        group=None if transport(config) == "file" else members,
+    )
+
+
+def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEngine]:
     train, each = config.train, config.cluster.tensor_parallel
     assert train is not None
     share = 0.5 if config.colocated else 1.0
-    engines = []
-    for index in range(config.num_engines):
+    engines = {}
+    for engine_id in range(config.num_engines):
         settings = VLLMSettings(
-            index=index,
+            engine_id=engine_id,
             model_path=train.model.path,
             num_slots=config.scheduler.generation_batch_size,
             max_tokens=train.task.max_prompt_tokens + config.workload.length.max,
@@ -152,16 +165,16 @@ def make_engines(config: RunConfig, group: PlacementGroup) -> list[RayEngine]:
             gpu_memory_utilization=train.engine.gpu_memory_utilization,
             colocated=config.colocated,
             cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
-            cpu_cores=str(index % (os.cpu_count() or 1)) if train.device == "cpu" else None,
+            cpu_cores=str(engine_id % (os.cpu_count() or 1)) if train.device == "cpu" else None,
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
         )
         options = {
             **_accelerators(config, each * share),
             "max_concurrency": 2 * settings.num_slots + 64,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(places, engine_id),
         }
-        engines.append(RayEngine(settings, options))
+        engines[engine_id] = RayEngine(settings, options)
     return engines
 
 
@@ -171,8 +184,7 @@ def _accelerators(config: RunConfig, number: float) -> dict[str, float]:
     return {"num_gpus": 0, "num_cpus": number}
 
 
-def make_trainer(config: RunConfig, group: PlacementGroup, folder: Path) -> DeepSpeedTrainer:
-    """Return the trainer of a run, not yet started; it publishes into ``folder``."""
+def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path) -> DeepSpeedTrainer:
     train = config.train
     assert train is not None
     bundles = _rank_bundles(config)
@@ -191,12 +203,12 @@ def make_trainer(config: RunConfig, group: PlacementGroup, folder: Path) -> Deep
         weights_folder=str(folder),
     )
     return DeepSpeedTrainer(
-        settings, **_accelerators(config, _rank_share(config)), placement_group=group, bundle_indices=bundles
+        settings, **_accelerators(config, _rank_share(config)), placement_group=places, bundle_indices=bundles
     )
 
 
-def make_reference(config: RunConfig, group: PlacementGroup) -> RayReference | None:
-    """Return the reference model of a run, not yet started; None if its loss needs none."""
+def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference | None:
+    """Return the reference model; None if the loss needs none."""
     train = config.train
     assert train is not None
     if not train.loss.kl_coefficient:
@@ -212,8 +224,8 @@ def make_reference(config: RunConfig, group: PlacementGroup) -> RayReference | N
         **_accelerators(config, _rank_share(config)),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
     }
-    places = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in _rank_bundles(config)]
-    return RayReference(settings, [{**options, "scheduling_strategy": place} for place in places])
+    strategies = [PlacementGroupSchedulingStrategy(places, bundle) for bundle in _rank_bundles(config)]
+    return RayReference(settings, [{**options, "scheduling_strategy": one} for one in strategies])
 
 
 def _rank_bundles(config: RunConfig) -> range:
@@ -228,94 +240,3 @@ def _rank_share(config: RunConfig) -> float:
     assert config.train is not None
     share = 0.5 if config.colocated else 1.0
     return share / 2 if config.train.loss.kl_coefficient else share
-
-
-def make_group(config: RunConfig, engines: list[RayEngine], trainer: DeepSpeedTrainer) -> WeightSyncGroup | None:
-    """Return what weights are sent through; None if they lie in files."""
-    if transport(config) == "file":
-        return None
-    assert config.train is not None
-    return WeightSyncGroup(
-        trainer,
-        engines,
-        workers_each=config.cluster.tensor_parallel,
-        timeout_s=config.train.engine.update_timeout_s,
-    )
-
-
-class RayEngine:
-    """An ``interface.Engine`` in a process of its own; ``start`` after a loss makes a new process.
-
-    Args:
-        settings: What the engine is to be.
-        options: Where Ray is to run it.
-    """
-
-    def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
-        self._settings, self._options = settings, options
-        self._actor: Any = None
-        self.num_started = 0
-
-    async def start(self) -> None:
-        """Start the process and load the model, at version 0."""
-        self.num_started += 1
-        self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
-        await self._call("start")
-
-    async def generate(self, request: GenerateRequest) -> Generated:
-        """Generate one answer; see ``interface.Engine``."""
-        generated: Generated = await self._call("generate", request)
-        return generated
-
-    async def abort(self, rollout_id: int) -> None:
-        """End a request early; see ``interface.Engine``."""
-        await self._call("abort", rollout_id)
-
-    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-        """Load new weights; see ``interface.Engine``."""
-        times: UpdateTimes = await self._call("update", weights, weight_update)
-        return times
-
-    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
-        """Join the group that weights arrive through; see ``group.Receiver``."""
-        await self._call("join_group", address, port, rank_offset=rank_offset, num_members=num_members)
-
-    async def checksums(self) -> dict[str, str]:
-        """Return the checksums that the last update was verified against; see ``interface.Engine``."""
-        checksums: dict[str, str] = await self._call("checksums")
-        return checksums
-
-    async def sleep(self) -> None:
-        """Give the memory up for training; see ``interface.Engine``."""
-        await self._call("sleep")
-
-    async def wake(self) -> None:
-        """Take the memory back."""
-        await self._call("wake")
-
-    async def shutdown(self) -> None:
-        """End the process; a second call does nothing."""
-        actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        try:
-            with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
-        finally:  # also when cancelled: nobody else knows of it
-            ray.kill(actor)
-
-    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        actor = self._actor
-        if actor is None:
-            raise EngineLostError(f"engine {self._settings.index} lost: phase={method}; it is being started again")
-        try:
-            return await _future(getattr(actor, method).remote(*arguments, **keywords))
-        except RayTaskError as error:
-            raise error.cause from None
-        except RayError as error:
-            what = str(error).strip().partition("\n")[0]
-            raise EngineLostError(f"engine {self._settings.index} lost: phase={method}: {what}") from None
-
-
-async def _future(reference: Any) -> Any:
-    return await reference

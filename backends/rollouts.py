@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +14,6 @@ from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, joined
 
 # Legend of shapes: T tokens of one answer; G rollouts of one group.
-
-
-class Codec(Protocol):
-    """Text to tokens and back."""
-
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of an answer, without the end token."""
 
 
 @dataclass(slots=True)

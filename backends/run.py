@@ -1,23 +1,23 @@
-"""Train for real: check everything, start Ray, drive the run, keep what it gave."""
+"""Train for real: check the run file, make the parts of the run, drive it, keep its results."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
-from backends.interface import Engine, Reference, Trainer
+from backends.interface import Backend, Parts
 from backends.metrics_log import MetricsLog
-from backends.preflight import check, check_evaluation
-from backends.rollouts import Codec
-from backends.transfer.group import WeightSyncGroup
+from backends.preflight import check_evaluation, check_run
+from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig, VLLMConfig
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.run_folder import check_vacant
@@ -32,32 +32,24 @@ Progress = Callable[[StepRow, dict[str, float]], None]
 def drive(
     config: RunConfig,
     *,
-    engines: Sequence[Engine],
-    trainer: Trainer,
-    reference: Reference | None = None,
+    parts: Parts,
     task: Task,
-    codec: Codec,
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
-    group: WeightSyncGroup | None = None,
 ) -> dict[str, Any]:
-    """Run with these engines and this trainer, and keep the run in a folder.
+    """Run with these parts, and keep the run in a folder.
 
     On Ctrl-C the run ends as soon as the trainer is done with what it does, a checkpoint is written, and what was
     finished is kept. A second Ctrl-C ends it at once.
 
     Args:
         config: What to run; ``config.train`` is there.
-        engines: As many as ``config.num_engines``; started and shut down here.
-        trainer: Started and shut down here.
-        reference: The model at the start; there if ``loss.kl_coefficient`` is above 0. Started and shut down here.
+        parts: Engines, trainer and the rest; started and shut down here.
         task: Problems and rewards.
-        codec: Text to tokens and back.
         out: The run's folder; new, or that of ``checkpoint``.
-        checkpoint: What to go on from; its trainer's part is loaded by ``trainer``.
+        checkpoint: Checkpoint to resume; its trainer's part is loaded by the trainer.
         on_step: Called with the row and the metrics of each optimizer step.
-        group: What weights are sent through; None: they lie where engines find them.
 
     Returns:
         The content of summary.json.
@@ -80,17 +72,13 @@ def drive(
     log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.accountant.steps))
     driver = Driver(
         config,
-        engines=engines,
-        trainer=trainer,
-        reference=reference,
+        parts=parts,
         task=task,
-        codec=codec,
         recorder=recording.recorder,
         keeper=CheckpointKeeper(out, config, recording),
         state=None if checkpoint is None else checkpoint.state,
         resume_from=None if checkpoint is None else checkpoint.trainer_folder,
         export_to=out / MODEL_FOLDER,
-        group=group,
     )
     with closing(log):
         try:
@@ -100,14 +88,22 @@ def drive(
     return summary
 
 
-def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progress | None = None) -> dict[str, Any]:
-    """Train with vLLM engines and a DeepSpeed trainer on Ray; see ``drive``.
+def train(
+    config: RunConfig,
+    *,
+    out: Path,
+    resume: bool = False,
+    on_step: Progress | None = None,
+    backend: Backend | None = None,
+) -> dict[str, Any]:
+    """Train for real; see ``drive``.
 
     Args:
         config: What to run.
         out: The run's folder: new, or with ``resume`` that of a run that has left a checkpoint.
-        resume: Whether to go on from the newest checkpoint.
+        resume: Whether to resume from the newest checkpoint.
         on_step: Called with the row and the metrics of each optimizer step.
+        backend: Makes engines, trainer and the rest; None: the one that the run file names.
 
     Returns:
         The content of summary.json.
@@ -118,36 +114,25 @@ def train(config: RunConfig, *, out: Path, resume: bool = False, on_step: Progre
         BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
             happened until then.
     """
-    codec = check(config)
-    assert config.train is not None
-    task = load_task(config.train.task)
-    check_evaluation(config, task)
+    train = check_run(config)
+    backend = backend or backend_of(train)
+    backend.check(config)
+    task = load_task(train.task)
+    check_evaluation(train, task)
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    from backends.placement import (
-        make_engines,
-        make_group,
-        make_reference,
-        make_trainer,
-        ray_cluster,
-        weights_folder,
-    )
+    with backend.open(config) as parts:
+        return drive(config, parts=parts, task=task, out=out, checkpoint=checkpoint, on_step=on_step)
 
-    with ray_cluster(config) as places, weights_folder(config) as folder:
-        engines, trainer = make_engines(config, places), make_trainer(config, places, folder)
-        return drive(
-            config,
-            engines=engines,
-            trainer=trainer,
-            reference=make_reference(config, places),
-            task=task,
-            codec=codec,
-            out=out,
-            checkpoint=checkpoint,
-            on_step=on_step,
-            group=make_group(config, engines, trainer),
-        )
+
+def backend_of(train: TrainConfig) -> Backend:
+    """Return the backend that a run file names: the kinds of its tables ``train.engine`` and ``train.trainer``."""
+    match train.engine:
+        case VLLMConfig():
+            return VLLMDeepSpeed()
+        case _:
+            assert_never(train.engine)
 
 
 async def _driven(driver: Driver) -> None:

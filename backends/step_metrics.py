@@ -35,7 +35,7 @@ class StepMetrics:
         """Add a rollout: log pi - log mu of its tokens (nats) and their lag (optimizer steps), both of shape [T]."""
         self._ratios.add(log_ratio_T, lag_T)
 
-    def trainer_said(self, metrics: dict[str, float]) -> None:
+    def add_trainer_metrics(self, metrics: dict[str, float]) -> None:
         """Add the metrics of a micro-batch: its share of each loss, and what is known after the optimizer step."""
         for name, value in metrics.items():
             self._trainer[name] = value + (self._trainer.get(name, 0.0) if name.endswith("loss") else 0.0)
@@ -56,19 +56,19 @@ class StepMetrics:
         self._driver_s += seconds
         self._num_rollouts += num_rollouts
 
-    def take(self, row: StepRow, books: RunLedger) -> dict[str, float]:
+    def take(self, row: StepRow, ledger: RunLedger) -> dict[str, float]:
         """End an optimizer step.
 
         Args:
-            row: What the books say of it.
-            books: The books.
+            row: Its row of the ledger.
+            ledger: The run's ledger.
 
         Returns:
             What to log, by name.
         """
         step_s = row.time_s - self._last_s
-        busy_engine_s = books.busy_engine_s()
-        engine_s = step_s * books.num_engines
+        busy_engine_s = ledger.busy_engine_s()
+        engine_s = step_s * ledger.num_engines
         busy_share = (busy_engine_s - self._last_busy_engine_s) / engine_s if engine_s else 0.0
         self._last_s, self._last_busy_engine_s = row.time_s, busy_engine_s
         ratios = self._ratios.metrics()
@@ -89,7 +89,7 @@ class StepMetrics:
             "idle/engines": 1.0 - busy_share,
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
-            **{f"rollouts/{end}": float(num) for end, num in books.ended().items()},
+            **{f"rollouts/{end}": float(num) for end, num in ledger.ended().items()},
             **{f"train/{name}": value for name, value in self._trainer.items()},
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},

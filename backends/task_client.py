@@ -1,4 +1,4 @@
-"""One answer, from problem to reward, whatever the schedule: what an engine is asked, and what the answer earns."""
+"""One answer, from problem to reward, whatever the schedule: requests to engines, and rewards."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import math
 import numpy as np
 
 from backends.engines import EnginePool
-from backends.interface import GenerateRequest
+from backends.interface import Codec, GenerateRequest
 from backends.rewards import RewardThreads
-from backends.rollouts import Codec, RolloutData
+from backends.rollouts import RolloutData
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.tasks import Task, overlong_penalty
 
 LOG = logging.getLogger("pipelinerl")
-FAILURES_TOLD = 5
-"""Failures that are told one by one; all are counted in the books."""
+FAILURES_LOGGED = 5
+"""Failures that are logged one by one; the run's ledger counts all of them."""
 REWARD_THREADS = 8
 """Rewards computed at a time (count)."""
 
@@ -26,7 +26,7 @@ class TaskClient:
     """Asks the problems of a task.
 
     Args:
-        config: What is run; ``config.train`` is there.
+        config: The run file; ``config.train`` is there.
         task: Problems and rewards.
         codec: Text to tokens and back.
     """
@@ -44,7 +44,7 @@ class TaskClient:
         return RolloutData(problem, self._codec.encode(problem.prompt))
 
     def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
-        """Return what an engine is asked to go on with a rollout; held-out ones have negative ids."""
+        """Return the request that has an engine continue a rollout; held-out ones have negative ids."""
         return GenerateRequest(
             rollout_id=rollout_id,
             prompt_tokens=(*data.prompt_tokens, *data.tokens),
@@ -53,7 +53,7 @@ class TaskClient:
             temperature=self._train.sampling.temperature,
         )
 
-    async def earned(self, data: RolloutData) -> float:
+    async def compute_reward(self, data: RolloutData) -> float:
         """Return the reward of an answer, less the penalty for coming close to the limit.
 
         Raises:
@@ -68,32 +68,34 @@ class TaskClient:
             raise ValueError(f"the reward must be finite, got {reward}")
         return reward
 
-    async def success_rate(self, fleet: EnginePool) -> float:
+    async def success_rate(self, pool: EnginePool) -> float:
         """Return the share of held-out problems that the engines answer right, as they sample in training.
 
         An answer that cannot be generated or rewarded is not right.
         """
-        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(fleet.seats))
+        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(pool))
+
+        engine_ids = [handle.engine_id for handle in pool]
 
         async def answered_right(index: int) -> bool:
             data = self.begin(index, held_out=True)
             try:
                 async with room:
-                    seat = fleet.seats[index % len(fleet.seats)]
-                    data.extend(await fleet.generate(seat, self.request(-1 - index, data)))
+                    handle = pool[engine_ids[index % len(engine_ids)]]
+                    data.extend(await pool.generate(handle, self.request(-1 - index, data)))
                 return await self._reward(data) >= 1.0
             except (Exception, SystemExit) as error:
-                self.tell(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
+                self.log_failure(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
                 return False
 
         number = self._train.evaluation.problems
         right = await asyncio.gather(*(answered_right(index) for index in range(number)))
         return sum(right) / number
 
-    def tell(self, failure: str) -> None:
+    def log_failure(self, failure: str) -> None:
         """Log a failure, unless there have been many."""
         self._num_failed += 1
-        if self._num_failed <= FAILURES_TOLD:
+        if self._num_failed <= FAILURES_LOGGED:
             LOG.warning("%s", failure)
 
     async def _reward(self, data: RolloutData) -> float:

@@ -1,4 +1,4 @@
-"""What the real world's driver costs per rollout, on an engine and a trainer that cost nothing."""
+"""The driver's time per rollout, with engines and a trainer that take none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorboard")
 
-from backends.fake import FakeCodec, FakeEngine, FakeTrainer
+from backends.fake import FakeBackend
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.tasks import Arithmetic
@@ -37,14 +37,13 @@ def test_the_driver_costs_less_than_a_millisecond_per_rollout(benchmark, tmp_pat
     runs = iter(range(1000))
 
     def run() -> dict:
-        return drive(
-            config(),
-            engines=[FakeEngine(num_slots=128) for _ in range(2)],
-            trainer=FakeTrainer(train_batch_size=BATCH),
-            task=Arithmetic(),
-            codec=FakeCodec(),
-            out=tmp_path / str(next(runs)),
-        )
+        with FakeBackend().open(config()) as parts:
+            return drive(
+                config(),
+                parts=parts,
+                task=Arithmetic(),
+                out=tmp_path / str(next(runs)),
+            )
 
     summary = benchmark.pedantic(run, rounds=3)
     per_rollout_s = benchmark.stats.stats.min / (STEPS * BATCH)  # engines, trainer and files included

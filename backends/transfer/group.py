@@ -12,7 +12,7 @@ all are started again. The trainer is well then.
 call           waits for                                      bounded by
 =============  =============================================  ===================================================
 ``turn``       the trainer: it trains, publishes, or sends    what it does, which has its own time-outs
-``of``         trainer and engines, to join                   ``update_timeout_s``
+``form``       trainer and engines, to join                   ``update_timeout_s``
 ``send``       engines, to receive and verify                 ``update_timeout_s`` per bucket
 =============  =============================================  ===================================================
 """
@@ -22,69 +22,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
-from backends.interface import Weights
+from backends.interface import GroupMembers, Weights
 from pipelinerl.errors import EngineLostError, TransferError
 
 LOG = logging.getLogger("pipelinerl")
-
-
-class Sender(Protocol):
-    """The trainer's part."""
-
-    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
-        """Leave the group of before; return address and port where a new one meets."""
-
-    async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
-        """Join it; returns when all members have joined.
-
-        Raises:
-            TransferError: If they do not.
-        """
-
-    async def send(self, weights: Weights) -> None:
-        """Send to all members.
-
-        Raises:
-            TransferError: If they do not all have the weights.
-        """
-
-
-class Receiver(Protocol):
-    """An engine's part."""
-
-    num_started: int
-    """Times it was started: afterwards it is in no group."""
-
-    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
-        """Join a group, and leave that of before; returns when all members have joined.
-
-        Raises:
-            EngineLostError: If they do not.
-        """
 
 
 class WeightSyncGroup:
     """The group at hand, and how a new one is made.
 
     Args:
-        trainer: Sends.
-        engines: All of the run.
-        workers_each: Workers of an engine (count).
-        timeout_s: Longest wait for a member (seconds).
+        members: Who can be in it.
     """
 
-    def __init__(
-        self, trainer: Sender, engines: Sequence[Receiver], *, workers_each: int = 1, timeout_s: float
-    ) -> None:
-        self._trainer, self._engines = trainer, engines
-        self._workers_each, self._timeout_s = workers_each, timeout_s
+    def __init__(self, members: GroupMembers) -> None:
+        self._trainer, self._receivers = members.sender, members.receivers
+        self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
         self._members: tuple[tuple[int, int], ...] | None = None
         self.turn = asyncio.Lock()
         """Held by whoever has the trainer do something: neither side may wait for the other's work."""
 
-    async def of(self, engines: Sequence[int]) -> None:
+    async def form(self, engines: Sequence[int]) -> None:
         """Have the trainer and these engines form a group, unless they are one.
 
         Raises nothing where an engine does not join: it is lost, and says so when it is called next.
@@ -92,7 +51,7 @@ class WeightSyncGroup:
         Raises:
             TrainerLostError: If the trainer is lost.
         """
-        members = tuple((engine, self._engines[engine].num_started) for engine in engines)
+        members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
         if members == self._members:
             return
         self._members = None
@@ -101,7 +60,7 @@ class WeightSyncGroup:
         address, port = await self._trainer.open_group(timeout_s=self._timeout_s)
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = [
-            self._engines[engine].join_group(
+            self._receivers[engine].join_group(
                 address, port, rank_offset=1 + place * self._workers_each, num_members=len(names)
             )
             for place, engine in enumerate(engines)
@@ -118,7 +77,7 @@ class WeightSyncGroup:
             self._members = members
 
     async def send(self, weights: Weights) -> None:
-        """Send to the group that ``of`` has formed.
+        """Send to the group that ``form`` has formed.
 
         Raises nothing where the weights do not arrive: engines are lost then, and say so themselves.
 

@@ -85,7 +85,7 @@ class VLLMEngine:
                 raise
             cause = "no answer" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
             raise EngineLostError(
-                f"engine start failed: engine={settings.index} after {seconds:.1f} s; {cause}; see vLLM's output"
+                f"engine start failed: engine={settings.engine_id} after {seconds:.1f} s; {cause}; see vLLM's output"
             ) from error
 
     def _launch(self) -> None:
@@ -94,7 +94,7 @@ class VLLMEngine:
 
     async def shutdown(self) -> None:
         """End all processes, and with them what is in progress; a second call does nothing."""
-        self._lose(f"engine lost: engine={self._settings.index} has been shut down")
+        self._lose(f"engine lost: engine={self._settings.engine_id} has been shut down")
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
@@ -117,12 +117,14 @@ class VLLMEngine:
     async def _watch(self) -> None:
         while not self._llm.errored:
             await asyncio.sleep(WATCH_PERIOD_S)
-        self._lose(f"engine lost: engine={self._settings.index}; a process of vLLM has ended, start the engine again")
+        self._lose(
+            f"engine lost: engine={self._settings.engine_id}; a process of vLLM has ended, start the engine again"
+        )
 
     def _alive(self) -> Any:
         """Return vLLM's engine, unless it is lost."""
         if self._loss is not None or self._llm is None:
-            raise EngineLostError(self._loss or f"engine lost: engine={self._settings.index} has not been started")
+            raise EngineLostError(self._loss or f"engine lost: engine={self._settings.engine_id} has not been started")
         return self._llm
 
     def _lose(self, reason: str) -> EngineLostError:
@@ -162,7 +164,8 @@ class VLLMEngine:
         except Exception as error:
             seconds = time.perf_counter() - began
             raise self._lose(
-                f"{what} failed: engine={self._settings.index} after {seconds:.1f} s; {error}; start the engine again"
+                f"{what} failed: engine={self._settings.engine_id} after {seconds:.1f} s; {error};"
+                " start the engine again"
             ) from error
 
     # ------------------------------------------------------------------------------ generation
@@ -183,7 +186,9 @@ class VLLMEngine:
 
         llm, rollout_id = self._alive(), request.rollout_id
         if rollout_id in self._running:
-            raise BackendError(f"generation failed: engine={self._settings.index} has rollout={rollout_id} in progress")
+            raise BackendError(
+                f"generation failed: engine={self._settings.engine_id} has rollout={rollout_id} in progress"
+            )
         ended = self._running[rollout_id] = asyncio.Event()
         output = None
         try:
@@ -205,7 +210,7 @@ class VLLMEngine:
         except Exception as error:
             cause = error.__cause__ or error
             raise BackendError(
-                f"generation failed: engine={self._settings.index} rollout={rollout_id}; {cause}"
+                f"generation failed: engine={self._settings.engine_id} rollout={rollout_id}; {cause}"
             ) from error
         finally:
             del self._running[rollout_id]
@@ -273,7 +278,7 @@ class VLLMEngine:
                 clock_s.append(time.perf_counter())
             except BaseException as error:
                 lost = self._lose(
-                    f"weight update failed: phase={phase} engine={self._settings.index} version={weights.version}"
+                    f"weight update failed: phase={phase} engine={self._settings.engine_id} version={weights.version}"
                     f" after {time.perf_counter() - clock_s[0]:.1f} s; {error}; start the engine again"
                 )
                 if isinstance(error, Exception):

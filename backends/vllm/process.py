@@ -23,8 +23,8 @@ MIN_BATCHED_TOKENS = 8192
 class VLLMSettings:
     """What an engine is to be."""
 
-    index: int
-    """Number of the engine, for messages."""
+    engine_id: int
+    """The engine's id, for messages."""
     model_path: str
     """Folder in Hugging Face format; its weights are version 0."""
     num_slots: int

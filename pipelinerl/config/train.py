@@ -47,9 +47,11 @@ class OptimizerConfig(StrictModel):
     """Largest norm of the gradient of the whole batch (no unit)."""
 
 
-class TrainerConfig(StrictModel):
+class DeepSpeedConfig(StrictModel):
     """DeepSpeed."""
 
+    kind: Literal["deepspeed"] = "deepspeed"
+    """Which trainer."""
     zero_stage: int = Field(default=2, ge=0, le=3)
     """What is split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: int = Field(default=16384, ge=1)
@@ -60,9 +62,15 @@ class TrainerConfig(StrictModel):
     """Seconds after which a micro-batch counts as hung."""
 
 
-class EngineConfig(StrictModel):
+TrainerConfig = DeepSpeedConfig
+"""A union tagged by ``kind``, of one member. Every member has ``step_timeout_s``, which the driver reads."""
+
+
+class VLLMConfig(StrictModel):
     """vLLM."""
 
+    kind: Literal["vllm"] = "vllm"
+    """Which engines."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine takes (no unit). Colocated: together with the trainer's."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
@@ -73,6 +81,10 @@ class EngineConfig(StrictModel):
     """Seconds each phase of a weight update may take (pause, transfer, resume)."""
     restarts: int = Field(default=3, ge=0)
     """Times a lost engine is started again, in all, before the run fails (count)."""
+
+
+EngineConfig = VLLMConfig
+"""A union tagged by ``kind``, of one member. Every member has ``restarts``, which the driver reads."""
 
 
 class CheckpointConfig(StrictModel):
@@ -120,9 +132,9 @@ class TrainConfig(StrictModel):
     """How answers are sampled."""
     loss: LossConfig = LossConfig()
     """The policy gradient."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = DeepSpeedConfig()
     """DeepSpeed."""
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = VLLMConfig()
     """vLLM."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """What is kept to go on from."""

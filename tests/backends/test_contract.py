@@ -113,7 +113,9 @@ def real_world(folder: Path) -> World:
         return made[version]
 
     engine = VLLMEngine(
-        VLLMSettings(index=0, model_path=str(folder), num_slots=NUM_SLOTS, max_tokens=512, device="cpu", cpu_cores="0")
+        VLLMSettings(
+            engine_id=0, model_path=str(folder), num_slots=NUM_SLOTS, max_tokens=512, device="cpu", cpu_cores="0"
+        )
     )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

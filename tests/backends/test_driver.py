@@ -35,6 +35,7 @@ from in_memory import KINDS, Interrupts, Killer, Letters, Shared, config_of, par
 
 from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
+from backends.event_loop import EventLoop
 from backends.fake import DRIFT, FakeEngine, FakeTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -411,13 +412,19 @@ def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, m
     """Also of those that were started at the very instant it was written."""
     config = config_of()
     out = tmp_path / "run"
-    carry_out_all = Driver._carry_out_all
+    carry_out_all, run_driver = EventLoop._carry_out_all, Driver.run
+    drivers = []
 
-    def carried_out_and_interrupted(driver, commands):
-        carry_out_all(driver, commands)
-        driver.interrupt()
+    async def run_known(driver):
+        drivers.append(driver)
+        await run_driver(driver)
 
-    monkeypatch.setattr(Driver, "_carry_out_all", carried_out_and_interrupted)
+    def carried_out_and_interrupted(loop, commands):
+        carry_out_all(loop, commands)
+        drivers[0].interrupt()
+
+    monkeypatch.setattr(Driver, "run", run_known)
+    monkeypatch.setattr(EventLoop, "_carry_out_all", carried_out_and_interrupted)
     with pytest.raises(RunFailedError, match="interrupted"):
         run(config, out, parts_of(config))
     monkeypatch.undo()

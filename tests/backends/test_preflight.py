@@ -11,7 +11,7 @@ from needs import need
 
 need("transformers", "tokenizers", "tensorboard", "vllm", "deepspeed", "ray")
 
-from backends import metrics_log, preflight  # noqa: E402
+from backends import metrics_log, vllm_deepspeed  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import main  # noqa: E402
 
@@ -158,7 +158,7 @@ def test_nothing_to_resume(complaint):
 
 @pytest.mark.parametrize(("device", "extra"), [("cpu", "train-cpu"), ("gpu", "train-gpu")])
 def test_missing_packages_name_the_extra(complaint, monkeypatch, device, extra):
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
+    monkeypatch.setattr(vllm_deepspeed, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
     line = complaint(f"train.device={device}")
     assert f"train needs vLLM, DeepSpeed, not installed: pip install 'pipelinerl[{extra}]'" in line
 

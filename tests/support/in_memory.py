@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from backends.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
+from backends.interface import GroupMembers
+from backends.interface import Parts as DriverParts
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.tasks import Problem
@@ -74,10 +76,13 @@ class Interrupts(Letters):
 
 @dataclass
 class Parts:
+    """What a test changes before it runs; the engines' ids are their places."""
+
     engines: list
     trainer: FakeTrainer
     task: Letters
-    reference: FakeReference | None
+    reference: FakeReference | None = None
+    group: GroupMembers | None = None
 
 
 def parts_of(config, *, trainer=None, task=None, step_s=0.0):
@@ -94,11 +99,14 @@ def run(config, out, parts, *, resume=False):
     checkpoint = read_newest(out, config) if resume else None
     return drive(
         config,
-        engines=parts.engines,
-        trainer=parts.trainer,
-        reference=parts.reference,
+        parts=DriverParts(
+            engines=dict(enumerate(parts.engines)),
+            trainer=parts.trainer,
+            codec=FakeCodec(),
+            reference=parts.reference,
+            group=parts.group,
+        ),
         task=parts.task,
-        codec=FakeCodec(),
         out=out,
         checkpoint=checkpoint,
     )

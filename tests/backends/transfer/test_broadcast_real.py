@@ -27,12 +27,13 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 
 from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402
-from backends.interface import GenerateRequest, UpdateTimes, Weights  # noqa: E402
-from backends.placement import SUBREAPER, RayEngine  # noqa: E402
+from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
+from backends.placement import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.group import WeightSyncGroup  # noqa: E402
 from backends.transfer.weights_check import checksums  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
+from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
@@ -73,10 +74,10 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_after_a_loss(tmp
         transport="broadcast",
     )
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
-    group = WeightSyncGroup(trainer, engines, timeout_s=TIMEOUT_S)
+    group = WeightSyncGroup(GroupMembers(trainer, dict(enumerate(engines)), timeout_s=TIMEOUT_S))
 
     async def bring(weights: Weights, members: list[int]) -> list[Any]:
-        await group.of(members)
+        await group.form(members)
         updates = (engines[index].update(weights, WeightUpdate.KEEP) for index in members)
         _, *ends = await asyncio.gather(group.send(weights), *updates, return_exceptions=True)
         return ends
@@ -125,7 +126,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_after_a_loss(tmp
 
 def engine(model_path: Path, index: int) -> RayEngine:
     given = VLLMSettings(
-        index=index,
+        engine_id=index,
         model_path=str(model_path),
         num_slots=16,
         max_tokens=256,

@@ -14,18 +14,15 @@ pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
 from books import check_books
-from in_memory import Letters, config_of
+from in_memory import KINDS, config_of, parts_of, run
 
-from backends.checkpoint import read_newest
-from backends.fake import FakeCodec, FakeEngine, FakeTrainer
-from backends.interface import Weights
-from backends.run import drive
+from backends.fake import FakeEngine, FakeTrainer
+from backends.interface import GroupMembers, Weights
 from backends.transfer.group import WeightSyncGroup
 from pipelinerl.errors import EngineLostError, RunFailedError, TransferError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-KINDS = ("keep", "recompute", "abort", "wait")
 TIMEOUT_S = 0.5
 
 
@@ -130,25 +127,13 @@ class Receiving(FakeEngine):
         return await super().update(weights, weight_update)
 
 
-def parts_of(config):
-    wire = Wire()
-    engines = [Receiving(wire, index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
-    trainer = Sending(wire, train_batch_size=8)
-    return wire, engines, trainer, WeightSyncGroup(trainer, engines, timeout_s=TIMEOUT_S)
-
-
-def run(config, out, parts, *, resume=False, task=None):
-    _, engines, trainer, group = parts
-    return drive(
-        config,
-        engines=engines,
-        trainer=trainer,
-        task=task or Letters(),
-        codec=FakeCodec(),
-        out=out,
-        checkpoint=read_newest(out, config) if resume else None,
-        group=group,
-    )
+def wired(config):
+    """Parts of a run whose engines and trainer meet on a wire."""
+    wire, parts = Wire(), parts_of(config)
+    parts.engines = [Receiving(wire, index, num_slots=config.scheduler.generation_batch_size) for index in range(2)]
+    parts.trainer = Sending(wire, train_batch_size=8)
+    parts.group = GroupMembers(parts.trainer, dict(enumerate(parts.engines)), timeout_s=TIMEOUT_S)
+    return wire, parts
 
 
 EVERYONE = [0, 1, "trainer"]
@@ -157,17 +142,18 @@ EVERYONE = [0, 1, "trainer"]
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_one_group_serves_a_run_of_which_nothing_is_lost(tmp_path, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
-    parts = parts_of(config)
+    wire, parts = wired(config)
     summary = run(config, tmp_path / "run", parts)
     check_books(tmp_path / "run", config, summary)
-    assert parts[0].groups == [EVERYONE]
+    assert wire.groups == [EVERYONE]
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(tmp_path, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, steps=8)
-    wire, engines, trainer, _ = parts = parts_of(config)
-    trainer.when("train", 3, engines[1].die)
+    wire, parts = wired(config)
+    engines = parts.engines
+    parts.trainer.when("train", 3, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_books(tmp_path / "run", config, summary)
     assert summary["engine_restarts"] == 1
@@ -179,8 +165,9 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(t
 @pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
 def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_path, what, version):
     config = config_of(longest=40, slots=16, steps=8)
-    wire, engines, trainer, _ = parts = parts_of(config)
-    trainer.when(what, version, engines[1].die)
+    wire, parts = wired(config)
+    engines = parts.engines
+    parts.trainer.when(what, version, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_books(tmp_path / "run", config, summary)
     assert 1 <= summary["engine_restarts"] <= 2
@@ -190,47 +177,48 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_p
 
 def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(tmp_path):
     config = config_of(train={"engine": {"restarts": 0}}, steps=20, longest=40)
-    parts = parts_of(config)
-    parts[2].when("send", 3, parts[1][1].die)
+    _, parts = wired(config)
+    parts.trainer.when("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
         run(config, tmp_path / "run", parts)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
-    summary = run(again, tmp_path / "run", parts_of(again), resume=True)
+    summary = run(again, tmp_path / "run", wired(again)[1], resume=True)
     check_books(tmp_path / "run", again, summary)
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(tmp_path):
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8)
-    parts = parts_of(config)
-    parts[2].when("publish", 2, lambda: signal.raise_signal(signal.SIGINT))
+    _, parts = wired(config)
+    parts.trainer.when("publish", 2, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(RunFailedError, match="interrupted"):
         run(config, tmp_path / "run", parts)
-    summary = run(config, tmp_path / "run", parts_of(config), resume=True)
+    summary = run(config, tmp_path / "run", wired(config)[1], resume=True)
     check_books(tmp_path / "run", config, summary)
 
 
 def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
     async def scenario() -> None:
-        wire, engines, trainer, group = parts_of(config_of())
+        wire, parts = wired(config_of())
+        engines, trainer, group = parts.engines, parts.trainer, WeightSyncGroup(parts.group)
         weights = Weights(1, "memory:1")
         for engine in engines:
             await engine.start()
-        await group.of([0, 1])
-        await group.of([0, 1])
-        await group.of([0])
-        await group.of([])
+        await group.form([0, 1])
+        await group.form([0, 1])
+        await group.form([0])
+        await group.form([])
         await group.send(weights)  # to nobody
         assert wire.groups == [EVERYONE, [0, "trainer"]]
-        await group.of([0, 1])
+        await group.form([0, 1])
         engines[0].die()
         await group.send(weights)  # fails: nobody loads
         await engines[0].start()
-        await group.of([0, 1])
+        await group.form([0, 1])
         assert wire.groups == [EVERYONE, [0, "trainer"], EVERYONE, EVERYONE]
         trainer.when("open", 0, raises)  # what is not about the transfer is not kept quiet
         with pytest.raises(RuntimeError, match="no trainer"):
-            await group.of([1])
+            await group.form([1])
         for engine in engines:
             await engine.shutdown()
 

@@ -74,7 +74,7 @@ def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
 
 
 def settings(model_path: Path, **changed: Any) -> VLLMSettings:
-    values: dict[str, Any] = {"index": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu", "cpu_cores": "0"}
+    values: dict[str, Any] = {"engine_id": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu", "cpu_cores": "0"}
     return VLLMSettings(model_path=str(model_path), **{**values, **changed})
 
 

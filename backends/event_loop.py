@@ -1,0 +1,327 @@
+"""The event loop of a real run: it carries out the scheduler's commands and reports what happens.
+
+Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
+event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
+so events are handled one after the other, as in the simulator, and no lock is needed; but where weights are sent
+through a group, tasks take turns in having the trainer do something (``weight_sync.py``).
+
+================  ===============================  ==================================  =========================
+task              waits for                        bounded by                          ends with
+================  ===============================  ==================================  =========================
+``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
+``_score``        a reward thread, the reference   their time-outs                     scored, failed
+``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
+``_publish``      the trainer; to send, engines    ``step_timeout_s``; one at a time   weights published
+an update         its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
+================  ===============================  ==================================  =========================
+
+A lost engine costs what its rollouts had generated since they were submitted: they are reported as aborted, so
+the scheduler starts them again, there or elsewhere.
+
+When a run ends, the loop is *frozen*: nothing is delivered any more, except that the trainer's last event is kept as
+``pending``. What is then saved can be resumed: ``resume`` reports the rollouts that were in progress as aborted, the
+engines that were loading as having loaded, and last the pending event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import assert_never
+
+from backends.engines import EnginePool
+from backends.interface import Sample, Trainer
+from backends.preprocessing import Preprocessing
+from backends.rollouts import lag_of_tokens, samples_of
+from backends.run_tasks import RunTasks
+from backends.state import DriverState
+from backends.task_client import TaskClient
+from backends.weight_sync import WeightSync
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.records.recording import Recorder
+from pipelinerl.scheduler.events import (
+    AbortRollout,
+    Command,
+    DiscardRollouts,
+    Event,
+    PublishWeights,
+    RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartRollout,
+    StartTraining,
+    Stop,
+    StopReason,
+    TrainingFinished,
+    WeightsLoaded,
+    WeightsPublished,
+)
+
+STOP_TIMEOUT_S = 30.0
+"""Seconds that rollouts in progress get to end when the run is over."""
+
+
+class EventLoop:
+    """Commands in, events out.
+
+    Args:
+        config: What is run; ``config.train`` is there.
+        state: The state of the run, changed here.
+        tasks: Runs the tasks.
+        trainer: Trains.
+        pool: Generates.
+        sync: Brings weights to the engines.
+        client: Makes prompts, computes rewards.
+        preprocessing: Computes reference log-probabilities.
+        recorder: Called with every event and command, in order.
+        keep_checkpoint: Writes a checkpoint of the state as it is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: DriverState,
+        *,
+        tasks: RunTasks,
+        trainer: Trainer,
+        pool: EnginePool,
+        sync: WeightSync,
+        client: TaskClient,
+        preprocessing: Preprocessing,
+        recorder: Recorder,
+        keep_checkpoint: Callable[[], Awaitable[None]],
+    ) -> None:
+        assert config.train is not None
+        self._train_config, self._group_size = config.train, config.workload.group_size
+        self._state, self._tasks, self._trainer, self._pool, self._sync = state, tasks, trainer, pool, sync
+        self._client, self._preprocessing, self._recorder = client, preprocessing, recorder
+        self._keep_checkpoint = keep_checkpoint
+        self.trainer_task: asyncio.Task[None] | None = None
+        """The trainer's newest task."""
+        self.stop: StopReason | None = None
+        """Why the scheduler has stopped, if it has."""
+        self.frozen = False
+        """Whether nothing is delivered any more."""
+        self._submitted: set[int] = set()  # rollouts that an engine knows
+        self._began_s = 0.0
+
+    # ---------------------------------------------------------------------------- events, commands
+
+    def start(self) -> None:
+        """Begin a new run."""
+        self._set_clock()
+        self._carry_out_all(self._state.scheduler.start())
+
+    async def resume(self) -> None:
+        """Report to the scheduler what has become of everything that was in progress, and go on."""
+        self._set_clock()
+        state = self._state
+        published = state.published  # the answer to the last report may be a publication
+        for engine in state.in_flight.values():
+            self._pool[engine].count(+1)
+        for command in state.micro_batches:  # their gradients were not saved
+            await self._sync.to_training()
+            await self._trainer.train(self._samples(command), completes_step=False)
+        in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
+        for rollout_id in sorted(state.scoring):
+            self._tasks.spawn(self._score(rollout_id))
+        for rollout_id, engine in in_flight:
+            self._aborted(rollout_id, engine)
+        for engine, version in enumerate(state.scheduler.loaded):
+            if version != published:
+                self._deliver(WeightsLoaded(engine, published, 0.0))
+        if pending is not None:
+            self._deliver(pending)
+
+    def now(self) -> float:
+        """Return the seconds since the start of the run, while it ran."""
+        return time.monotonic() - self._began_s
+
+    def _set_clock(self) -> None:
+        self._began_s = time.monotonic() - self._state.time_s
+
+    def _deliver(self, event: Event) -> None:
+        """Report an event and carry out the answer."""
+        if self.frozen:
+            if isinstance(event, TrainingFinished | WeightsPublished):
+                self._state.pending = event
+            return
+        begin_s = time.perf_counter()
+        if isinstance(event, RolloutFinished | RolloutAborted | RolloutFailed):
+            self._state.aborting.discard(event.rollout_id)
+            engine = self._state.in_flight.pop(event.rollout_id, None)
+            if engine is not None:
+                self._pool[engine].count(-1)
+        self._recorder.event(self.now(), event)
+        try:
+            self._carry_out_all(self._state.scheduler.handle(event))
+        except Exception as error:
+            self._tasks.fail(error)
+        num_rollouts = isinstance(event, RolloutFinished)
+        self._state.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
+
+    def _carry_out_all(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._recorder.command(self.now(), command)
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        state = self._state
+        match command:
+            case StartRollout():
+                if command.rollout_id not in state.rollouts:  # here: a checkpoint may come before its task begins
+                    state.rollouts[command.rollout_id] = self._client.begin(command.prompt_id)
+                state.in_flight[command.rollout_id] = command.engine
+                self._pool[command.engine].count(+1)
+                self._tasks.spawn(self._generate(command))
+            case StartTraining():
+                self.trainer_task = self._tasks.spawn(self._train(command))
+            case PublishWeights():
+                state.published = command.version
+                self.trainer_task = self._tasks.spawn(self._publish(command))
+            case DiscardRollouts():
+                for rollout_id in command.rollout_ids:
+                    del state.rollouts[rollout_id]
+            case AbortRollout():
+                state.aborting.add(command.rollout_id)
+                self._tasks.spawn(self._abort(command))
+            case Stop():
+                self.stop = command.reason
+                self._tasks.ended.set()
+            case _:
+                assert_never(command)
+
+    # ------------------------------------------------------------------------------------ rollouts
+
+    async def _generate(self, command: StartRollout) -> None:
+        state, rollout_id, handle = self._state, command.rollout_id, self._pool[command.engine]
+        data = state.rollouts[rollout_id]
+        if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
+            self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
+            return
+        await self._preprocessing.room()
+        await handle.may_generate.wait()
+        await handle.up.wait()
+        if self.stop is not None:
+            return
+        if rollout_id in state.aborting:
+            self._aborted(rollout_id, command.engine)
+            return
+        self._submitted.add(rollout_id)
+        try:
+            generated = await handle.engine.generate(self._client.request(rollout_id, data))
+        except EngineLostError as error:
+            self._pool.lost(handle, error)
+            self._aborted(rollout_id, command.engine)
+            return
+        except BackendError as error:
+            self._failed(rollout_id, str(error), command.engine)
+            return
+        finally:
+            self._submitted.discard(rollout_id)
+        if self.frozen:
+            return
+        data.extend(generated)
+        if generated.aborted:
+            self._aborted(rollout_id, command.engine)
+            return
+        state.scoring.add(rollout_id)
+        self._deliver(RolloutFinished(rollout_id, command.engine, data.spans))
+        self._tasks.spawn(self._score(rollout_id))
+
+    def _aborted(self, rollout_id: int, engine: int) -> None:
+        """Report a rollout that ended early, with what it has."""
+        spans = self._state.rollouts[rollout_id].spans
+        if rollout_id in self._state.aborting and not self.frozen:
+            del self._state.rollouts[rollout_id]
+        self._deliver(RolloutAborted(rollout_id, engine, spans))
+
+    def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
+        """Report a rollout that will not be scored, and its engine if it has not finished."""
+        if self.frozen:
+            return
+        self._client.log_failure(f"rollout {rollout_id} failed: {why}")
+        del self._state.rollouts[rollout_id]
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutFailed(rollout_id, engine))
+
+    async def _abort(self, command: AbortRollout) -> None:
+        handle = self._pool[command.engine]
+        try:
+            await handle.engine.abort(command.rollout_id)
+        except EngineLostError as error:
+            self._pool.lost(handle, error)
+
+    async def _score(self, rollout_id: int) -> None:
+        data = self._state.rollouts[rollout_id]
+        try:
+            reward = await self._client.compute_reward(data)
+        except (Exception, SystemExit) as error:
+            self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
+            return
+        if self.frozen:  # a cancellation that comes with the reward is lost: nobody would end what comes next
+            return
+        reference_logprob_T = await self._preprocessing.reference_logprobs(data)
+        if self.frozen:
+            return
+        data.reward, data.reference_logprob_T = reward, reference_logprob_T
+        self._state.scoring.discard(rollout_id)
+        self._deliver(RolloutScored(rollout_id, reward))
+
+    async def abort_all(self) -> None:
+        """End the rollouts in progress, for the run is over; report those that do not end in ``STOP_TIMEOUT_S``."""
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            if rollout_id in self._submitted:
+                self._tasks.spawn(self._abort(AbortRollout(rollout_id, engine)))
+            else:
+                self._aborted(rollout_id, engine)
+        over_s = time.monotonic() + STOP_TIMEOUT_S
+        while self._state.in_flight and time.monotonic() < over_s and self._tasks.failure is None:
+            await asyncio.sleep(0.01)
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            self._aborted(rollout_id, engine)
+
+    def record_interrupted(self) -> None:
+        """Record the rollouts in progress as aborted; the scheduler hears of them when the run is resumed."""
+        for rollout_id, engine in list(self._state.in_flight.items()):
+            self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
+
+    # ------------------------------------------------------------------------------------- trainer
+
+    def _samples(self, command: StartTraining) -> list[Sample]:
+        return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)
+
+    async def _train(self, command: StartTraining) -> None:
+        state = self._state
+        await self._sync.to_training()
+        samples = self._samples(command)
+        begin_s = time.monotonic()
+        async with self._sync.turn():
+            result = await self._trainer.train(samples, completes_step=command.completes_step)
+        train_s = time.monotonic() - begin_s
+        for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
+            lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)
+            state.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
+        state.metrics.add_trainer_metrics(result.metrics)
+        state.micro_batches.append(command)
+        if command.completes_step:
+            state.version = command.version + 1
+            for done in state.micro_batches:
+                for rollout_id in done.rollout_ids:
+                    del state.rollouts[rollout_id]
+            state.micro_batches.clear()
+        event = TrainingFinished(state.version, train_s)
+        every = self._train_config.checkpoint.every
+        if command.completes_step and every is not None and state.version % every == 0:
+            state.pending = event
+            await self._keep_checkpoint()
+            state.pending = None
+        self._deliver(event)
+
+    async def _publish(self, command: PublishWeights) -> None:
+        begin_s = time.monotonic()
+        await self._sync.publish(command, on_loaded=self._deliver)
+        self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))

@@ -1,0 +1,49 @@
+"""Text to tokens and back by a model's own tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+
+
+class HuggingFaceCodec:
+    """Text to tokens and back, by a model's own tokenizer.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, prompt: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt, without any that the tokenizer would add."""
+        return tuple(self._tokenizer.encode(prompt, add_special_tokens=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return the text of an answer, without the end token."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def load_codec(path: str) -> HuggingFaceCodec:
+    """Load the tokenizer of the model in a folder.
+
+    Raises:
+        ConfigError: If it cannot be loaded, or has no end token among the model's embeddings.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"train.model.path: its tokenizer cannot be loaded: {first_line(error)}") from None
+    num_embeddings = AutoConfig.from_pretrained(path).vocab_size
+    if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= num_embeddings:  # beyond: made up by transformers
+        raise ConfigError(f"train.model.path must have a tokenizer with an end token (eos_token), got {path!r}")
+    return HuggingFaceCodec(tokenizer)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,97 @@
+"""A vLLM engine in a Ray actor: the engine that the driver calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
+from backends.vllm.engine import VLLMEngine
+from backends.vllm.process import VLLMSettings
+from pipelinerl.errors import EngineLostError
+from pipelinerl.scheduler.events import WeightUpdate
+
+SHUTDOWN_TIMEOUT_S = 30.0
+"""Seconds an engine has to end before its process is killed."""
+
+
+class RayEngine:
+    """An ``interface.Engine`` in a process of its own; ``start`` after a loss makes a new process.
+
+    Args:
+        settings: What the engine is to be.
+        options: Where Ray is to run it.
+    """
+
+    def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
+        self._settings, self._options = settings, options
+        self._actor: Any = None
+        self.num_started = 0
+
+    async def start(self) -> None:
+        """Start the process and load the model, at version 0."""
+        self.num_started += 1
+        self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
+        await self._call("start")
+
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Generate one answer; see ``interface.Engine``."""
+        generated: Generated = await self._call("generate", request)
+        return generated
+
+    async def abort(self, rollout_id: int) -> None:
+        """End a request early; see ``interface.Engine``."""
+        await self._call("abort", rollout_id)
+
+    async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+        """Load new weights; see ``interface.Engine``."""
+        times: UpdateTimes = await self._call("update", weights, weight_update)
+        return times
+
+    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+        """Join the group that weights arrive through; see ``group.Receiver``."""
+        await self._call("join_group", address, port, rank_offset=rank_offset, num_members=num_members)
+
+    async def checksums(self) -> dict[str, str]:
+        """Return the checksums that the last update was verified against; see ``interface.Engine``."""
+        checksums: dict[str, str] = await self._call("checksums")
+        return checksums
+
+    async def sleep(self) -> None:
+        """Give the memory up for training; see ``interface.Engine``."""
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        """Take the memory back."""
+        await self._call("wake")
+
+    async def shutdown(self) -> None:
+        """End the process; a second call does nothing."""
+        actor, self._actor = self._actor, None
+        if actor is None:
+            return
+        try:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
+        finally:  # also when cancelled: nobody else knows of it
+            ray.kill(actor)
+
+    async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        actor = self._actor
+        if actor is None:
+            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}; it is being started again")
+        try:
+            return await _future(getattr(actor, method).remote(*arguments, **keywords))
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            what = str(error).strip().partition("\n")[0]
+            raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
+
+
+async def _future(reference: Any) -> Any:
+    return await reference

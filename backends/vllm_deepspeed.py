@@ -1,0 +1,100 @@
+"""The backend of vLLM engines and a DeepSpeed trainer, on Ray: its checks, and its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from backends.huggingface_codec import first_line, load_codec
+from backends.interface import Parts
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.train import TrainConfig
+from pipelinerl.errors import ConfigError
+
+NEEDED = {"torch": "torch", "vllm": "vLLM", "deepspeed": "DeepSpeed", "ray": "Ray", "transformers": "transformers"}
+"""Packages of a real run: what they are imported as, and what they are called."""
+
+
+class VLLMDeepSpeed:
+    """A ``Backend``; see ``interface.py``."""
+
+    def check(self, config: RunConfig) -> None:
+        """Check packages, settings and model; see ``interface.Backend``."""
+        train = config.train
+        assert train is not None
+        missing = [name for package, name in NEEDED.items() if find_spec(package) is None]
+        if missing:
+            extra = f"train-{train.device}"
+            raise ConfigError(f"train needs {', '.join(missing)}, not installed: pip install 'pipelinerl[{extra}]'")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
+        longest = train.task.max_prompt_tokens + config.workload.length.max
+        _check_settings(config, train, longest=longest)
+        _check_model(config, train, longest=longest)
+        load_codec(train.model.path)
+
+    @contextlib.contextmanager
+    def open(self, config: RunConfig) -> Iterator[Parts]:
+        """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
+        from backends.placement import make_parts, ray_cluster, weights_folder
+
+        with ray_cluster(config) as places, weights_folder(config) as folder:
+            yield make_parts(config, places, folder)
+
+
+def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> None:
+    """Check what can be told without the model; ``longest``: tokens of the longest rollout."""
+    if train.trainer.pack_tokens < longest:
+        raise ConfigError(
+            "train.trainer.pack_tokens must hold the longest rollout, train.task.max_prompt_tokens + "
+            f"workload.length.max = {longest} tokens, got pack_tokens={train.trainer.pack_tokens}"
+        )
+    if train.transport == "broadcast" and config.colocated:
+        raise ConfigError(
+            "train.transport='broadcast' needs engines and trainer on accelerators of their own: NCCL refuses a group "
+            f"with two members on one GPU, got scheduler.kind={config.scheduler.kind!r}"
+        )
+    folder = Path(train.weights_folder)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"train.weights_folder must be a folder that can be written, got {train.weights_folder!r}")
+    if train.device == "gpu" and train.trainer.zero_stage == 0:
+        raise ConfigError("train.trainer.zero_stage must be at least 1 on device='gpu' (DeepSpeed's bfloat16), got 0")
+    if train.device == "gpu" and config.colocated and train.trainer.zero_stage == 1:
+        raise ConfigError(
+            "train.trainer.zero_stage must be 2 or 3 where engines and trainer share GPUs, since DeepSpeed offloads "
+            "no other, got 1"
+        )
+
+
+def _check_model(config: RunConfig, train: TrainConfig, *, longest: int) -> None:
+    """Check that the model can be used on this device, and has as many positions as the longest rollout needs."""
+    model = _model_config(train.model.path)
+    positions = getattr(model, "max_position_embeddings", None)
+    if positions is not None and positions < longest:
+        raise ConfigError(
+            f"train.task.max_prompt_tokens + workload.length.max must be at most the model's {positions} positions, "
+            f"got {train.task.max_prompt_tokens} + {config.workload.length.max}"
+        )
+    if train.device == "cpu" and model.tie_word_embeddings:
+        raise ConfigError(
+            "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
+            f"the old output layer, got {train.model.path!r}"
+        )
+
+
+def _model_config(path: str) -> Any:
+    """Return the configuration of the model in a folder."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"train.model.path must be a folder with a model (config.json), got {path!r}")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"train.model.path must hold weights as *.safetensors, got {path!r}")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise ConfigError(f"train.model.path: its config.json cannot be used: {first_line(error)}") from None
