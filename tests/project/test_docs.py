@@ -18,7 +18,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from backends.fake import FakeCodec, FakeEngine, FakeTrainer
+from backends.fake import FakeBackend
 from backends.run import drive
 from pipelinerl import cli
 from pipelinerl.config.run import RunConfig
@@ -407,14 +407,8 @@ def real_folder(tmp_path_factory):
     path, folder = ROOT / "examples" / "tiny_arithmetic.toml", tmp_path_factory.mktemp("real") / "run"
     sizes = ["scheduler.train_batch_size=16", "scheduler.generation_batch_size=8", "train.evaluation.problems=4"]
     config = load_run(path, ["optimizer_steps=6", *sizes])
-    drive(
-        config,
-        engines=[FakeEngine()],
-        trainer=FakeTrainer(train_batch_size=16),
-        task=Ones(),
-        codec=FakeCodec(),
-        out=folder,
-    )
+    with FakeBackend().open(config) as parts:
+        drive(config, parts=parts, task=Ones(), out=folder)
     return folder
 
 

@@ -186,8 +186,15 @@ EVERY_KEY: dict[str, Any] = {
             "kl_coefficient": 0.01,
             "value_coefficient": 0.5,
         },
-        "trainer": {"zero_stage": 3, "pack_tokens": 2048, "activation_checkpointing": True, "step_timeout_s": 60.0},
+        "trainer": {
+            "kind": "deepspeed",
+            "zero_stage": 3,
+            "pack_tokens": 2048,
+            "activation_checkpointing": True,
+            "step_timeout_s": 60.0,
+        },
         "engine": {
+            "kind": "vllm",
             "gpu_memory_utilization": 0.5,
             "cpu_kv_cache_gib": 2,
             "start_timeout_s": 100.0,
