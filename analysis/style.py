@@ -17,6 +17,8 @@ INK, MUTED, PALE = "#222222", "#767676", "#dddddd"
 
 METHOD_HUES = {"pipeline": BLUE, "conventional": VERMILLION}
 """Colour of a method; every other method is purple."""
+METHOD_LINES = {"pipeline": ("-", "o")}
+"""Dash and marker of a method; every other method is dashed, with squares."""
 ACTIVITY_COLORS = {"generating": SKY, "training": GREEN, "publishing": YELLOW, "waiting_for_data": PALE}
 """Colour of what the trainer's time goes into; engines that generate have that of generating."""
 
@@ -91,14 +93,8 @@ def series_styles(methods: Sequence[str], max_lags: Sequence[float]) -> list[Ser
         siblings = [other for other, kind in enumerate(methods) if kind == method]
         rank = sorted(siblings, key=lambda other: max_lags[other]).index(index)
         shade = 2 * rank / (len(siblings) - 1) - 1 if len(siblings) > 1 else 0.0
-        pipeline = method == "pipeline"
-        styles.append(
-            SeriesStyle(
-                color=tone(METHOD_HUES.get(method, PURPLE), shade),
-                dash="-" if pipeline else "--",
-                marker="o" if pipeline else "s",
-            )
-        )
+        dash, marker = METHOD_LINES.get(method, ("--", "s"))
+        styles.append(SeriesStyle(color=tone(METHOD_HUES.get(method, PURPLE), shade), dash=dash, marker=marker))
     return styles
 
 

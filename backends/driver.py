@@ -150,7 +150,7 @@ class Driver:
         else:
             await asyncio.gather(self._start_trainer(), self._preprocessing.start(), self._pool.start())
         scheduler = self._config.scheduler
-        next_publishes = scheduler.publish_every == 1 if scheduler.kind == "pipeline" else self._config.colocated
+        next_publishes = self._config.colocated or scheduler.schedule.publishes_each_step(scheduler)
         if state.version > state.published and next_publishes:
             return  # they wait for the publication that comes first
         if state.published:  # version 0 they have

@@ -25,10 +25,10 @@ def check_run(config: RunConfig) -> TrainConfig:
     if train is None:
         raise ConfigError("train is missing; pipelinerl train needs the table [train]: model, task, optimizer")
     check_logging(train)
-    if config.scheduler.partial_rollouts:
+    if config.scheduler.schedule.carries_over:
         raise ConfigError(
-            "scheduler.partial_rollouts is for the simulator: train's engines lose what is in progress when they give "
-            "their memory to the trainer, got true"
+            f"scheduler.kind={config.scheduler.schedule.name!r} is for the simulator: train's engines lose what is in "
+            "progress when they give their memory to the trainer"
         )
     return train
 

@@ -9,8 +9,9 @@ from typing import Protocol
 from backends.rollouts import RolloutData
 from backends.step_metrics import StepMetrics
 from pipelinerl.config.run import RunConfig
+from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Event, StartTraining
-from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import pytest
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import Event
-from pipelinerl.scheduler.pipeline import make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 from sim.cluster import SimulatedCluster
 from sim.engine import Engine
 from sim.step_by_step import StepByStepEngine

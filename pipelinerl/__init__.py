@@ -3,7 +3,8 @@
 ``import pipelinerl`` is light: it loads the scheduler and what crosses its border, nothing else.
 """
 
-from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
+from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 
 __all__ = ["Scheduler", "__version__", "make_scheduler"]
 __version__ = "0.1.0"

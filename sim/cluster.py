@@ -30,6 +30,7 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.recording import Recorder
+from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -49,7 +50,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.scheduler.pipeline import Scheduler, make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost, training_cost
 from sim.engine import Engine, EngineSettings
@@ -325,7 +326,7 @@ class SimulatedCluster:
                 self._end()
                 return
         switch_ticks = self._to_training_ticks if self._generating else 0
-        if self._generating and self._config.scheduler.partial_rollouts:
+        if self._generating and self._config.scheduler.schedule.carries_over:
             for engine in self._engines:
                 engine.stand_still()
         self._generating = False

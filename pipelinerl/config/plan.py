@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.scheduler.kinds import CONVENTIONAL, PIPELINE, ScheduleKind
 from pipelinerl.util.strict_model import StrictModel
 
 Count = Annotated[int, Field(ge=1)]
 Values = Annotated[list[Count], Field(min_length=1)]
-Family = Literal["pipeline", "conventional", "one_step_off", "partial_rollouts"]
 
 
 class PlanConfig(StrictModel):
@@ -19,8 +20,8 @@ class PlanConfig(StrictModel):
     A listed value that no candidate can have is refused by ``plan``; what a list left out would hold is what fits.
     """
 
-    schedulers: list[Family] = Field(default=["pipeline", "conventional"], min_length=1)
-    """Kinds of scheduler to try; ``partial_rollouts`` is conventional with ``scheduler.partial_rollouts``."""
+    schedulers: list[str] = Field(default=[PIPELINE.name, CONVENTIONAL.name], min_length=1)
+    """Kinds of schedule to try, each as ``scheduler.kind``."""
     generation_accelerators: Values | None = None
     """Accelerators that generate, where others train. None: about 32 even splits."""
     tensor_parallel: Values | None = None
@@ -53,3 +54,13 @@ class PlanConfig(StrictModel):
     """Survivors of the screening that are simulated (count)."""
     simulate_steps: int = Field(default=200, ge=1)
     """Optimizer steps of each simulation (count)."""
+
+    @property
+    def schedules(self) -> tuple[ScheduleKind, ...]:
+        """The kinds of schedule that ``schedulers`` names."""
+        return tuple(find_schedule(name, key=f"schedulers.{index}") for index, name in enumerate(self.schedulers))
+
+    @model_validator(mode="after")
+    def _schedulers_exist(self) -> Self:
+        assert self.schedules
+        return self

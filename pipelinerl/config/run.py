@@ -14,7 +14,6 @@ from pipelinerl.config.train import TrainConfig
 from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.rl.drift import DriftModel
-from pipelinerl.scheduler.events import OnStale
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -24,8 +23,8 @@ class ClusterConfig(StrictModel):
     accelerators: int = Field(ge=1)
     """Accelerators in all (count). Paper symbol N."""
     generation_accelerators: int | None = Field(default=None, ge=1)
-    """Accelerators that generate under the schedulers pipeline and one_step_off (count); the others train. Paper
-    symbol I. The conventional scheduler generates and trains on all of them in turn and does not read this."""
+    """Accelerators that generate (count); the others train. Paper symbol I. Not read by conventional and
+    partial_rollouts, which generate and train on all of them in turn."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Accelerators of one engine (count)."""
 
@@ -65,29 +64,23 @@ class RunConfig(StrictModel):
 
     @property
     def generation_accelerators(self) -> int:
-        """Accelerators that generate (count): N for conventional, else I."""
-        if self.scheduler.kind == "conventional":
+        """Accelerators that generate (count): N if colocated, else I."""
+        if self.colocated:
             return self.cluster.accelerators
         assert self.cluster.generation_accelerators is not None  # the validator has seen to it
         return self.cluster.generation_accelerators
 
     @property
     def training_accelerators(self) -> int:
-        """Accelerators that train (count): N for conventional, else N - I."""
-        if self.scheduler.kind == "conventional":
+        """Accelerators that train (count): N if colocated, else N - I."""
+        if self.colocated:
             return self.cluster.accelerators
         return self.cluster.accelerators - self.generation_accelerators
 
     @property
     def least_max_lag(self) -> int:
         """Largest lag that some batch has whatever happens (optimizer steps); a run shorter than that has none."""
-        scheduler = self.scheduler
-        steps = {
-            "conventional": scheduler.optimizer_steps_per_rl_step,
-            "one_step_off": 2 * scheduler.optimizer_steps_per_rl_step,
-            "pipeline": scheduler.publish_every,
-        }[scheduler.kind]
-        return min(steps, self.optimizer_steps) - 1
+        return min(self.scheduler.schedule.least_lag(self.scheduler), self.optimizer_steps - 1)
 
     @property
     def longest_rollout_tokens(self) -> int:
@@ -101,7 +94,7 @@ class RunConfig(StrictModel):
     @property
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
-        return self.scheduler.kind == "conventional"
+        return self.scheduler.schedule.colocated
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
@@ -144,16 +137,6 @@ class RunConfig(StrictModel):
                 f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
             )
         self._check_max_lag()
-        if scheduler.partial_rollouts and not self.colocated:
-            raise ValueError(
-                "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, "
-                f"kind={scheduler.kind!r}"
-            )
-        if scheduler.partial_rollouts and scheduler.max_lag is not None and scheduler.on_stale is not OnStale.TRAIN:
-            raise ValueError(
-                "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got "
-                f"on_stale={scheduler.on_stale.value!r}"
-            )
         if self.plan is not None and self.plan.min_ess is not None and self.drift is None:
             raise ValueError(
                 "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), "
@@ -176,11 +159,6 @@ class RunConfig(StrictModel):
 
     def _check_max_lag(self) -> None:
         """Raise ValueError if some batch has a larger lag whatever happens."""
-        scheduler, least = self.scheduler, self.least_max_lag
-        why = {
-            "conventional": "a conventional RL step trains its last batch at lag optimizer_steps_per_rl_step - 1",
-            "one_step_off": "a one_step_off RL step trains its last batch at lag 2 * optimizer_steps_per_rl_step - 1",
-            "pipeline": "the last batch before a publication is trained at a lag of at least publish_every - 1",
-        }[scheduler.kind]
+        scheduler, least, why = self.scheduler, self.least_max_lag, self.scheduler.schedule.least_lag_reason
         if scheduler.max_lag is not None and scheduler.max_lag < least:
             raise ValueError(f"scheduler.max_lag cannot be met: {why} = {least}, got max_lag={scheduler.max_lag}")

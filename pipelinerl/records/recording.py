@@ -123,7 +123,7 @@ class Recording:
         config, summary = self._config, self._accountant.summary()
         scheduler = config.scheduler
         about: dict[str, Any] = {"scheduler": scheduler.kind, "seed": config.seed, "max_lag": scheduler.max_lag}
-        if scheduler.kind != "pipeline":
+        if scheduler.schedule.has_rl_steps:
             about["optimizer_steps_per_rl_step"] = scheduler.optimizer_steps_per_rl_step
         decode = config.hardware.decode
         if isinstance(decode, UtilisationDecode):

@@ -34,7 +34,7 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightUpdate,
 )
-from pipelinerl.scheduler.pipeline import make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 
 FORMAT = "pipelinerl-trace"
 """What the first line of a trace calls itself."""

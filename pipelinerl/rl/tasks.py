@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.math_verifier import Verifiers
+from pipelinerl.util.user_code import first_line, named_attribute
 
 BUILT_IN = "arithmetic, math or package.module:attribute"
 INSTALL_MATH = "pip install 'pipelinerl[math]'"
@@ -289,14 +290,14 @@ def load_task(config: TaskConfig) -> Task:
         ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
     """
     known = {"arithmetic": Arithmetic, "math": Math}
-    factory: Any = known.get(config.name) or _attribute(config.name)
+    factory: Any = known.get(config.name) or _factory(config.name)
     try:
         task = factory(**config.settings)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"train.task.settings must suit {config.name}: {_line(error)}, got {config.settings}"
+            f"train.task.settings must suit {config.name}: {first_line(error)}, got {config.settings}"
         ) from error
     if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
         raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}")
@@ -309,28 +310,16 @@ def _check_num_held_out(task: Any, name: str) -> None:
     try:
         count = task.num_held_out
     except Exception as error:  # the user's own property may raise anything
-        reason = f"{type(error).__name__}: {_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"train.task.name must be a task with num_held_out, got {name!r} ({reason})") from error
     if count is not None and not (isinstance(count, Integral) and int(count) >= 0):
         must = "must be a task whose num_held_out is a count of problems or None"
         raise ConfigError(f"train.task.name {must}, got {count!r} from {name!r}")
 
 
-def _attribute(name: str) -> Any:
-    """Return what ``package.module:attribute`` names."""
-    module_name, colon, attribute = name.partition(":")
-    if not (colon and attribute and all(part.isidentifier() for part in f"{module_name}.{attribute}".split("."))):
-        raise ConfigError(f"train.task.name must be {BUILT_IN}, got {name!r}")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # the user's own module may raise anything
-        reason = f"{type(error).__name__}: {_line(error)}"
-        raise ConfigError(f"train.task.name must be importable, got {name!r} ({reason})") from error
-    try:
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except AttributeError as error:
-        raise ConfigError(f"train.task.name must name an attribute of {module_name}, got {name!r}") from error
+def _factory(name: str) -> Any:
+    """Return the user's own class or function that makes a task."""
+    found = named_attribute(name, key="train.task.name", allowed=BUILT_IN)
     if not callable(found):
         raise ConfigError(f"train.task.name must be a class or a function, got {name!r}")
     return found
@@ -345,14 +334,14 @@ def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[st
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} must be a readable file, got {path!r} ({_line(error)})") from error
+        raise ConfigError(f"{key} must be a readable file, got {path!r} ({first_line(error)})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{path} line {number} must be JSON: {_line(error)}") from error
+            raise ConfigError(f"{path} line {number} must be JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{path} line {number} must be a JSON object, got {line.strip()[:60]!r}")
         yield f"{path} line {number}", row
@@ -369,7 +358,7 @@ def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
             return cast("Iterable[Mapping[str, Any]]", datasets.load_from_disk(path))
         return cast("Iterable[Mapping[str, Any]]", datasets.load_dataset(path, split=split))
     except Exception as error:  # its errors have no common root
-        reason = f"split {split!r}: {type(error).__name__}: {_line(error)}"
+        reason = f"split {split!r}: {type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"{key} must be a file or data set that can be read, got {path!r} ({reason})") from error
 
 
@@ -391,8 +380,3 @@ def _import_or_explain(module: str, *, setting: str, value: str) -> Any:
     except ImportError as error:
         needs = f"needs {module.replace('_', '-')}: {INSTALL_MATH}"
         raise ConfigError(f"train.task.{setting}={value!r} {needs}") from error
-
-
-def _line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).splitlines() or [""])[0]

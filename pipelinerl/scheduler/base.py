@@ -35,10 +35,6 @@ class SchedulerSettings(Protocol):
     """What a scheduler reads of its configuration (``SchedulerConfig`` satisfies it)."""
 
     @property
-    def kind(self) -> str:
-        """``pipeline``, ``conventional`` or ``one_step_off``."""
-
-    @property
     def train_batch_size(self) -> int:
         """Sequences per optimizer step (count). Paper symbol B."""
 
@@ -53,10 +49,6 @@ class SchedulerSettings(Protocol):
     @property
     def publish_every(self) -> int:
         """Optimizer steps from one publication to the next (count), pipeline only."""
-
-    @property
-    def partial_rollouts(self) -> bool:
-        """Whether what is in progress when an RL step has its rollouts goes on in the next, conventional only."""
 
     @property
     def micro_batch(self) -> int:

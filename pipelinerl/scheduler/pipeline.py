@@ -64,9 +64,6 @@ import heapq
 from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
 from pipelinerl.scheduler.rollouts import RolloutGroup
-from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
-
-__all__ = ["Scheduler", "SchedulerSettings", "make_scheduler"]
 
 
 class PipelineScheduler(Scheduler):
@@ -170,22 +167,3 @@ class PipelineScheduler(Scheduler):
     def _discard_first(self, reason: DiscardReason, commands: list[Command]) -> None:
         self.num_ready -= self._pool.group_size
         self._doom(self._pop_ready(), reason, commands)
-
-
-def make_scheduler(
-    settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int
-) -> Scheduler:
-    """Return the scheduler that the settings ask for.
-
-    Args:
-        settings: The ``scheduler`` table of a run file, or anything with the same attributes.
-        optimizer_steps: Optimizer steps to make (count).
-        num_engines: Engines to keep busy (count).
-        group_size: Rollouts per prompt (count).
-
-    Returns:
-        A fresh scheduler; call ``start`` once, then ``handle`` with every event.
-    """
-    conventional = PartialRolloutScheduler if settings.partial_rollouts else ConventionalScheduler
-    kind = {"conventional": conventional, "one_step_off": OneStepOffScheduler}.get(settings.kind, PipelineScheduler)
-    return kind(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)

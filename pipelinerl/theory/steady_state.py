@@ -282,9 +282,10 @@ def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, a
         answers=answers,
     )
     training_s = _training_s(config, hardware, answers)
-    if config.colocated:
+    schedule = scheduler.schedule
+    if schedule.colocated:
         return _conventional(config, hardware, engines, training_s)
-    if scheduler.kind == "one_step_off":
+    if schedule.has_rl_steps:
         return _one_step_off(config, hardware, engines, training_s)
     return _pipeline(config, hardware, engines, training_s)
 
@@ -294,7 +295,7 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
     latency, weights, switch, answers = hardware.latency, hardware.weights, hardware.switch, engines.answers
     number = steps * config.scheduler.train_batch_size
     carried = 0.0
-    if config.scheduler.partial_rollouts:
+    if config.scheduler.schedule.carries_over:
         # Slots stay full, and what is in them is computed again after the RL step.
         phase_s = engines.batch_s(number, engines.slots) + engines.slots * _prefill_s(hardware.prefill, answers.context)
         wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s

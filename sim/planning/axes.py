@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from sim.planning.candidates import COLOCATED, Candidate, Rejected, Screened, engine_sizes
+from pipelinerl.scheduler.kinds import ScheduleKind
+from sim.planning.candidates import Candidate, Rejected, Screened, engine_sizes
 from sim.planning.search_space import Space
-
-APART = ("pipeline", "one_step_off")
-"""Families with accelerators that generate and others that train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +23,19 @@ class _Key:
 
     value: Callable[[Candidate], Any]
     """What a candidate has of it."""
-    families: tuple[str, ...]
-    """Families that read it."""
+    common: bool = False
+    """Whether every kind of schedule has it; else those that name it among their ``axes``."""
 
 
 _KEYS = {
-    "schedulers": _Key(lambda one: one.family, (*APART, *COLOCATED)),
-    "tensor_parallel": _Key(lambda one: one.config.cluster.tensor_parallel, (*APART, *COLOCATED)),
-    "train_batch_size": _Key(lambda one: one.config.scheduler.train_batch_size, (*APART, *COLOCATED)),
-    "generation_batch_size": _Key(lambda one: one.config.scheduler.generation_batch_size, (*APART, *COLOCATED)),
-    "generation_accelerators": _Key(lambda one: one.config.cluster.generation_accelerators, APART),
-    "optimizer_steps_per_rl_step": _Key(
-        lambda one: one.config.scheduler.optimizer_steps_per_rl_step, ("one_step_off", *COLOCATED)
-    ),
-    "ready_queue_size": _Key(lambda one: one.config.scheduler.ready_queue_size, ("pipeline",)),
-    "max_lag": _Key(lambda one: one.config.scheduler.max_lag, ("pipeline",)),
+    "schedulers": _Key(lambda one: one.family, common=True),
+    "tensor_parallel": _Key(lambda one: one.config.cluster.tensor_parallel, common=True),
+    "train_batch_size": _Key(lambda one: one.config.scheduler.train_batch_size, common=True),
+    "generation_batch_size": _Key(lambda one: one.config.scheduler.generation_batch_size, common=True),
+    "generation_accelerators": _Key(lambda one: one.config.cluster.generation_accelerators),
+    "optimizer_steps_per_rl_step": _Key(lambda one: one.config.scheduler.optimizer_steps_per_rl_step),
+    "ready_queue_size": _Key(lambda one: one.config.scheduler.ready_queue_size),
+    "max_lag": _Key(lambda one: one.config.scheduler.max_lag),
 }
 
 
@@ -70,7 +66,7 @@ def not_tried(
     left = [one.candidate for one in kept]
     listed = {key: (values, used) for key, values, used in _lists(space, candidates)}
     for key, (values, used) in listed.items():
-        there = {_KEYS[key].value(one) for one in left if one.family in _KEYS[key].families}
+        there = {_KEYS[key].value(one) for one in left if _has(key, one.schedule)}
         for value in values:
             if value in there:
                 continue
@@ -78,7 +74,7 @@ def not_tried(
                 reasons = Counter(
                     one.reason.value
                     for one in rejected
-                    if one.candidate.family in _KEYS[key].families and _KEYS[key].value(one.candidate) == value
+                    if _has(key, one.candidate.schedule) and _KEYS[key].value(one.candidate) == value
                 )
                 parts = [f"{count:,} {reason}" for reason, count in reasons.most_common()]
                 why = f"no candidate with it fits: {'; '.join(parts) if len(parts) > 1 else next(iter(reasons))}"
@@ -97,22 +93,28 @@ def _lists(space: Space, candidates: Sequence[Candidate]) -> list[tuple[str, lis
     lists = []
     for key, one in _KEYS.items():
         values = getattr(space.plan, key)
-        if values is not None and set(one.families) & set(space.plan.schedulers):
-            used = {one.value(candidate) for candidate in candidates if candidate.family in one.families}
+        if values is not None and any(_has(key, schedule) for schedule in space.plan.schedules):
+            used = {one.value(candidate) for candidate in candidates if _has(key, candidate.schedule)}
             lists.append((key, list(dict.fromkeys(values)), used))
     return lists
+
+
+def _has(key: str, schedule: ScheduleKind) -> bool:
+    """Return whether a kind of schedule has a list of ``[plan]``."""
+    return _KEYS[key].common or key in schedule.axes
 
 
 def _rule(key: str, value: Any, space: Space) -> str | None:
     """Return what a value that no candidate has would have to be; None if there is nothing wrong with it."""
     config, plan = space.config, space.plan
+    colocated = {schedule.colocated for schedule in plan.schedules}
     total, batches = config.cluster.accelerators, plan.train_batch_size or [config.scheduler.train_batch_size]
     match key:
         case "tensor_parallel":
-            rules = [f"divisors of cluster.accelerators={total}"] if set(plan.schedulers) & set(COLOCATED) else []
-            if set(plan.schedulers) & set(APART) and plan.generation_accelerators is not None:
+            rules = [f"divisors of cluster.accelerators={total}"] if True in colocated else []
+            if False in colocated and plan.generation_accelerators is not None:
                 rules.append(f"divisors of a number of plan.generation_accelerators={plan.generation_accelerators}")
-            elif set(plan.schedulers) & set(APART):
+            elif False in colocated:
                 rules.append(f"sizes below cluster.accelerators={total}, as others have to train")
             return " or ".join(rules)
         case "generation_accelerators" if value >= total:

@@ -11,8 +11,10 @@ from typing import Any
 from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
+from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
+from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
 from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
 from sim.planning.search_space import Reason, Space
 
@@ -24,8 +26,6 @@ RL_STEPS = (2, 4, 8, 16, 32, 64)
 """G tried by default (optimizer steps per RL step)."""
 NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
-COLOCATED = ("conventional", "partial_rollouts")
-"""Families whose accelerators generate and train in turn."""
 SCREENING_SLACK = 1.1
 """Factor on limits of lag, hours and money while only the screening has judged (no unit)."""
 
@@ -35,10 +35,15 @@ class Candidate:
     """One way to run; ``config`` is the run file with its choices, not yet checked as a whole."""
 
     family: str
-    """Kind of its scheduler."""
+    """Kind of its schedule, as ``plan.schedulers`` names it."""
     config: RunConfig
     label: str
     """What tables call it."""
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        """Kind of its schedule."""
+        return self.config.scheduler.schedule
 
     def gpu_hours(self, seconds: float) -> float:
         """Return the GPU-hours of so many seconds."""
@@ -143,12 +148,13 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         for size in {*BATCH_SIZES, own.generation_batch_size}
         if size * space.answers.context <= space.memory.cache_tokens(tensor_parallel) or size == BATCH_SIZES[0]
     )
+    schedule = find_schedule(family, key="plan.schedulers")
     rl_steps = [steps for steps in plan.optimizer_steps_per_rl_step or RL_STEPS if steps <= config.optimizer_steps]
-    if family in COLOCATED:
+    if schedule.colocated:
         splits: Sequence[int] = [total] if total % tensor_parallel == 0 else []
     else:
         splits = _splits(config, plan, tensor_parallel)
-    if family == "pipeline":
+    if not schedule.has_rl_steps:
         kept = own.ready_queue_size if (own.ready_queue_size or 0) >= batch else None
         queues: Sequence[int | None] = [kept]
         if plan.ready_queue_size is not None:
@@ -162,7 +168,7 @@ def _choices(space: Space, family: str, tensor_parallel: int, batch: int) -> Ite
         return
     for split, steps in product(splits, rl_steps):
         most = math.ceil(batch * steps * tensor_parallel / split)  # more slots than that stay empty
-        enough = next((size for size in batch_sizes if size >= most), None) if family != "partial_rollouts" else None
+        enough = next((size for size in batch_sizes if size >= most), None) if not schedule.carries_over else None
         for size in batch_sizes:
             if enough is None or size <= enough:
                 yield {"split": split, "size": size, "queue": None, "max_lag": limits.lag, "rl_step": steps}
@@ -192,21 +198,21 @@ def _candidate(
     max_lag: int | None,
     rl_step: int | None,
 ) -> Candidate:
-    own = config.scheduler
-    partial, micro = family == "partial_rollouts", own.micro_batch_size
+    own, schedule = config.scheduler, find_schedule(family, key="plan.schedulers")
+    micro = own.micro_batch_size
     changed = {
-        "kind": "conventional" if partial else family,
-        "partial_rollouts": partial,
+        "kind": family,
+        "partial_rollouts": False,
         "train_batch_size": batch,
         "generation_batch_size": size,
         "ready_queue_size": queue,
         "max_lag": max_lag,
-        "on_stale": OnStale.TRAIN if partial and max_lag is not None else own.on_stale,  # it knows no other way
+        "on_stale": OnStale.TRAIN if schedule.only_waits and max_lag is not None else own.on_stale,
         "optimizer_steps_per_rl_step": rl_step or own.optimizer_steps_per_rl_step,
         "micro_batch_size": micro if micro is not None and batch % micro == 0 else None,
     }
     cluster = {"tensor_parallel": tensor_parallel}
-    if family not in COLOCATED:
+    if not schedule.colocated:
         cluster["generation_accelerators"] = split
     tables = {
         "scheduler": own.model_copy(update=changed),
@@ -215,13 +221,13 @@ def _candidate(
         "plan": None,
     }
     total = config.cluster.accelerators
-    parts = [family if family in COLOCATED else f"{family} {split}/{total - split}", f"H={size}"]
+    parts = [schedule.name if schedule.colocated else f"{schedule.name} {split}/{total - split}", f"H={size}"]
     parts += [f"G={rl_step}"] if rl_step else []
     parts += [f"TP={tensor_parallel}"] if tensor_parallel > 1 else []
     parts += [f"B={batch}"] if batch != own.train_batch_size else []
-    parts += [f"queue={queue}"] if queue != own.ready_queue_size and family == "pipeline" else []
+    parts += [f"queue={queue}"] if queue != own.ready_queue_size and "ready_queue_size" in schedule.axes else []
     bounds = config.plan.max_lag if config.plan is not None else None
-    parts += [f"max_lag={max_lag}"] if bounds is not None and family == "pipeline" else []
+    parts += [f"max_lag={max_lag}"] if bounds is not None and "max_lag" in schedule.axes else []
     return Candidate(family, config.model_copy(update=tables), " ".join(parts))
 
 
@@ -231,14 +237,14 @@ def own_candidate(config: RunConfig) -> Candidate:
     split = config.generation_accelerators
     candidate = _candidate(
         config,
-        "partial_rollouts" if scheduler.partial_rollouts else scheduler.kind,
+        PARTIAL_ROLLOUTS.name if scheduler.partial_rollouts else scheduler.kind,
         cluster.tensor_parallel,
         scheduler.train_batch_size,
         split=split,
         size=scheduler.generation_batch_size,
         queue=scheduler.ready_queue_size,
         max_lag=scheduler.max_lag,
-        rl_step=None if scheduler.kind == "pipeline" else scheduler.optimizer_steps_per_rl_step,
+        rl_step=scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else None,
     )
     return Candidate(candidate.family, candidate.config, f"{candidate.label} (run file)")
 
@@ -274,5 +280,5 @@ def screen_all(
 def way(candidate: Candidate) -> tuple[Any, ...]:
     """Return what makes a candidate another decision and not another size of the same: kind, split, engine, G."""
     config = candidate.config
-    steps = None if candidate.family == "pipeline" else config.scheduler.optimizer_steps_per_rl_step
+    steps = config.scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else None
     return candidate.family, config.generation_accelerators, config.cluster.tensor_parallel, steps

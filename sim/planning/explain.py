@@ -48,7 +48,7 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
     if waiting > BALANCED_SHARE:
-        bounded = candidate.family == "pipeline" and max_lag is not None
+        bounded = "max_lag" in candidate.schedule.axes and max_lag is not None
         freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
         if freer > max(generation, BALANCED_SHARE):
             return (

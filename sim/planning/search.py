@@ -149,7 +149,7 @@ class _Search:
 
     def job(self, candidate: Candidate, level: Level, *, share: float = 1.0) -> Job:
         """Return a simulation of a share of ``simulate_steps``, but of an RL step at least."""
-        own = 2 if candidate.family == "pipeline" else candidate.config.scheduler.optimizer_steps_per_rl_step
+        own = candidate.config.scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else 2
         return Job(candidate, level, min(self.config.optimizer_steps, max(own, round(self.steps * share))))
 
     def _can_run(self, candidate: Candidate) -> bool:

@@ -135,7 +135,7 @@ def simulate_job(job: Job) -> Outcome:
 def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     """Return the outcome of a whole run from the rows of its first optimizer steps."""
     config = job.candidate.config
-    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.family != "pipeline" else 1
+    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.schedule.has_rl_steps else 1
     unit = min(steps, len(rows))
     end = len(rows) // unit * unit
     start = end // 2 // unit * unit

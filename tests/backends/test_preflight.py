@@ -65,7 +65,7 @@ def test_a_model_that_is_not_there(complaint, tmp_path):
 
 def test_partial_rollouts_are_for_the_simulator(complaint):
     sets = ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep")
-    assert "scheduler.partial_rollouts is for the simulator" in complaint(*sets)
+    assert "scheduler.kind='partial_rollouts' is for the simulator" in complaint(*sets)
 
 
 def test_a_model_without_weights(complaint, tmp_path):

@@ -718,7 +718,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "compare.arms.0.sets is an unknown key; did you mean set? allowed: name, set",
     ),
     # Words.
-    (("scheduler.kind=async",), "scheduler.kind must be 'pipeline', 'conventional' or 'one_step_off', got \"async\""),
+    (("scheduler.kind=async",), "scheduler.kind must be pipeline, conventional, one_step_off, partial_rollouts or package.module:ATTRIBUTE, got 'async'"),
     (
         ("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\"",
@@ -783,7 +783,7 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (CONVENTIONAL, "scheduler.partial_rollouts=true", "scheduler.max_lag=1", "scheduler.on_stale=drop"),
-        "scheduler.on_stale must be 'train' with partial_rollouts=true and max_lag, got on_stale='drop'",
+        "scheduler.on_stale must be 'train' with partial_rollouts and max_lag, got on_stale='drop'",
     ),
     (
         ("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),
@@ -835,7 +835,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("plan.schedulers=[]",), "plan.schedulers must not be empty, got []"),
     (
         ("plan.schedulers=['pipelines']",),
-        "plan.schedulers.0 must be 'pipeline', 'conventional', 'one_step_off' or 'partial_rollouts', got \"pipelines\"",
+        "plan.schedulers.0 must be pipeline, conventional, one_step_off, partial_rollouts or package.module:ATTRIBUTE, "
+        "got 'pipelines'; did you mean pipeline?",
     ),
     (("plan.generation_accelerators=[0]",), "plan.generation_accelerators.0 must be at least 1, got 0"),
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),

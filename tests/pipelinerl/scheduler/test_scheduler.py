@@ -34,7 +34,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.pipeline import make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 
 
 def make(*, optimizer_steps=10, num_engines=1, group_size=1, **settings):

@@ -43,7 +43,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.pipeline import make_scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 
 
 class Place(Enum):

@@ -1,0 +1,127 @@
+"""The kinds of schedule: all that other packages need to know of one, besides its scheduler.
+
+A *schedule* says when rollouts are generated and trained on. To add one, write a ``Scheduler`` and one ``ScheduleKind``
+that makes it. No other module compares the name of a kind: each asks for the fact that it depends on. A kind of your
+own needs no change here either: ``scheduler.kind = "package.module:ATTRIBUTE"`` in a run file names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
+from pipelinerl.scheduler.pipeline import PipelineScheduler
+from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
+
+
+class SchedulerFactory(Protocol):
+    """A ``Scheduler`` class, or a function with the arguments of one."""
+
+    def __call__(
+        self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int
+    ) -> Scheduler:
+        """Return a fresh scheduler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleKind:
+    """One kind of schedule: the facts that planning, simulation and training depend on."""
+
+    name: str
+    """How tables call it; ``scheduler.kind`` of a run file, if it is one of ``KINDS``."""
+    description: str
+    """When it generates and trains, in a line."""
+    scheduler: SchedulerFactory
+    """Makes its scheduler."""
+    colocated: bool
+    """Whether the same accelerators generate and train in turn; else some generate and the others train."""
+    has_rl_steps: bool
+    """Whether it generates for ``optimizer_steps_per_rl_step`` optimizer steps at once."""
+    least_lag: Callable[[SchedulerSettings], int]
+    """Returns the largest lag that some batch has in any case (optimizer steps); ``max_lag`` cannot be below it."""
+    least_lag_reason: str
+    """Why, as the start of a sentence that ends in ``= LAG``."""
+    axes: tuple[str, ...]
+    """Lists of ``[plan]`` that it searches, of those that not every kind has."""
+    carries_over: bool = False
+    """Whether unfinished rollouts stand still on their engines during an RL step and go on after it."""
+    only_waits: bool = False
+    """Whether it keeps ``max_lag`` by waiting only, that is with ``on_stale = "train"``."""
+    publishes_each_step: Callable[[SchedulerSettings], bool] = lambda _: False
+    """Returns whether a publication follows every optimizer step, before anything has to be generated."""
+
+
+PIPELINE = ScheduleKind(
+    name="pipeline",
+    description="Algorithm 2: engines always generate, the trainer always trains, weights are updated in flight",
+    scheduler=PipelineScheduler,
+    colocated=False,
+    has_rl_steps=False,
+    least_lag=lambda settings: settings.publish_every - 1,
+    least_lag_reason="the last batch before a publication is trained at a lag of at least publish_every - 1",
+    axes=("generation_accelerators", "ready_queue_size", "max_lag"),
+    publishes_each_step=lambda settings: settings.publish_every == 1,
+)
+CONVENTIONAL = ScheduleKind(
+    name="conventional",
+    description="Algorithm 1: generate what an RL step needs, make its optimizer steps, publish, and again",
+    scheduler=ConventionalScheduler,
+    colocated=True,
+    has_rl_steps=True,
+    least_lag=lambda settings: settings.optimizer_steps_per_rl_step - 1,
+    least_lag_reason="a conventional RL step trains its last batch at lag optimizer_steps_per_rl_step - 1",
+    axes=("optimizer_steps_per_rl_step",),
+)
+ONE_STEP_OFF = ScheduleKind(
+    name="one_step_off",
+    description="generate the rollouts of the next RL step while this one trains",
+    scheduler=OneStepOffScheduler,
+    colocated=False,
+    has_rl_steps=True,
+    least_lag=lambda settings: 2 * settings.optimizer_steps_per_rl_step - 1,
+    least_lag_reason="a one_step_off RL step trains its last batch at lag 2 * optimizer_steps_per_rl_step - 1",
+    axes=("generation_accelerators", "optimizer_steps_per_rl_step"),
+)
+PARTIAL_ROLLOUTS = ScheduleKind(
+    name="partial_rollouts",
+    description="conventional, but an RL step begins as soon as enough rollouts are ready; the others go on after it",
+    scheduler=PartialRolloutScheduler,
+    colocated=True,
+    has_rl_steps=True,
+    least_lag=CONVENTIONAL.least_lag,
+    least_lag_reason=CONVENTIONAL.least_lag_reason,
+    axes=CONVENTIONAL.axes,
+    carries_over=True,
+    only_waits=True,
+)
+KINDS = (PIPELINE, CONVENTIONAL, ONE_STEP_OFF, PARTIAL_ROLLOUTS)
+"""The kinds that run files name without saying where to find them."""
+
+
+class ScheduledSettings(SchedulerSettings, Protocol):
+    """Settings that say which schedule they are for (``SchedulerConfig`` satisfies it)."""
+
+    @property
+    def schedule(self) -> ScheduleKind:
+        """The kind of schedule."""
+
+
+def make_scheduler(
+    settings: ScheduledSettings, *, optimizer_steps: int, num_engines: int, group_size: int
+) -> Scheduler:
+    """Return the scheduler that the settings ask for.
+
+    Args:
+        settings: The ``scheduler`` table of a run file, or anything with the same attributes.
+        optimizer_steps: Optimizer steps to make (count).
+        num_engines: Engines to keep busy (count).
+        group_size: Rollouts per prompt (count).
+
+    Returns:
+        A fresh scheduler; call ``start`` once, then ``handle`` with every event.
+    """
+    return settings.schedule.scheduler(
+        settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size
+    )
