@@ -180,7 +180,8 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a word that is none of the choices": (
         ("scheduler.kind=async",),
-        "tiny.toml: scheduler.kind must be pipeline, conventional, one_step_off, partial_rollouts or package.module:ATTRIBUTE, got 'async'",
+        "tiny.toml: scheduler.kind must be pipeline, conventional, one_step_off, partial_rollouts or "
+        "package.module:ATTRIBUTE, got 'async'",
     ),
     "a count of zero": (("optimizer_steps=0",), "tiny.toml: optimizer_steps must be at least 1, got 0"),
     "a negative count": (

@@ -718,7 +718,11 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "compare.arms.0.sets is an unknown key; did you mean set? allowed: name, set",
     ),
     # Words.
-    (("scheduler.kind=async",), "scheduler.kind must be pipeline, conventional, one_step_off, partial_rollouts or package.module:ATTRIBUTE, got 'async'"),
+    (
+        ("scheduler.kind=async",),
+        "scheduler.kind must be pipeline, conventional, one_step_off, partial_rollouts or package.module:ATTRIBUTE, "
+        "got 'async'",
+    ),
     (
         ("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\"",
