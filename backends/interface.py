@@ -28,9 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
-# Legend of shapes: T tokens of one answer; P tokens of one prompt.
+# Legend of shapes: T generated tokens of one answer; P tokens of one prompt.
 
 TRANSFER_ATTEMPTS = 2
 """Times weights are transferred until an engine that refuses them is lost; trainer and engines count alike."""
@@ -143,16 +144,30 @@ class Sample:
     rollout_id: int
     prompt_P: NDArray[np.int64]
     """Prompt tokens; not trained on."""
-    answer_T: NDArray[np.int64]
-    """Generated tokens, at least one."""
-    behaviour_logprob_T: NDArray[np.float32]
-    """Log-probability of each under the weights that sampled it (nats). Paper symbol: log mu."""
+    segments: tuple[Segment, ...]
+    """The tokens after the prompt, at least one of them generated; generated ones are trained on."""
     reward: float
-    """What the answer earned. Paper symbol R."""
+    """Reward of the answer. Paper symbol R."""
     advantage: float
     """Reward minus the group's leave-one-out baseline."""
     reference_logprob_T: NDArray[np.float32] | None = None
-    """Log-probability of each under the model at the start, at the same temperature (nats). None: not computed."""
+    """Log-probability of each generated token under the model at the start, at the same temperature (nats). None: not
+    computed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and of all that follows it (count)."""
+        return len(self.prompt_P) + sum(len(one.tokens) for one in self.segments)
+
+    @property
+    def answer_T(self) -> NDArray[np.int64]:  # noqa: N802  # shape letter
+        """The generated tokens."""
+        return generated_tokens(self.segments)
+
+    @property
+    def behaviour_logprob_T(self) -> NDArray[np.float32]:  # noqa: N802  # shape letter
+        """Log-probability of each under the weights that sampled it (nats). Paper symbol: log mu."""
+        return behaviour_logprobs(self.segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,20 @@
-"""The data of rollouts: what they were asked, what was generated, what it earned. The scheduler sees only ids."""
+"""The data of rollouts: prompt, generated tokens, reward. The scheduler sees only ids."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.interface import Generated, Sample
 from pipelinerl.rl.advantages import leave_one_out
+from pipelinerl.rl.segments import Segment, all_tokens, extended
 from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, joined
 
-# Legend of shapes: T tokens of one answer; G rollouts of one group.
+# Legend of shapes: T generated tokens of one answer; G rollouts of one group.
 
 
 @dataclass(slots=True)
@@ -22,16 +23,25 @@ class RolloutData:
 
     problem: Problem
     prompt_tokens: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    segments: tuple[Segment, ...] = ()
+    """Its tokens after the prompt."""
     spans: VersionSpans = NO_TOKENS
+    """Which weight version sampled which of the generated ones."""
     reward: float = math.nan
     reference_logprob_T: NDArray[np.float32] | None = None
 
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens after the prompt."""
+        tokens: list[int] = all_tokens(self.segments).tolist()
+        return tokens
+
     def extend(self, generated: Generated) -> None:
         """Append what an engine has generated."""
-        self.tokens += generated.tokens_T.tolist()
-        self.logprobs += generated.logprob_T.tolist()
+        new = Segment.generated(
+            np.asarray(generated.tokens_T, dtype=np.int64), np.asarray(generated.logprob_T, dtype=np.float32)
+        )
+        self.segments = extended(self.segments, new)
         self.spans = joined(self.spans, generated.spans)
 
     def sample(self, rollout_id: int, advantage: float) -> Sample:
@@ -39,8 +49,7 @@ class RolloutData:
         return Sample(
             rollout_id=rollout_id,
             prompt_P=np.array(self.prompt_tokens, dtype=np.int64),
-            answer_T=np.array(self.tokens, dtype=np.int64),
-            behaviour_logprob_T=np.array(self.logprobs, dtype=np.float32),
+            segments=self.segments,
             reward=self.reward,
             advantage=advantage,
             reference_logprob_T=self.reference_logprob_T,

@@ -45,11 +45,12 @@ class TaskClient:
 
     def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
         """Return the request that has an engine continue a rollout; held-out ones have negative ids."""
+        tokens = data.tokens
         return GenerateRequest(
             rollout_id=rollout_id,
-            prompt_tokens=(*data.prompt_tokens, *data.tokens),
-            max_new_tokens=self._config.workload.length.max - len(data.tokens),
-            seed=_request_seed(self._config.seed, rollout_id, len(data.tokens)),
+            prompt_tokens=(*data.prompt_tokens, *tokens),
+            max_new_tokens=self._config.workload.length.max - len(tokens),
+            seed=_request_seed(self._config.seed, rollout_id, len(tokens)),
             temperature=self._train.sampling.temperature,
         )
 

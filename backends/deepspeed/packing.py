@@ -17,8 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.interface import Sample
+from pipelinerl.rl.segments import all_tokens, loss_mask
 
-# Legend of shapes: N tokens of a row, prompts included; M answer tokens of a row; S sequences of a row.
+# Legend of shapes: N tokens of a row, prompts included; M generated tokens of a row, those that are trained on;
+# S sequences of a row; B samples; T generated tokens of one sample.
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,13 @@ class PackedRow:
     sample_index_S: tuple[int, ...]
     """Which sample each sequence is: its index in the list that was packed, rising."""
     token_N: NDArray[np.int64]
-    """Tokens of prompts and answers."""
+    """All tokens."""
     position_N: NDArray[np.int64]
     """Position of each in its sequence, from 0."""
     predictor_M: NDArray[np.int64]
-    """Where in the row each answer token is predicted: the index of the token before it, rising."""
+    """Where in the row each generated token is predicted: the index of the token before it, rising."""
     answer_M: NDArray[np.int64]
-    """Answer tokens."""
+    """The generated tokens."""
     sequence_M: NDArray[np.int64]
     """Which sequence of the row each belongs to, 0 to S - 1."""
     behaviour_logprob_M: NDArray[np.float32]
@@ -47,7 +49,7 @@ class PackedRow:
     """Log-probability of each under the reference model (nats). None: not computed."""
 
     def split(self, value_M: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
-        """Return a value of each answer token by sample: index of the sample -> shape [T]."""
+        """Return a value of each generated token by sample: index of the sample -> shape [T]."""
         ends_S = np.bincount(self.sequence_M, minlength=len(self.sample_index_S)).cumsum()
         return dict(zip(self.sample_index_S, np.split(value_M, ends_S[:-1]), strict=True)) if len(ends_S) else {}
 
@@ -68,9 +70,9 @@ def pack(samples: Sequence[Sample], *, pack_tokens: int, num_ranks: int) -> list
 
     Raises:
         ValueError: If a sample is longer than ``pack_tokens``, its prompt is empty, or its reference log-probabilities
-            are not one for each answer token, or missing though another sample has them.
+            are not one for each generated token, or missing though another sample has them.
     """
-    length_B = [len(sample.prompt_P) + len(sample.answer_T) for sample in samples]
+    length_B = [sample.num_tokens for sample in samples]
     for sample, length in zip(samples, length_B, strict=True):
         if length > pack_tokens:
             raise ValueError(
@@ -113,19 +115,18 @@ def _row(samples: Sequence[Sample], indices: list[int]) -> PackedRow:
         nothing, no_number = np.zeros(0, np.int64), np.zeros(0, np.float32)
         token = np.zeros(1, np.int64)
         return PackedRow((), token, token, nothing, nothing, nothing, *([no_number] * 4))
-    prompt_S = np.array([len(sample.prompt_P) for sample in packed])
-    answer_S = np.array([len(sample.answer_T) for sample in packed])
-    start_S = np.cumsum(prompt_S + answer_S) - (prompt_S + answer_S)
-    first_S = np.cumsum(answer_S) - answer_S
+    parts = [part for sample in packed for part in (sample.prompt_P, all_tokens(sample.segments))]
+    masks = [mask for one in packed for mask in (np.zeros(len(one.prompt_P), bool), loss_mask(one.segments))]
+    token_N, trained_M = np.concatenate(parts), np.flatnonzero(np.concatenate(masks))
+    lengths = [sample.num_tokens for sample in packed]
+    sequence_M = np.repeat(np.arange(len(packed)), lengths)[trained_M]
     references = [one.reference_logprob_T for one in packed if one.reference_logprob_T is not None]  # all or none
-    sequence_M = np.repeat(np.arange(len(packed)), answer_S)
-    within_M = np.arange(len(sequence_M)) - first_S[sequence_M]
     return PackedRow(
         sample_index_S=tuple(indices),
-        token_N=np.concatenate([part for sample in packed for part in (sample.prompt_P, sample.answer_T)]),
-        position_N=np.concatenate([np.arange(length) for length in prompt_S + answer_S]),
-        predictor_M=(start_S + prompt_S - 1)[sequence_M] + within_M,
-        answer_M=np.concatenate([sample.answer_T for sample in packed]),
+        token_N=token_N,
+        position_N=np.concatenate([np.arange(length) for length in lengths]),
+        predictor_M=trained_M - 1,
+        answer_M=token_N[trained_M],
         sequence_M=sequence_M,
         behaviour_logprob_M=np.concatenate([sample.behaviour_logprob_T for sample in packed]),
         advantage_M=np.array([sample.advantage for sample in packed], np.float32)[sequence_M],

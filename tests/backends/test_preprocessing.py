@@ -7,13 +7,15 @@ import json
 import math
 import signal
 
+import numpy as np
 import pytest
 
 from pipelinerl.errors import ReferenceLostError, RunFailedError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
+from pipelinerl.rl.segments import Segment
 from pipelinerl.rl.tasks import Problem
-from pipelinerl.scheduler.events import NO_TOKENS, RolloutFinished, RolloutScored, StartRollout, StartTraining
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining
 
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
@@ -52,7 +54,8 @@ def check_divergence(out, *, steps):
 
 
 def rollout(num_tokens):
-    return RolloutData(Problem("", 0), (1,), tokens=[2] * num_tokens, logprobs=[-1.0] * num_tokens, spans=NO_TOKENS)
+    segment = Segment.generated(np.full(num_tokens, 2), np.full(num_tokens, -1.0, np.float32))
+    return RolloutData(Problem("", 0), (1,), segments=(segment,))
 
 
 def asked(reference, *, at_s):

@@ -13,6 +13,7 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import PrefillConfig, TrainingConfig
+from pipelinerl.rl.segments import Segment
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, TrainingCost, decode_cost, prefill_cost, training_cost
 
@@ -222,8 +223,7 @@ def test_our_own_packing_is_as_balanced_as_the_simulator_takes_it_for(sequences)
         Sample(
             rollout_id=index,
             prompt_P=np.ones(1, np.int64),
-            answer_T=np.ones(length - 1, np.int64),
-            behaviour_logprob_T=np.zeros(length - 1, np.float32),
+            segments=(Segment.generated(np.ones(length - 1, np.int64), np.zeros(length - 1, np.float32)),),
             advantage=1.0,
             reward=1.0,
         )

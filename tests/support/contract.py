@@ -28,6 +28,7 @@ from backends.interface import (
     Weights,
 )
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError
+from pipelinerl.rl.segments import Segment
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 PROMPT = (3, 13, 4, 11)
@@ -255,8 +256,12 @@ def samples(seed: int = 0) -> list[Sample]:
         Sample(
             rollout_id=index,
             prompt_P=rng.integers(2, 16, int(rng.integers(2, 11))),
-            answer_T=rng.integers(2, 16, num_tokens),
-            behaviour_logprob_T=(-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32),
+            segments=(
+                Segment.generated(
+                    rng.integers(2, 16, num_tokens),
+                    (-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32),
+                ),
+            ),
             reward=float(rng.random()),
             advantage=float(rng.standard_normal()),
         )
@@ -281,7 +286,15 @@ class ReferenceContract:
 
     async def rewards_and_advantages_are_not_read(self) -> None:
         batch = samples()
-        others = [replace(one, reward=np.nan, advantage=np.nan, behaviour_logprob_T=one.answer_T) for one in batch]
+        others = [
+            replace(
+                one,
+                reward=np.nan,
+                advantage=np.nan,
+                segments=(Segment.generated(one.answer_T, -one.behaviour_logprob_T),),
+            )
+            for one in batch
+        ]
         first, second = await self.reference.logprobs(batch), await self.reference.logprobs(others)
         assert (np.concatenate(first) == np.concatenate(second)).all()
 
@@ -448,7 +461,13 @@ async def a_published_version_is_what_an_engine_samples_with(engine: EngineContr
     assert await engine.engine.checksums() == weights.checksums
     answers = await asyncio.gather(*(engine.engine.generate(request(number, 20)) for number in range(BATCH)))
     batch = [
-        Sample(number, np.array(PROMPT), answer.tokens_T, answer.logprob_T, reward=1.0, advantage=1.0)
+        Sample(
+            number,
+            np.array(PROMPT),
+            (Segment.generated(answer.tokens_T, answer.logprob_T),),
+            reward=1.0,
+            advantage=1.0,
+        )
         for number, answer in enumerate(answers)
     ]
     result = await trainer._train(batch, completes_step=True)

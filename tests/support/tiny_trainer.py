@@ -20,6 +20,7 @@ from backends.interface import Sample, Weights
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
+from pipelinerl.rl.segments import Segment
 
 TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
@@ -56,8 +57,11 @@ def samples(step: int = 0) -> list[Sample]:
             Sample(
                 rollout_id=index,
                 prompt_P=rng.integers(2, 64, rng.integers(2, 11)),
-                answer_T=rng.integers(2, 64, answer),
-                behaviour_logprob_T=(-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32),
+                segments=(
+                    Segment.generated(
+                        rng.integers(2, 64, answer), (-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32)
+                    ),
+                ),
                 reward=float(rng.random()),
                 advantage=float(rng.standard_normal()),
             )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from backends.deepspeed.packing import PackedRow, pack
 from backends.interface import Sample
+from pipelinerl.rl.segments import Segment
 
 
 def sample(rollout_id: int, prompt: int, answer: int) -> Sample:
@@ -18,8 +19,12 @@ def sample(rollout_id: int, prompt: int, answer: int) -> Sample:
     return Sample(
         rollout_id=rollout_id,
         prompt_P=np.arange(start, start + prompt),
-        answer_T=np.arange(start + prompt, start + prompt + answer),
-        behaviour_logprob_T=-np.arange(1, answer + 1, dtype=np.float32) - rollout_id,
+        segments=(
+            Segment.generated(
+                np.arange(start + prompt, start + prompt + answer),
+                -np.arange(1, answer + 1, dtype=np.float32) - rollout_id,
+            ),
+        ),
         reward=float(rollout_id),
         advantage=rollout_id / 2,
     )
@@ -44,6 +49,19 @@ def test_two_sequences_make_one_row() -> None:
     assert row.behaviour_logprob_M.tolist() == [-1, -2, -3, -2]
     assert row.advantage_M.tolist() == [0, 0, 0, 0.5]
     assert row.reward_M.tolist() == [0, 0, 0, 1]
+
+
+def test_observed_tokens_are_read_and_not_trained_on() -> None:
+    said, seen, answer = np.array([3, 4]), np.array([5, 6, 7]), np.array([8])
+    numbers = np.array([-1, -2], np.float32)
+    segments = (Segment.generated(said, numbers), Segment.observed(seen), Segment.generated(answer, numbers[:1]))
+    ((row,),) = pack([sample(0, 1, 1), replace(sample(1, 2, 1), segments=segments)], pack_tokens=10, num_ranks=1)[0:1]
+    assert row.token_N.tolist() == [0, 1, 1000, 1001, 3, 4, 5, 6, 7, 8]
+    assert row.position_N.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert row.predictor_M.tolist() == [0, 3, 4, 8]
+    assert row.answer_M.tolist() == [1, 3, 4, 8]
+    assert row.sequence_M.tolist() == [0, 1, 1, 1]
+    assert row.behaviour_logprob_M.tolist() == [-1, -1, -2, -1]
 
 
 def test_a_row_splits_values_by_sample() -> None:

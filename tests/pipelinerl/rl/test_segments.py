@@ -1,0 +1,41 @@
+"""Segments of a rollout: they join, and only generated tokens are trained on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pipelinerl.rl.segments import (
+    Segment,
+    SegmentKind,
+    all_tokens,
+    behaviour_logprobs,
+    extended,
+    generated_tokens,
+    loss_mask,
+)
+
+
+def said(*tokens: int) -> Segment:
+    return Segment.generated(np.array(tokens, np.int64), -np.array(tokens, np.float32))
+
+
+def test_tokens_of_one_kind_become_one_segment_and_none_adds_nothing() -> None:
+    (whole,) = extended(extended(extended((), said()), said(1, 2)), said(3))
+    assert (whole.kind, whole.tokens.tolist(), whole.logprobs.tolist()) == (
+        SegmentKind.GENERATED,
+        [1, 2, 3],
+        [-1, -2, -3],
+    )
+    assert extended((whole,), said()) == (whole,)
+
+
+def test_observed_tokens_have_no_log_probability_and_no_loss() -> None:
+    segments = extended(extended(extended((), said(1, 2)), Segment.observed(np.array([7, 8]))), said(3))
+    assert all_tokens(segments).tolist() == [1, 2, 7, 8, 3]
+    assert generated_tokens(segments).tolist() == [1, 2, 3]
+    assert loss_mask(segments).tolist() == [True, True, False, False, True]
+    assert behaviour_logprobs(segments).tolist() == [-1, -2, -3]
+
+
+def test_a_rollout_without_tokens_has_none_of_any_kind() -> None:
+    assert [len(of(())) for of in (all_tokens, generated_tokens, loss_mask, behaviour_logprobs)] == [0, 0, 0, 0]
