@@ -1,10 +1,105 @@
-"""Plan and run asynchronous reinforcement learning of language models: one scheduler, two worlds.
+"""Plan and run asynchronous reinforcement learning of language models: one scheduler, simulated and real.
 
-``import pipelinerl`` is light: it loads the scheduler and what crosses its border, nothing else.
+A run is one TOML file. Read it, simulate it, look at the report::
+
+    import pipelinerl as prl
+
+    run = prl.load_run("examples/quickstart.toml", overrides=["scheduler.max_lag=4"])
+    report = prl.simulate(run)
+    print(report.tokens_per_s, report.lag.mean, report.bottleneck)
+    report.steps           # a row per optimizer step, as a numpy record array
+    report.to_dict()       # the content of summary.json
+
+=====================================  ==============================================================================
+``load_run(path, overrides, seed)``    reads and checks a run file; a ``RunConfig``
+``simulate(run)``                      one run in simulated time; a ``RunReport``
+``compare(run)``                       the same workload under several schedules; a ``ComparisonReport``
+``plan(run)``                          the search for the best way to run on a cluster; a ``PlanReport``
+``replay(folder)``                     recorded events into a fresh scheduler; a ``ReplayResult``
+``plot(folders)``                      figures of runs, comparisons and plans; their paths
+=====================================  ==============================================================================
+
+``run`` is a ``RunConfig`` or the path of a run file. With ``out=FOLDER`` results are kept as the command line keeps
+them. Training for real is a command, ``pipelinerl train``: it starts processes, and ends with them.
+
+The scheduler is a pure object, and can be driven by hand: ``make_scheduler(settings, ...)`` gives a ``Scheduler``,
+``start()`` its first commands, ``handle(event)`` those that follow. Events and commands are in ``events``.
+A schedule of your own is a ``Scheduler`` and one ``ScheduleKind`` (docs/extending.md).
+
+Wrong input raises ``ConfigError``, one line per fault; a run that could not reach its end ``RunFailedError``; a broken
+trace ``TraceError``; an event that cannot have happened ``SchedulerError``. All are ``PipelineRLError``.
+
+``import pipelinerl`` loads nothing else: each name is imported when it is first used.
 """
 
-from pipelinerl.scheduler.base import Scheduler
-from pipelinerl.scheduler.kinds import make_scheduler
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Scheduler", "__version__", "make_scheduler"]
+if TYPE_CHECKING:
+    from pipelinerl.api import compare, plan, plot, replay, simulate
+    from pipelinerl.config.run import RunConfig
+    from pipelinerl.config.run_file import load_run
+    from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, SchedulerError, TraceError
+    from pipelinerl.records.trace import ReplayResult
+    from pipelinerl.scheduler import events
+    from pipelinerl.scheduler.base import Scheduler
+    from pipelinerl.scheduler.kinds import ScheduleKind, make_scheduler
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "PipelineRLError",
+    "ReplayResult",
+    "RunConfig",
+    "RunFailedError",
+    "ScheduleKind",
+    "Scheduler",
+    "SchedulerError",
+    "TraceError",
+    "__version__",
+    "compare",
+    "events",
+    "load_run",
+    "make_scheduler",
+    "plan",
+    "plot",
+    "replay",
+    "simulate",
+]
+
+_HOMES = {
+    "ConfigError": "pipelinerl.errors",
+    "PipelineRLError": "pipelinerl.errors",
+    "ReplayResult": "pipelinerl.records.trace",
+    "RunConfig": "pipelinerl.config.run",
+    "RunFailedError": "pipelinerl.errors",
+    "ScheduleKind": "pipelinerl.scheduler.kinds",
+    "Scheduler": "pipelinerl.scheduler.base",
+    "SchedulerError": "pipelinerl.errors",
+    "TraceError": "pipelinerl.errors",
+    "compare": "pipelinerl.api",
+    "events": "pipelinerl.scheduler.events",
+    "load_run": "pipelinerl.config.run_file",
+    "make_scheduler": "pipelinerl.scheduler.kinds",
+    "plan": "pipelinerl.api",
+    "plot": "pipelinerl.api",
+    "replay": "pipelinerl.api",
+    "simulate": "pipelinerl.api",
+}
+"""The module that each name is imported from at its first use."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name at its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(_HOMES[name])
+    value = home if home.__name__.endswith(f".{name}") else getattr(home, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the exported names."""
+    return sorted(__all__)

@@ -1,0 +1,123 @@
+"""What ``import pipelinerl`` offers from the other packages; the docstring of ``pipelinerl`` is the manual."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run
+from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import ReplayResult, Trace
+from pipelinerl.records.trace import replay as replay_trace
+
+Run = RunConfig | str | Path
+"""A checked configuration, or the path of a run file."""
+
+
+def simulate(
+    run: Run, *, out: str | Path | None = None, trace: bool = False, on_step: Callable[[StepRow], None] | None = None
+) -> dict[str, Any]:
+    """Simulate one run; the same configuration gives the same numbers and the same bytes.
+
+    Args:
+        run: What to simulate.
+        out: New folder to keep the run in. None: nothing is written.
+        trace: Whether the folder gets every event and command, for ``replay``.
+        on_step: Called with the row of each optimizer step as soon as it is done.
+
+    Returns:
+        The report: throughput, token lag, where the time goes, and a row per optimizer step.
+
+    Raises:
+        ConfigError: If the run file, or a file that it names, is wrong, or ``out`` holds a run; nothing is written.
+        RunFailedError: If the run could not reach its end; the folder holds what happened until then.
+    """
+    from sim.run import simulate as simulate_run
+
+    return simulate_run(_config(run), out=_path(out), trace=trace, on_step=on_step)
+
+
+def compare(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> dict[str, Any]:
+    """Simulate the same workload under several schedules and circumstances: the ``[compare]`` table of the run file.
+
+    Args:
+        run: What to compare.
+        out: New folder to keep comparison and runs in. None: nothing is written.
+        workers: Simulate in so many processes (count). None: one per core.
+
+    Returns:
+        The comparison. A run that failed is among its failures; the others are there.
+
+    Raises:
+        ConfigError: If the run file, or a file that it names, is wrong, or ``out`` is not empty; nothing is written.
+    """
+    from sim.compare import compare as compare_runs
+
+    return compare_runs(_config(run), out=_path(out), workers=workers)
+
+
+def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> dict[str, Any]:
+    """Recommend split, batch sizes, engines and schedule for a cluster: the ``[plan]`` table of the run file.
+
+    Args:
+        run: The question.
+        out: New folder for the plan and the recommended run file. None: nothing is written.
+        workers: Simulate in so many processes (count). None: one per core.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ConfigError: If the run file is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
+    """
+    from sim.planning.search import plan as search_plan
+
+    return search_plan(_config(run), out=_path(out), workers=workers)
+
+
+def replay(folder: str | Path) -> ReplayResult:
+    """Feed the recorded events of a run to a fresh scheduler and compare its commands with the recorded ones.
+
+    Args:
+        folder: Folder of a run with a trace, or the trace itself.
+
+    Returns:
+        How many events and commands there are, and the first difference.
+
+    Raises:
+        TraceError: If there is no trace, or it is broken.
+    """
+    path = Path(folder)
+    return replay_trace(Trace(path / TRACE_FILE if os.path.isdir(path) else path))
+
+
+def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None = None) -> list[Path]:
+    """Draw the figures of runs side by side, or of one comparison, or of one plan.
+
+    Args:
+        folders: What ``simulate``, ``train``, ``compare`` or ``plan`` has written.
+        out: Folder for the figures. None: ``figures`` in the first folder.
+
+    Returns:
+        The paths of the figures.
+
+    Raises:
+        ConfigError: If a folder holds nothing to draw, or a broken file.
+        OSError: If the figures cannot be written.
+    """
+    from analysis.plot import draw
+
+    several = [folders] if isinstance(folders, str | Path) else folders
+    return draw([Path(one) for one in several], _path(out))
+
+
+def _config(run: Run) -> RunConfig:
+    return run if isinstance(run, RunConfig) else load_run(run)
+
+
+def _path(out: str | Path | None) -> Path | None:
+    return None if out is None else Path(out)

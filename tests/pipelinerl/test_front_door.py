@@ -1,0 +1,105 @@
+"""``import pipelinerl``: its names, their signatures, and what it does not load."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pipelinerl as prl
+from pipelinerl.records.run_folder import SUMMARY_FILE
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "examples" / "quickstart.toml"
+SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
+
+SIGNATURES = {
+    "compare": "(run, *, out=None, workers=None)",
+    "load_run": "(path, overrides=(), seed=None)",
+    "make_scheduler": "(settings, *, optimizer_steps, num_engines, group_size)",
+    "plan": "(run, *, out=None, workers=None)",
+    "plot": "(folders, *, out=None)",
+    "replay": "(folder)",
+    "simulate": "(run, *, out=None, trace=False, on_step=None)",
+}
+TYPES = {
+    "PipelineRLError",
+    "ConfigError",
+    "ReplayResult",
+    "RunConfig",
+    "RunFailedError",
+    "ScheduleKind",
+    "Scheduler",
+    "SchedulerError",
+    "TraceError",
+}
+
+
+def test_the_exported_names_and_signatures_are_these() -> None:
+    assert set(prl.__all__) == {*SIGNATURES, *TYPES, "events", "__version__"}
+    assert dir(prl) == sorted(prl.__all__)
+    for name, shown in SIGNATURES.items():
+        parameters = inspect.signature(getattr(prl, name)).parameters.values()
+        bare = inspect.Signature([one.replace(annotation=inspect.Parameter.empty) for one in parameters])
+        assert str(bare) == shown, name
+    assert all(inspect.isclass(getattr(prl, name)) for name in TYPES)
+    assert inspect.ismodule(prl.events)
+
+
+def test_a_checker_sees_the_names_that_are_imported_late() -> None:
+    tree = ast.parse((ROOT / "pipelinerl" / "__init__.py").read_text(encoding="utf-8"))
+    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {(f"{node.module}", alias.name) for node in guarded.body for alias in node.names}
+    modules = {name: home.removesuffix(f".{name}") for name, home in prl._HOMES.items()}
+    assert seen == {(module, name) for name, module in modules.items()}
+
+
+def test_every_public_function_says_what_it_raises() -> None:
+    documented = [name for name in SIGNATURES if "Raises:" in (getattr(prl, name).__doc__ or "")]
+    assert documented == sorted(set(SIGNATURES) - {"make_scheduler"})
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="simulat'"):
+        _ = prl.simulat
+
+
+def test_errors_are_pipelinerl_errors_and_that_of_input_is_a_value_error() -> None:
+    assert all(issubclass(getattr(prl, name), prl.PipelineRLError) for name in TYPES if name.endswith("Error"))
+    assert issubclass(prl.ConfigError, ValueError)
+
+
+def test_a_run_file_is_simulated_kept_replayed_and_drawn(tmp_path: Path) -> None:
+    run = prl.load_run(QUICKSTART, SMALL)
+    report = prl.simulate(run, out=tmp_path / "run", trace=True)
+    assert report.to_dict() == json.loads((tmp_path / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
+    assert report.steps.tokens.sum() == report.tokens_trained
+    assert prl.replay(tmp_path / "run").difference is None
+    figures = prl.plot(tmp_path / "run", out=tmp_path / "figures")
+    assert figures
+    assert all(path.is_file() for path in figures)
+
+
+def test_a_path_stands_for_its_run(tmp_path: Path) -> None:
+    text = QUICKSTART.read_text(encoding="utf-8")
+    (tmp_path / "run.toml").write_text(text.replace("optimizer_steps = ", "optimizer_steps = 4 # "), encoding="utf-8")
+    loaded = prl.load_run(tmp_path / "run.toml")
+    assert prl.simulate(str(tmp_path / "run.toml")).to_dict() == prl.simulate(loaded).to_dict()
+
+
+def test_import_loads_no_other_package_and_no_module_of_ours() -> None:
+    program = "import sys, pipelinerl; print(*(name for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"torch", "simpy", "matplotlib", "numpy", "pydantic", "typer", "sim", "analysis", "backends"}
+    assert {name for name in loaded if name.startswith("pipelinerl")} == {"pipelinerl"}
+
+
+@pytest.mark.parametrize("package", ["pipelinerl", "sim", "backends", "analysis"])
+def test_every_package_ships_its_types(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
