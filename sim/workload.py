@@ -24,9 +24,8 @@ mean of the *rounded and cut* lengths is the one asked for, which leaves at most
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -35,10 +34,13 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from pipelinerl.config.workload import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.csv_file import read_csv
+from pipelinerl.util.explain import did_you_mean
+from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.table import read_table
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
 MAX_TOKENS = 10**9
@@ -48,10 +50,19 @@ CV_RANGE = (1e-6, 1e3)
 
 SHIPPED_FOLDER = Path(__file__).parent / "data"
 """Folder of the shipped length sets."""
-REQUIRED_COLUMNS = ("prompt_id", "response_tokens")
-"""Columns that a length source must have."""
-OPTIONAL_COLUMNS = ("prompt_tokens", "correct")
-"""Columns that a length source may have."""
+
+
+class AnswerRow(StrictModel):
+    """A row of a length source: one answer."""
+
+    prompt_id: str
+    """Rows of the same prompt make a group."""
+    response_tokens: int = Field(ge=0, le=MAX_TOKENS)
+    """Length of the answer (tokens)."""
+    prompt_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    """Length of the prompt (tokens)."""
+    correct: int | None = Field(default=None, ge=0, le=1)
+    """1 if the answer was correct, else 0."""
 
 
 class DrawnGroup(NamedTuple):
@@ -348,79 +359,32 @@ def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, .
         ConfigError: At the first fault: file, line, column, what is allowed, value.
     """
     shipped = shipped_sets()
-    hint = _did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
+    hint = did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
     if source not in shipped and not source.endswith(".csv"):
         raise ConfigError(
             f"workload.length.source must be a shipped set or the path of a .csv file, got {source!r}; {hint}"
         )
     path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
     try:
-        lines = read_csv(path, "workload.length.source")
+        table = read_table(path, "workload.length.source")
     except ConfigError as error:
         raise ConfigError(str(error) if path.is_file() else f"{error}; {hint}") from None
-    (first, columns), *rows = lines or [(1, [])]
-    _check_columns(columns, where=f"{path} line {first}")
-    answers: dict[str, list[dict[str, int]]] = {}
-    for number, cells in rows:
-        where = f"{path} line {number}"
-        prompt_id, answer = _checked_row(columns, cells, where=where)
-        siblings = answers.setdefault(prompt_id, [])
+    answers: dict[str, list[AnswerRow]] = {}
+    for where, answer in table.rows(AnswerRow, filled=True):
+        siblings = answers.setdefault(answer.prompt_id, [])
         siblings.append(answer)
-        if answer.get("prompt_tokens") != siblings[0].get("prompt_tokens"):
+        if answer.prompt_tokens != siblings[0].prompt_tokens:
             raise ConfigError(
-                f"{where}: prompt_tokens must be the same in all rows of prompt_id {_shown(prompt_id)}, "
-                f"{siblings[0]['prompt_tokens']}, got {answer['prompt_tokens']}"
+                f"{where}: prompt_tokens must be the same in all rows of prompt_id {answer.prompt_id!r}, "
+                f"{siblings[0].prompt_tokens}, got {answer.prompt_tokens}"
             )
-    if not answers:
-        raise ConfigError(f"{path} line {first}: there must be an answer below the header, got none")
     return tuple(_prompt_of(group, prompt_tokens=prompt_tokens) for group in answers.values())
 
 
-def _prompt_of(answers: Sequence[Mapping[str, int]], *, prompt_tokens: int) -> SourcePrompt:
+def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePrompt:
     """Return a prompt from its rows, with ``prompt_tokens`` if they do not say."""
-    lengths = np.array([max(1, answer["response_tokens"]) for answer in answers], dtype=np.int64)
-    rewards = np.array([float(answer["correct"]) for answer in answers]) if "correct" in answers[0] else None
-    return SourcePrompt(answers[0].get("prompt_tokens", prompt_tokens), lengths, rewards)
-
-
-def _check_columns(columns: Sequence[str], *, where: str) -> None:
-    """Raise ConfigError unless all columns are known, none is there twice, and none is missing that is required."""
-    allowed = REQUIRED_COLUMNS + OPTIONAL_COLUMNS
-    for column in columns:
-        if column not in allowed:
-            hint = f"{_did_you_mean(column, allowed)}allowed, with commas in between: {', '.join(allowed)}"
-            raise ConfigError(f"{where}: {_shown(column)} is an unknown column; {hint}")
-        if columns.count(column) > 1:
-            raise ConfigError(f"{where}: column {column} must stand there once, got {columns.count(column)}")
-    for column in REQUIRED_COLUMNS:
-        if column not in columns:
-            raise ConfigError(f"{where}: column {column} is missing; needed: {', '.join(REQUIRED_COLUMNS)}")
-
-
-def _checked_row(columns: Sequence[str], cells: Sequence[str], *, where: str) -> tuple[str, dict[str, int]]:
-    """Return the prompt of a row and its numbers by column, all of them allowed."""
-    if len(cells) != len(columns):
-        raise ConfigError(f"{where}: there must be {len(columns)} cells ({', '.join(columns)}), got {len(cells)}")
-    row = dict(zip(columns, cells, strict=True))
-    prompt_id = row.pop("prompt_id")
-    if not prompt_id:
-        raise ConfigError(f"{where}: prompt_id must not be empty, got ''")
-    answer = {}
-    for column, cell in row.items():
-        most = 1 if column == "correct" else MAX_TOKENS
-        # The length comes first: Python refuses to convert thousands of digits.
-        if not (len(cell) <= 20 and cell.isascii() and cell.isdigit() and int(cell) <= most):
-            raise ConfigError(f"{where}: {column} must be a whole number from 0 to {most}, got {_shown(cell)}")
-        answer[column] = int(cell)
-    return prompt_id, answer
-
-
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return a question that ends in a space, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}? " if near else ""
-
-
-def _shown(cell: str) -> str:
-    """Return a cell in quotes, on one line, cut to a readable length."""
-    return repr(cell if len(cell) <= 40 else cell[:37] + "...")
+    lengths = np.array([max(1, answer.response_tokens) for answer in answers], dtype=np.int64)
+    correct = [answer.correct for answer in answers if answer.correct is not None]
+    stated = answers[0].prompt_tokens
+    rewards = np.array(correct, dtype=np.float64) if correct else None
+    return SourcePrompt(prompt_tokens if stated is None else stated, lengths, rewards)

@@ -19,22 +19,23 @@ rows with ``tp`` accelerators, in milliseconds.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.csv_file import read_csv
+from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.table import read_table
 
 FloatArray = NDArray[np.float64]
 
-COLUMNS = ("kind", "accelerators", "batch", "ctx", "tokens", "seconds", "utilisation")
-"""Columns that ``measure`` writes."""
-KERNEL_COLUMNS = ("model", "system", "tp", "batch", "ctx", "tpot_ms")
-"""Columns of AIConfigurator's exports."""
+KERNELS = "tpot_ms"
+"""The column by which AIConfigurator's exports are known."""
 NEEDED = {
     "decode": ("batch", "ctx", "seconds"),
     "prefill": ("batch", "tokens", "seconds"),
@@ -48,6 +49,61 @@ PLAUSIBLE_S = {"decode": (1e-5, 2.0), "prefill": (1e-5, 600.0), "train": (1e-4, 
 """Where the median of the seconds of each kind must lie (seconds)."""
 TIMES_SLOWER = 300.0
 """A step that is no larger than another takes at most so many times as long (no unit)."""
+
+
+class StepRow(StrictModel):
+    """A row of the table; see the top of this module."""
+
+    kind: Literal["decode", "prefill", "train", "matmul"]
+    """The work that was timed."""
+    accelerators: int = Field(default=1, ge=1)
+    """Accelerators that work together (count)."""
+    batch: int | None = Field(default=None, ge=1)
+    """Sequences in the step (count)."""
+    ctx: float | None = Field(default=None, ge=0)
+    """Context of each sequence (tokens)."""
+    tokens: int | None = Field(default=None, ge=1)
+    """Tokens of all sequences together, prompts included."""
+    seconds: float | None = Field(default=None, gt=0)
+    """Duration (seconds)."""
+    utilisation: float | None = Field(default=None, gt=0, le=1)
+    """Share of the peak (no unit)."""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        for name in NEEDED[self.kind]:
+            if getattr(self, name) is None:
+                raise ValueError(f"a {self.kind} row needs {name}")
+        if self.tokens is not None and self.batch is not None and self.tokens < self.batch:
+            raise ValueError(
+                f"tokens are those of all sequences together, at least batch = {self.batch}, got {self.tokens}"
+            )
+        return self
+
+
+COLUMNS = tuple(StepRow.model_fields)
+"""Columns that ``measure`` writes."""
+
+
+class KernelRow(StrictModel):
+    """A row of AIConfigurator's exports: a decode step."""
+
+    model: str
+    """Language model."""
+    system: str
+    """Accelerator."""
+    tp: int = Field(ge=1)
+    """Accelerators of the engine (count)."""
+    batch: int = Field(ge=1)
+    """Sequences in the step (count)."""
+    ctx: float = Field(ge=0)
+    """Context of each sequence (tokens)."""
+    tpot_ms: float = Field(gt=0)
+    """Duration (milliseconds)."""
+
+    def as_step(self) -> StepRow:
+        """Return the same step as a row of our own table."""
+        return StepRow(kind="decode", accelerators=self.tp, batch=self.batch, ctx=self.ctx, seconds=self.tpot_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,58 +140,26 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
         ConfigError: If it cannot be read, a column or kind is unknown, a cell is missing or impossible, a kind has too
             few rows, or the seconds cannot be seconds.
     """
-    header, lines = _cells(path)
-    kernels = set(header) == set(KERNEL_COLUMNS)
-    if not kernels:
-        for name in header:
-            if name not in COLUMNS:
-                raise ConfigError(f"{path} line 1: unknown column {name}; allowed: {', '.join(COLUMNS)}")
-        if "kind" not in header:
-            raise ConfigError(f"{path} line 1: column kind is missing; allowed: {', '.join(COLUMNS)}")
+    table = read_table(path, "the table of step times")
     found = None
-    if kernels:
-        lines, found = _one_series(path, lines, series)
-    rows: dict[str, list[dict[str, float]]] = {}
-    for number, cells in lines:
-        where = f"{path} line {number}"
-        if kernels:
-            kind = "decode"
-            row = {name: _number(cells[name], name, where) for name in ("tp", "batch", "ctx", "tpot_ms")}
-            row |= {"accelerators": row.pop("tp"), "seconds": row.pop("tpot_ms") / 1000}
-        else:
-            kind = cells["kind"]
-            if kind not in NEEDED:
-                raise ConfigError(f"{where}: kind must be one of {', '.join(NEEDED)}, got {kind!r}")
-            row = {name: _number(text, name, where) for name, text in cells.items() if name != "kind" and text}
-            for name in NEEDED[kind]:
-                if name not in row:
-                    raise ConfigError(f"{where}: a {kind} row needs {name}")
-        _check_row(row, where)
-        rows.setdefault(kind, []).append(row)
-    if not rows:
-        raise ConfigError(f"{path} has no rows")
+    if KERNELS in table.header.cells:
+        kernels = [row for _, row in table.rows(KernelRow)]
+        found = _one_series(path, kernels, series)
+        steps = [row.as_step() for row in kernels if (row.model, row.system) == found]
+    else:
+        steps = [row for _, row in table.rows(StepRow)]
+    rows: dict[str, list[StepRow]] = {}
+    for step in steps:
+        rows.setdefault(step.kind, []).append(step)
     kinds = {kind: _as_rows(some) for kind, some in rows.items()}
     for kind, some in kinds.items():
         _check_kind(path, kind, some)
     return StepTimes(path, kinds, found)
 
 
-def _cells(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Return the columns, and each line with its number."""
-    (_, header), *rows = read_csv(path, "the table of step times") or [(1, [])]
-    if len(set(header)) < len(header):
-        raise ConfigError(f"{path} line 1: a column is there twice: {', '.join(header)}")
-    for number, cells in rows:
-        if len(cells) != len(header):
-            raise ConfigError(f"{path} line {number}: {len(header)} cells expected, got {len(cells)}")
-    return header, [(number, dict(zip(header, cells, strict=True))) for number, cells in rows]
-
-
-def _one_series(
-    path: Path, lines: list[tuple[int, dict[str, str]]], series: tuple[list[str], list[str]] | None
-) -> tuple[list[tuple[int, dict[str, str]]], tuple[str, str] | None]:
-    """Return the lines of one model on one system."""
-    held = sorted({(cells["model"], cells["system"]) for _, cells in lines})
+def _one_series(path: Path, rows: Sequence[KernelRow], series: tuple[list[str], list[str]] | None) -> tuple[str, str]:
+    """Return the model and the system of a table, or the one of several that is wanted."""
+    held = sorted({(row.model, row.system) for row in rows})
     if series is not None:
         models, systems = ({_plain(name) for name in names} for names in series)
         held = [one for one in held if _plain(one[0]) in models and _plain(one[1]) in systems] or held
@@ -145,52 +169,18 @@ def _one_series(
             f"{path} holds several series ({names}): name one with --run RUN.toml, by its hardware.gpu and "
             "hardware.model"
         )
-    return [line for line in lines if (line[1]["model"], line[1]["system"]) in held], (held[0] if held else None)
+    return held[0]
 
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def _number(text: str, name: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{where}: {name} must be a number, got {text!r}")
-    return value
+def _as_rows(rows: list[StepRow]) -> Rows:
+    def column(name: str) -> FloatArray:
+        return np.array([getattr(row, name) or 0.0 for row in rows], dtype=np.float64)
 
-
-def _check_row(row: dict[str, float], where: str) -> None:
-    for name in ("accelerators", "batch", "tokens"):
-        if name in row and (row[name] < 1 or row[name] % 1):
-            raise ConfigError(f"{where}: {name} must be a whole number of at least 1, got {row[name]:g}")
-    if row.get("tokens", row["batch"]) < row["batch"]:
-        raise ConfigError(
-            f"{where}: tokens are those of all sequences together, at least batch = {row['batch']:g}, got "
-            f"{row['tokens']:g}"
-        )
-    if row.get("ctx", 0) < 0:
-        raise ConfigError(f"{where}: ctx must be at least 0, got {row['ctx']:g}")
-    if "seconds" in row and row["seconds"] <= 0:
-        raise ConfigError(f"{where}: seconds must be above 0, got {row['seconds']:g}")
-    if "utilisation" in row and not 0 < row["utilisation"] <= 1:
-        raise ConfigError(f"{where}: utilisation must be above 0 and at most 1, got {row['utilisation']:g}")
-
-
-def _as_rows(rows: list[dict[str, float]]) -> Rows:
-    def column(name: str, missing: float = 0.0) -> FloatArray:
-        return np.array([row.get(name, missing) for row in rows], dtype=np.float64)
-
-    return Rows(
-        accelerators=column("accelerators", 1.0),
-        batch=column("batch"),
-        ctx=column("ctx"),
-        tokens=column("tokens"),
-        seconds=column("seconds"),
-        utilisation=column("utilisation"),
-    )
+    return Rows(**{one.name: column(one.name) for one in fields(Rows)})
 
 
 def _check_kind(path: Path, kind: str, rows: Rows) -> None:

@@ -6,7 +6,6 @@ Everything wrong with it is reported at once, a line per fault, as a ``ConfigErr
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
@@ -16,12 +15,11 @@ from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.tables import AffineDecode, RooflineDecode, UtilisationDecode
+from pipelinerl.util.explain import explain, read_text, shown
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> RunConfig:
@@ -39,11 +37,7 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None =
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read run file {path}: {reason}") from None
+    text = read_text(path, "run file")
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, nested too deep
@@ -74,7 +68,7 @@ def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{name}: {line}" for line in _fault_lines(error))) from None
+        raise ConfigError("\n".join(f"{name}: {line}" for line in explain(error, RunConfig))) from None
 
 
 def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -145,7 +139,7 @@ def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, 
         value = table.get(keys[-1]) if isinstance(table, dict) else None
         if isinstance(value, str) and (keys not in NAMES_OR_PATHS or _is_path(value, folder)):
             if "\0" in value:
-                raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {_shown(value)}")
+                raise ConfigError(f"{'.'.join(keys)} must be the path of a file, got {shown(value)}")
             table[keys[-1]] = os.path.realpath(folder / value)
             changes.append((value, table[keys[-1]]))
     return changes
@@ -174,86 +168,3 @@ def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
         return override
 
     return compare.model_copy(update={"arms": changed(compare.arms), "scenarios": changed(compare.scenarios)})
-
-
-_DECODE_MODELS = {"utilisation": UtilisationDecode, "affine": AffineDecode, "roofline": RooflineDecode}
-
-
-def _fault_lines(error: ValidationError) -> list[str]:
-    """Return one line per fault: key, rule, value."""
-    lines = []
-    for fault in error.errors():
-        loc = fault["loc"]
-        if loc[:2] == ("hardware", "decode"):
-            loc = loc[:2] + loc[3:]  # pydantic puts the kind in between
-        lines.append(_fault_line(".".join(map(str, loc)) or "the root", fault))
-    return lines
-
-
-def _fault_line(key: str, fault: ErrorDetails) -> str:
-    """Return the line for one fault that pydantic found."""
-    value, ctx = fault["input"], fault.get("ctx", {})
-    got = f"got {_shown(value)}"
-    match fault["type"]:
-        case "extra_forbidden":
-            return f"{key} is an unknown key; {_allowed_keys(fault['loc'])}"
-        case "missing":
-            return f"{key} is missing"
-        case "greater_than_equal":
-            return f"{key} must be at least {ctx['ge']:g}, {got}"
-        case "greater_than":
-            return f"{key} must be above {ctx['gt']:g}, {got}"
-        case "less_than":
-            return f"{key} must be below {ctx['lt']:g}, {got}"
-        case "less_than_equal":
-            return f"{key} must be at most {ctx['le']:g}, {got}"
-        case "int_type" | "int_from_float":
-            return f"{key} must be a whole number, {got}"
-        case "float_type" | "finite_number":
-            return f"{key} must be a number, {got}"
-        case "string_type":
-            return f"{key} must be a string, {got}"
-        case "bool_type":
-            return f"{key} must be true or false, {got}"
-        case "list_type":
-            return f"{key} must be a list, {got}"
-        case "model_type" | "dict_type":
-            return f"{key} must be a table, {got}"
-        case "literal_error" | "enum":
-            return f"{key} must be {ctx['expected']}, {got}"
-        case "union_tag_not_found" | "union_tag_invalid":
-            found = _shown(value["kind"]) if "kind" in value else "none"
-            return f"{key}.kind must be one of {', '.join(_DECODE_MODELS)}, got {found}"
-        case "value_error":
-            rule = str(ctx["error"])
-            return f"{key}.{rule}" if fault["loc"] else rule
-        case "too_short" | "string_too_short":
-            return f"{key} must not be empty, {got}"
-        case _:  # of the root: a value somewhere that JSON, the way into pydantic, cannot hold
-            return f"{key}: {fault['msg']}, {got}" if fault["loc"] else f"a value cannot be read: {fault['msg']}"
-
-
-def _shown(value: Any) -> str:
-    """Return a value as a user would write it, cut to a readable length."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _allowed_keys(loc: tuple[Any, ...]) -> str:
-    """Return the nearest and all keys that the table at ``loc[:-1]`` knows."""
-    model: Any = RunConfig
-    for part in loc[:-1]:
-        if part in _DECODE_MODELS:
-            model = _DECODE_MODELS[part]
-        elif not isinstance(part, int):
-            model = _model_of(model.model_fields[part].annotation)
-    names = sorted(model.model_fields)
-    near = difflib.get_close_matches(str(loc[-1]), names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}allowed: {', '.join(names)}"
-
-
-def _model_of(annotation: Any) -> Any:
-    """Return the model inside ``Model | None`` and ``list[Model]``."""
-    arguments = [one for one in getattr(annotation, "__args__", ()) if one is not type(None)]
-    return _model_of(arguments[0]) if len(arguments) == 1 else annotation

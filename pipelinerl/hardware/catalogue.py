@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import tomllib
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.huggingface import model_tables
+from pipelinerl.util.explain import did_you_mean, explain, read_text
 from pipelinerl.util.strict_model import StrictModel
 
 GPU_RANGES = {
@@ -181,10 +181,9 @@ def find_model(name: str) -> LanguageModel:
         path /= "config.json"
     if path.suffix == ".toml":
         return _from_file(LanguageModel, path, "hardware.model")
+    text = read_text(path, "hardware.model")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read hardware.model {path}: {error.strerror}") from None
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"hardware.model {path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -253,18 +252,15 @@ def _by_name(entries: Iterable[Entry], name: str, key: str) -> Entry:
     if found is not None:
         return found
     shown = {known: its.name for known, its in by_name.items()}
-    near = difflib.get_close_matches(name.casefold(), shown, n=3, cutoff=0.4)
-    names = list(dict.fromkeys(shown[known] for known in near))
-    hint = f"did you mean {' or '.join(names)}? " if names else ""
+    hint = did_you_mean(name.casefold(), shown, shown_as=shown, num_names=3, cutoff=0.4)
     known_names = ", ".join(dict.fromkeys(shown.values()))
     raise ConfigError(f"{key} must be a name of the catalogue or a file, got {name!r}; {hint}known: {known_names}")
 
 
 def _from_file(kind: type[Entry], path: Path, key: str) -> Entry:
+    text = read_text(path, key)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {key} {path}: {error.strerror}") from None
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{key} {path} is not valid TOML: {error}") from None
     return _checked(kind, {"name": path.stem, **table}, f"{key} {path}")
@@ -274,21 +270,4 @@ def _checked(kind: type[Entry], table: Mapping[str, Any], what: str) -> Entry:
     try:
         return kind.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        lines = []
-        for fault in error.errors():
-            where = ".".join(map(str, fault["loc"]))
-            reason = (
-                str(fault["ctx"]["error"])
-                if fault["type"] == "value_error"
-                else fault["msg"].replace("Input should be", "must be")
-            )
-            if fault["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(where, kind.model_fields, n=1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                reason = f"is an unknown key; {hint}allowed: {', '.join(sorted(kind.model_fields))}"
-            elif fault["type"] == "missing":
-                reason = "is missing"
-            elif where:
-                reason = f"{reason}, got {json.dumps(fault['input'], default=str)[:80]}"
-            lines.append(f"{what}: {where} {reason}" if where else f"{what}: {reason}")
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError("\n".join(f"{what}: {line}" for line in explain(error, kind))) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import tomllib
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -108,21 +108,11 @@ def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Co
 
 def checked_coefficients(level: Level, changed: Mapping[str, float]) -> Coefficients:
     """Return the coefficients of a level with some changed; a ValueError names the key under ``hardware``."""
-    names = Coefficients.model_fields
-    for name in changed:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"coefficients.{name} is an unknown key; {hint}allowed: {', '.join(sorted(names))}")
     values = {name: entry[level.value] for name, entry in coefficient_table().items()}
     try:
         return Coefficients.model_validate({**values, **changed})
     except ValidationError as error:
-        fault = error.errors()[0]
-        words = {"gt": "above", "ge": "at least", "le": "at most"}
-        rules = [f"{words[key]} {limit:g}" for key, limit in fault.get("ctx", {}).items() if key in words]
-        rule = rules[0] if rules else "a number"
-        raise ValueError(f"coefficients.{fault['loc'][0]} must be {rule}, got {fault['input']:g}") from None
+        raise ValueError(f"coefficients.{explain(error, Coefficients)[0]}") from None
 
 
 @functools.cache

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import overload
 
 import numpy as np
+from pydantic import Field
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.arrays import FloatArray, RealArray, check
-from pipelinerl.util.csv_file import read_csv
+from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.table import read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,15 @@ class UtilisationCurve:
         return share if share.ndim else float(share)
 
 
+class UtilisationRow(StrictModel):
+    """A row of a measured curve."""
+
+    batch: float = Field(ge=1)
+    """Sequences per accelerator (count)."""
+    utilisation: float = Field(gt=0, le=1)
+    """Share of the peak FLOP/s (no unit)."""
+
+
 def fitted_utilisation() -> UtilisationCurve:
     """Return the smooth curve fitted to the paper: h/U(h) = (a^p + (h/0.61)^p)^(1/p), a = 467.1 flashes, p = 3.41.
 
@@ -83,8 +94,7 @@ def read_utilisation(path: str | Path) -> UtilisationCurve:
     step costs the same however few sequences it holds); beyond the last row the utilisation stays as there.
 
     Args:
-        path: The file: that header, then at least 2 rows with rising batch (sequences per accelerator, at least
-            1) and utilisation in (0, 1]. Empty lines are skipped.
+        path: The file: a header, then at least 2 rows (``UtilisationRow``) with rising batch. Empty lines are skipped.
 
     Returns:
         The curve.
@@ -92,16 +102,14 @@ def read_utilisation(path: str | Path) -> UtilisationCurve:
     Raises:
         ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
     """
-    header, *rows = read_csv(Path(path), "utilisation table") or [(1, [])]
-    if header[1] != ["batch", "utilisation"]:
-        raise ConfigError(f"{path} line {header[0]}: columns must be batch,utilisation, got {_shown(header[1])}")
-    points: list[tuple[float, float]] = []
-    for number, cells in rows:
-        points.append(_utilisation_row(cells, f"{path} line {number}", points[-1][0] if points else None))
-    if len(points) < 2:
-        last = rows[-1][0] if rows else header[0]
-        raise ConfigError(f"{path} line {last}: the table must have at least 2 rows, got {len(points)}")
-    batch, utilisation = np.array(points).T
+    table = read_table(Path(path), "utilisation table")
+    rows = table.rows(UtilisationRow)
+    for (_, before), (where, row) in pairwise(rows):
+        if row.batch <= before.batch:
+            raise ConfigError(f"{where}: batch must rise from row to row, got {row.batch:g} after {before.batch:g}")
+    if len(rows) < 2:
+        raise ConfigError(f"{table.path}: the table must have at least 2 rows, got {len(rows)}")
+    batch, utilisation = np.array([(row.batch, row.utilisation) for _, row in rows]).T
     return UtilisationCurve(partial(_table_cost, batch=batch, utilisation=utilisation))
 
 
@@ -114,24 +122,3 @@ def _fitted_cost(h: FloatArray, *, floor_flashes: float, plateau: float, sharpne
 def _table_cost(h: FloatArray, *, batch: FloatArray, utilisation: FloatArray) -> FloatArray:
     """Interpolate the step cost between the rows; outside them keep cost (below) or utilisation (above)."""
     return np.where(h > batch[-1], h / utilisation[-1], np.interp(h, batch, batch / utilisation))
-
-
-def _utilisation_row(cells: list[str], where: str, previous: float | None) -> tuple[float, float]:
-    """Return batch and utilisation of one row, or raise ``ConfigError`` with the rule it breaks."""
-    try:
-        batch, utilisation = (float(cell) for cell in cells)
-    except ValueError:
-        raise ConfigError(f"{where}: a row must be two numbers batch,utilisation, got {_shown(cells)}") from None
-    if not 1 <= batch < math.inf:
-        raise ConfigError(f"{where}: batch must be finite and at least 1, got {cells[0]}")
-    if previous is not None and batch <= previous:
-        raise ConfigError(f"{where}: batch must rise from row to row, got {cells[0]} after {previous:g}")
-    if not 0 < utilisation <= 1:
-        raise ConfigError(f"{where}: utilisation must be above 0 and at most 1, got {cells[1]}")
-    return batch, utilisation
-
-
-def _shown(cells: list[str]) -> str:
-    """Return a CSV row as the user wrote it, cut to a readable length."""
-    text = ",".join(cells) or "nothing"
-    return text if len(text) <= 60 else text[:57] + "..."

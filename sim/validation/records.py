@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.csv_file import read_csv
+from pipelinerl.util.table import read_table
 
 
 class Mode(StrEnum):
@@ -223,10 +223,11 @@ def read_published_runs(path: str | Path) -> list[PublishedRun]:
     Raises:
         ConfigError: If the file cannot be read, has no rows, or a cell is no number of the right kind.
     """
-    (_, header), *lines = read_csv(Path(path), "published runs") or [(1, [])]
+    table = read_table(Path(path), "published runs")
+    header, lines = table.header.cells, table.lines
     if not lines or "id" not in header or "source" not in header:
         raise ConfigError(f"{path} must have the columns id, source, ... and a row for each run")
-    runs = [_run(_with_its_commas(header, cells), where=f"{path} line {number}") for number, cells in lines]
+    runs = [_run(_with_its_commas(header, cells), where=where) for where, cells in lines]
     names = [run.id for run in runs]
     for name in names:
         if names.count(name) > 1:

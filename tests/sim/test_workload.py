@@ -416,7 +416,7 @@ FAULTS = {
         "prompt_id, response_tokens, prompt_tokens, correct",
     ),
     "column twice": ("prompt_id,correct,correct\n", "line 1: column correct must stand there once, got 2"),
-    "no rows": (HEADER, "line 1: there must be an answer below the header, got none"),
+    "no rows": (HEADER, "line 1: there must be a row below the header, got none"),
     "cell too few": (
         HEADER + "1,2,3,1\n1,2,3\n",
         "line 3: there must be 4 cells (prompt_id, prompt_tokens, response_tokens, correct), got 3",
@@ -424,7 +424,7 @@ FAULTS = {
     "no prompt": (HEADER + " ,2,3,1\n", "line 2: prompt_id must not be empty, got ''"),
     "word": (HEADER + "1,2,many,1\n", f"line 2: response_tokens {NUMBER}, got 'many'"),
     "negative": (HEADER + "1,2,-3,1\n", f"line 2: response_tokens {NUMBER}, got '-3'"),
-    "fraction": (HEADER + "1,2.0,3,1\n", f"line 2: prompt_tokens {NUMBER}, got '2.0'"),
+    "fraction": (HEADER + "1,2.5,3,1\n", f"line 2: prompt_tokens {NUMBER}, got '2.5'"),
     "empty cell": (HEADER + "1,2,,1\n", f"line 2: response_tokens {NUMBER}, got ''"),
     "too large": (HEADER + "1,2,1000000001,1\n", f"line 2: response_tokens {NUMBER}, got '1000000001'"),
     "very long": (HEADER + f"1,2,{'9' * 5000},1\n", f"line 2: response_tokens {NUMBER}, got '{'9' * 37}...'"),

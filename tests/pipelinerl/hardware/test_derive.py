@@ -116,7 +116,7 @@ def test_single_coefficients_are_replaced():
         ({"training_mfu": 31.0}, "hardware.coefficients.training_mfu must be at most 1, got 31"),
         ({"training_mfu": 0.0}, "hardware.coefficients.training_mfu must be above 0, got 0"),
         ({"pause_s": -1.0}, "hardware.coefficients.pause_s must be at least 0, got -1"),
-        ({"pause_s": float("nan")}, "hardware.coefficients.pause_s must be a number, got nan"),
+        ({"pause_s": float("nan")}, "hardware.coefficients.pause_s must be a number, got NaN"),
     ],
 )
 def test_a_wrong_coefficient_is_one_line(changed, line):

@@ -1,0 +1,146 @@
+"""Words for wrong input: one line per fault, with key, rule and value."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pipelinerl.errors import ConfigError
+
+
+def did_you_mean(
+    word: str,
+    known: Iterable[str],
+    *,
+    shown_as: Mapping[str, str] | None = None,
+    num_names: int = 1,
+    cutoff: float = 0.6,
+) -> str:
+    """Return the question ``did you mean X? ``, or nothing where no known name is near.
+
+    Args:
+        word: The user's word.
+        known: The names that exist.
+        shown_as: Names to offer in place of others.
+        num_names: Names to offer, at most (count).
+        cutoff: Least similarity, from 0 to 1, as of ``difflib.get_close_matches``.
+    """
+    near = difflib.get_close_matches(word, list(known), n=num_names, cutoff=cutoff)
+    names = dict.fromkeys((shown_as or {}).get(name, name) for name in near)
+    return f"did you mean {' or '.join(names)}? " if names else ""
+
+
+def shown(value: Any, *, longest: int = 80) -> str:
+    """Return a value as a user would write it, on one line, cut to a readable length (characters)."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a user's file, with or without a byte order mark.
+
+    Args:
+        path: The file, in UTF-8.
+        what: The name of the file in messages, such as ``run file``.
+
+    Raises:
+        ConfigError: If it cannot be read or is no UTF-8 text.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {what} {path}: it is not UTF-8 text") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return one line per fault that pydantic found: key, rule, value.
+
+    Args:
+        error: What validation raised.
+        model: The model that was validated; unknown keys are answered with its own.
+    """
+    return [_fault_line(fault, model) for fault in error.errors()]
+
+
+def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    key, models = _place(fault["loc"], model)
+    value, ctx = fault["input"], fault.get("ctx", {})
+    got = f"got {shown(value)}"
+    got_number = f"got {value:.12g}" if isinstance(value, float) else got
+    match fault["type"]:
+        case "extra_forbidden":
+            names = sorted(models[0].model_fields)
+            return f"{key} is an unknown key; {did_you_mean(str(fault['loc'][-1]), names)}allowed: {', '.join(names)}"
+        case "missing":
+            return f"{key} is missing"
+        case "greater_than_equal":
+            return f"{key} must be at least {ctx['ge']:g}, {got_number}"
+        case "greater_than":
+            return f"{key} must be above {ctx['gt']:g}, {got_number}"
+        case "less_than":
+            return f"{key} must be below {ctx['lt']:g}, {got_number}"
+        case "less_than_equal":
+            return f"{key} must be at most {ctx['le']:g}, {got_number}"
+        case "int_type" | "int_from_float":
+            return f"{key} must be a whole number, {got}"
+        case "float_type" | "finite_number":
+            return f"{key} must be a number, {got}"
+        case "string_type":
+            return f"{key} must be a string, {got}"
+        case "bool_type":
+            return f"{key} must be true or false, {got}"
+        case "list_type":
+            return f"{key} must be a list, {got}"
+        case "model_type" | "dict_type":
+            return f"{key} must be a table, {got}"
+        case "literal_error" | "enum":
+            return f"{key} must be {ctx['expected']}, {got}"
+        case "union_tag_not_found" | "union_tag_invalid":
+            name = ctx["discriminator"].strip("'")
+            found = shown(value[name]) if name in value else "none"
+            return f"{key}.{name} must be one of {', '.join(map(_tag, models))}, got {found}"
+        case "value_error":
+            rule = str(ctx["error"])
+            return f"{key}.{rule}" if fault["loc"] else rule
+        case "too_short" | "string_too_short":
+            return f"{key} must not be empty, {got}"
+        case _:  # of the root: a value somewhere that JSON, the way into pydantic, cannot hold
+            return f"{key}: {fault['msg']}, {got}" if fault["loc"] else f"a value cannot be read: {fault['msg']}"
+
+
+def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, list[type[BaseModel]]]:
+    """Return the dotted key of a fault, and the models that its value (of an unknown key: its table) may have.
+
+    The place of a value within a union has the tag of the member, which is not part of the key.
+    """
+    key: list[str] = []
+    models = [model]
+    for part in loc:
+        tagged = [one for one in models if len(models) > 1 and _tag(one) == part]
+        if tagged:
+            models = tagged
+            continue
+        key.append(str(part))
+        if isinstance(part, str) and models and part in models[0].model_fields:
+            models = _models_in(models[0].model_fields[part].annotation)
+    return ".".join(key) or "the root", models
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models in ``Model | None``, ``list[Model]`` and unions of several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """Return the value of ``kind`` by which a member of a union is known."""
+    return str(get_args(model.model_fields["kind"].annotation)[0])
