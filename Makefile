@@ -1,6 +1,7 @@
 # make demo: set up, run the main job on the simulator, print the table, write the figures (runs/demo/figures)
 # make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
 # make train: set up, make the tiny model and train it for real on two CPU cores (runs/tiny)
+# make docs: write the tables of keys in docs/ anew
 # make check: formatting, lint, types, import rules, tests without the slow ones
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 RUN := examples/qwen7b_128_h100.toml
 
-.PHONY: demo test train check bench clean
+.PHONY: demo test train check docs bench clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
@@ -33,6 +34,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not real"
+
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/doc_tables.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=min,median,rounds

@@ -16,14 +16,11 @@ from typing import get_args
 
 import pytest
 import typer
-from pydantic import BaseModel
 
 from backends.fake import FakeBackend
 from backends.run import drive
 from pipelinerl import cli
-from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
-from pipelinerl.hardware.tables import Decode
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.config import LossConfig
@@ -33,6 +30,7 @@ from pipelinerl.theory import paper as analytic
 from sim.run import simulate
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "sim" / "data" / "README.md"])
 """Every page: those of the root, of docs/, and of the shipped data."""
 
@@ -135,15 +133,8 @@ SCRIPTS = [
 def test_python_blocks_run(code, tmp_path):
     """Every block without a prompt is a script that runs beside ``examples/``, unless its fence says ``no-run``."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -182,91 +173,41 @@ def test_make_knows_the_targets_that_are_named():
 # -------------------------------------------------------------------------------- the keys of a run file
 
 
-def allowed(schema, model_schema):
-    """Return in words what a JSON schema allows."""
-    schema = {**schema, **model_schema["$defs"].get(schema.get("$ref", "").rpartition("/")[2], {})}
-    if "anyOf" in schema:
-        (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
-    if "enum" in schema:
-        return ", ".join(map(str, schema["enum"]))
-    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
-    words |= {"object": "table"}
-    text = words.get(schema.get("type"), "list")
-    limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema]
-    return " ".join([text, ", ".join(bounds)]) if bounds else text
-
-
-def shown_default(field):
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return str(value).lower()
-        case list() | dict() if not value:
-            return "none"
-        case _:
-            return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def submodel(annotation):
-    """Return the model in ``Model``, ``Model | None`` and ``list[Model]``, and whether it is a list's."""
-    for one in (annotation, *get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, BaseModel):
-            return one, getattr(annotation, "__origin__", None) is list
-    return None, False
-
-
-def key_rows(model=RunConfig, prefix="", kind=""):
-    """Return the rows of the table of keys: key, allowed, default, meaning."""
-    rows = []
-    schema = {"$defs": {}, **model.model_json_schema()}
-    for name, field in model.model_fields.items():
-        meaning = " ".join(field.description.replace("``", "`").split()) if field.description else ""
-        inner, is_list = submodel(field.annotation)
-        if field.annotation == Decode | None:
-            kinds = get_args(get_args(Decode)[0])
-            names = [get_args(one.model_fields["kind"].annotation)[0] for one in kinds]
-            rows.append(f"| `{prefix}{name}.kind` | {', '.join(names)} | none | {meaning} |")
-            for one, its_name in zip(kinds, names, strict=True):
-                rows += key_rows(one, f"{prefix}{name}.", its_name)[1:]
-        elif inner is not None and not is_list:
-            rows += key_rows(inner, f"{prefix}{name}.")
-        elif inner is not None:
-            rows += key_rows(inner, f"{prefix}{name}[].")
-        else:
-            meaning = f"{kind}: {meaning}" if kind else meaning
-            range_ = allowed(schema["properties"][name], schema)
-            rows.append(f"| `{prefix}{name}` | {range_} | {shown_default(field)} | {meaning} |")
-    return rows
-
-
 KEY_TABLES = {
-    "docs/simulator.md": ("Every key of RUN.toml", None),
-    "docs/training.md": ("Every key of [train]", "train"),
-    "docs/planning.md": ("Every key of [plan]", "plan"),
+    "simulator": "Every key of RUN.toml",
+    "training": "Every key of [train]",
+    "planning": "Every key of [plan]",
 }
-"""The pages with tables of keys: the heading, and the table of the run file they are of; None: of all others."""
+"""The pages with tables of keys of the run file, and their headings."""
 
 
-@pytest.mark.parametrize("page", KEY_TABLES)
-def test_table_of_keys_is_that_of_the_configuration(page):
-    """Key, range, default and meaning of every key; after a change paste the rows of ``key_rows()`` into the page."""
-    heading, table_name = KEY_TABLES[page]
-    elsewhere = [name for _, name in KEY_TABLES.values() if name is not None]
-    tables = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows()}
-    rows = [row for row in tables if (tables[row] if tables[row] in elsewhere else None) == table_name]
-    assert len(rows) > 15
-    table = section(text_of(page), heading)
-    assert [line for line in table.splitlines() if line.startswith("| `")] == rows
+def test_generated_tables_are_fresh():
+    command = [sys.executable, "scripts/doc_tables.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_a_stale_table_is_named_and_made_anew(tmp_path):
+    """A copy of the project's script and one page, of which one row is wrong."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "scripts" / "doc_tables.py").write_text(text_of("scripts/doc_tables.py"))
+    page = tmp_path / "docs" / "planning.md"
+    page.write_text(text_of("docs/planning.md").replace("| `plan.budget` | number > 0 |", "| `plan.budget` | text |"))
+    for arguments, status, said in (
+        (["--check"], 1, "docs/planning.md: stale, run make docs\n"),
+        ([], 0, "docs/planning.md: written\n"),
+        (["--check"], 0, ""),
+    ):
+        command = [sys.executable, tmp_path / "scripts" / "doc_tables.py", *arguments]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (status, said), done.stderr
+    assert page.read_text() == text_of("docs/planning.md")
 
 
 def test_keys_of_the_examples_are_in_the_table():
-    """The table is made by code of this file; here it is held to files that are known to load."""
-    tables = [section(text_of(page), heading) for page, (heading, _) in KEY_TABLES.items()]
+    """The tables are made by a script; here they are held to files that are known to load."""
+    tables = [section(text_of(f"docs/{page}.md"), heading) for page, heading in KEY_TABLES.items()]
     known = {key for table in tables for key in first_cells(table)}
     examples = sorted((ROOT / "examples").glob("*.toml"))
     assert len(examples) > 1

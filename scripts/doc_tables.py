@@ -1,0 +1,135 @@
+"""Write the tables of keys in docs/ from the models whose keys they are; with ``--check``, say which are stale.
+
+    python scripts/doc_tables.py [--check]
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; its rows are made from the fields of a pydantic
+model: key, type and range, default, and the text under the field.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pipelinerl.config.run import RunConfig
+
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_THEIR_OWN = ("train", "plan")
+"""Tables of the run file that are shown on other pages than the rest."""
+
+
+def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Return in words what a JSON schema allows."""
+    schema = {**schema, **definitions.get(schema.get("$ref", "").rpartition("/")[2], {})}
+    if "anyOf" in schema:
+        (schema,) = [one for one in schema["anyOf"] if one.get("type") != "null"]
+    if "enum" in schema:
+        return ", ".join(map(str, schema["enum"]))
+    if "const" in schema:
+        return str(schema["const"])
+    words = {"integer": "whole number", "number": "number", "boolean": "true, false", "string": "text"}
+    words |= {"object": "table"}
+    limits = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in limits if key in schema]
+    return " ".join([words.get(schema.get("type", ""), "list"), ", ".join(bounds)]).strip()
+
+
+def shown_default(field: FieldInfo) -> str:
+    """Return what a key is where the file does not give it."""
+    if field.is_required():
+        return "required"
+    match field.get_default(call_default_factory=True):
+        case None:
+            return "none"
+        case bool() as value:
+            return str(value).lower()
+        case float() as value:
+            return f"{value:g}"
+        case list() | dict() as value if not value:
+            return "none"
+        case value:
+            return str(value)
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models of an annotation: ``Model``, ``Model | None``, ``list[Model]``, a union tagged by kind."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for one in get_args(annotation) for model in models_in(one)]
+
+
+def is_list(annotation: Any) -> bool:
+    """Return whether an annotation is of a list, or of one or nothing."""
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
+    return origin in (list, tuple) or (origin is not Annotated and any(is_list(one) for one in inner))
+
+
+def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[str]:
+    """Return a row per key of a configuration: key, what is allowed, default, meaning."""
+    rows: list[str] = []
+    schema = model.model_json_schema()
+    for name, field in model.model_fields.items():
+        meaning = " ".join((field.description or "").replace("``", "`").split())
+        inner, key = models_in(field.annotation), f"{prefix}{name}"
+        if len(inner) > 1:  # tagged by kind
+            kinds = [get_args(one.model_fields["kind"].annotation)[0] for one in inner]
+            rows.append(f"| `{key}.kind` | {', '.join(kinds)} | none | {meaning} |")
+            for one, its_kind in zip(inner, kinds, strict=True):
+                rows += key_rows(one, f"{key}.", its_kind)[1:]
+        elif inner:
+            rows += key_rows(inner[0], f"{key}[]." if is_list(field.annotation) else f"{key}.")
+        else:
+            meaning = f"{kind}: {meaning}" if kind else meaning
+            range_ = allowed(schema["properties"][name], schema.get("$defs", {}))
+            rows.append(f"| `{key}` | {range_} | {shown_default(field)} | {meaning} |")
+    return rows
+
+
+def run_file_table(table: str | None) -> list[str]:
+    """Return the table of keys of one table of the run file; None: of all that have no page of their own."""
+    rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
+    shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
+    return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
+
+
+def table_of(name: str) -> list[str]:
+    """Return the lines of a table.
+
+    Raises:
+        SystemExit: If no table has this name.
+    """
+    if name == "run":
+        return run_file_table(None)
+    if name in OF_THEIR_OWN:
+        return run_file_table(name)
+    raise SystemExit(f"docs name a table that nobody makes: {name}")
+
+
+def updated(text: str) -> str:
+    """Return a page with its tables made anew."""
+    return TABLE.sub(lambda found: found[1] + "\n".join(table_of(found[2])) + "\n" + found[3], text)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages whose tables are stale, or name them; 1 if any is, and that was asked."""
+    stale = []
+    for page in sorted(DOCS.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := updated(text)) != text:
+            stale.append(page)
+            if arguments != ["--check"]:
+                page.write_text(new, encoding="utf-8")
+    for page in stale:
+        print(f"docs/{page.name}: {'stale, run make docs' if arguments == ['--check'] else 'written'}")
+    return int(bool(stale) and arguments == ["--check"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
