@@ -1,4 +1,4 @@
-"""The promises of ``contract.py``, kept by the fakes and by vLLM and DeepSpeed: one engine, reference, trainer each."""
+"""The promises of ``backends/contract``, kept by the fakes, and by vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ import pytest
 from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import Weights
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("backends.contract")
 
-import contract  # noqa: E402
-from contract import BATCH, EngineContract, ReferenceContract, TrainerContract, promises  # noqa: E402
+from backends.contract.checks import BATCH, promises  # noqa: E402
+from backends.contract.engine import EngineContract  # noqa: E402
+from backends.contract.trainer import (  # noqa: E402
+    ReferenceContract,
+    TrainerContract,
+    a_published_version_is_what_an_engine_samples_with,
+)
 
 NUM_SLOTS = 8
 TIMEOUT_S = 180
@@ -35,7 +40,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @dataclass
-class World:
+class Contracts:
     engine: EngineContract
     reference: ReferenceContract
     trainer: TrainerContract
@@ -49,40 +54,42 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=REAL)])
-def world(request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("world")
-    world = fake_world(folder) if request.param == "fake" else real_world(folder)
+def contracts(
+    request: pytest.FixtureRequest, run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Contracts]:
+    folder = tmp_path_factory.mktemp("contracts")
+    contracts = fake_contracts(folder) if request.param == "fake" else real_contracts(folder)
     try:
-        run(start(world))
-        yield world
+        run(start(contracts))
+        yield contracts
     finally:
-        run(world.engine.engine.shutdown())
-        run(world.reference.reference.shutdown())
-        run(world.trainer.trainer.shutdown())
+        run(contracts.engine.engine.shutdown())
+        run(contracts.reference.reference.shutdown())
+        run(contracts.trainer.trainer.shutdown())
         if request.param == "real":
             import ray
 
             ray.shutdown()
 
 
-async def start(world: World) -> None:
-    parts = (world.engine.engine, world.reference.reference, world.trainer.trainer)
+async def start(contracts: Contracts) -> None:
+    parts = (contracts.engine.engine, contracts.reference.reference, contracts.trainer.trainer)
     await asyncio.gather(*(part.start() for part in parts))
 
 
-def fake_world(folder: Path) -> World:
+def fake_contracts(folder: Path) -> Contracts:
     def weights_of(version: int) -> Weights:
         return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(version).encode()).hexdigest()})
 
     engine = FakeEngine(num_slots=NUM_SLOTS, update_s=0.01, endless=True)
-    return World(
+    return Contracts(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(FakeReference()),
         TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, folder),
     )
 
 
-def real_world(folder: Path) -> World:
+def real_contracts(folder: Path) -> Contracts:
     import ray
     import torch
     import transformers
@@ -122,7 +129,7 @@ def real_world(folder: Path) -> World:
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
     frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=60)
     reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)
-    return World(
+    return Contracts(
         EngineContract(engine, weights_of, num_slots=NUM_SLOTS),
         ReferenceContract(reference),
         TrainerContract(
@@ -140,19 +147,19 @@ def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(tmp_pa
 
 
 @pytest.mark.parametrize("promise", promises(EngineContract))
-def test_an_engine_keeps_its_promises(world: World, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(world.engine, promise)(), TIMEOUT_S))
+def test_an_engine_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(contracts.engine, promise)(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize("promise", promises(ReferenceContract))
-def test_a_reference_keeps_its_promises(world: World, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(world.reference, promise)(), TIMEOUT_S))
+def test_a_reference_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(contracts.reference, promise)(), TIMEOUT_S))
 
 
 @pytest.mark.parametrize("promise", promises(TrainerContract))
-def test_a_trainer_keeps_its_promises(world: World, run: Run, promise: str) -> None:
-    run(asyncio.wait_for(getattr(world.trainer, promise)(), TIMEOUT_S))
+def test_a_trainer_keeps_its_promises(contracts: Contracts, run: Run, promise: str) -> None:
+    run(asyncio.wait_for(getattr(contracts.trainer, promise)(), TIMEOUT_S))
 
 
-def test_a_published_version_is_what_an_engine_samples_with(world: World, run: Run) -> None:
-    run(contract.a_published_version_is_what_an_engine_samples_with(world.engine, world.trainer))
+def test_a_published_version_is_what_an_engine_samples_with(contracts: Contracts, run: Run) -> None:
+    run(a_published_version_is_what_an_engine_samples_with(contracts.engine, contracts.trainer))

@@ -30,8 +30,8 @@ from pipelinerl.scheduler.events import (
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
-from books import check_books, records
 from in_memory import KINDS, Interrupts, Killer, Letters, Shared, config_of, parts_of, run
+from ledger_check import check_ledger, records
 
 from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
@@ -49,7 +49,7 @@ def test_a_pipeline_run_keeps_its_books_under_every_weight_update(tmp_path, weig
     config = config_of(weight_update=weight_update)
     parts = parts_of(config)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert parts.trainer.version == config.optimizer_steps
     assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
     assert summary["complete"]
@@ -78,7 +78,7 @@ def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(tmp_pat
     again = [row.command for row in records(out) if isinstance(row.command, StartRollout) and row.command.kept_tokens]
     assert again
     assert summary["rollouts"]["interruptions"] >= len(again)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
 
 
 @pytest.mark.parametrize("steps_per_rl_step", [1, 3])
@@ -86,7 +86,7 @@ def test_a_conventional_run_trains_batch_i_at_lag_i(tmp_path, steps_per_rl_step)
     config = config_of(kind="conventional", optimizer_steps_per_rl_step=steps_per_rl_step)
     out = tmp_path / "run"
     summary = run(config, out, parts_of(config))
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     with (out / "steps.csv").open() as file:
         lags = [float(row["lag_mean"]) for row in csv.DictReader(file)]
     assert lags == [step % steps_per_rl_step for step in range(6)]
@@ -98,7 +98,7 @@ def test_a_one_step_off_run_trains_batch_i_at_lag_g_plus_i(tmp_path, steps_per_r
     config = config_of(kind="one_step_off", optimizer_steps_per_rl_step=steps_per_rl_step)
     parts = parts_of(config)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     with (tmp_path / "run" / "steps.csv").open() as rows:
         lags = [float(row["lag_mean"]) for row in csv.DictReader(rows)]
     assert lags == {1: [0, 1, 1, 1, 1, 1], 2: [0, 1, 2, 3, 2, 3]}[steps_per_rl_step]
@@ -110,7 +110,7 @@ def test_a_one_step_off_run_trains_batch_i_at_lag_g_plus_i(tmp_path, steps_per_r
 def test_a_run_that_publishes_now_and_then_keeps_its_books(tmp_path, every, weight_update):
     config = config_of(publish_every=every, max_lag=every, weight_update=weight_update)
     summary = run(config, tmp_path / "run", parts_of(config))
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     rows = records(tmp_path / "run")
     versions = [0, *(row.command.version for row in rows if isinstance(row.command, PublishWeights))]
     assert len(versions) > 1
@@ -123,7 +123,7 @@ def test_micro_batches_stream_into_one_step(tmp_path):
     config = config_of(micro_batch_size=4)
     parts = parts_of(config)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
 
 
@@ -131,7 +131,7 @@ def test_micro_batches_stream_into_one_step(tmp_path):
 def test_no_trained_token_is_older_than_max_lag(tmp_path, on_stale):
     config = config_of(max_lag=1, on_stale=on_stale, steps=8)
     summary = run(config, tmp_path / "run", parts_of(config))
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["lag"]["max"] <= 1
 
 
@@ -157,7 +157,7 @@ def test_a_run_survives_the_loss_of_an_engine(tmp_path, weight_update):
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["engine_restarts"] == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
 
@@ -172,14 +172,14 @@ def test_an_engine_that_is_lost_too_often_ends_the_run(tmp_path):
     assert done >= 2
     again = config_of(train={"engine": {"restarts": 1}}, steps=50, longest=40)
     summary = run(again, tmp_path / "run", parts_of(again), resume=True)  # the trainer was well: nothing is lost
-    check_books(tmp_path / "run", again, summary)
+    check_ledger(tmp_path / "run", again, summary)
 
 
 def test_a_reward_that_raises_fails_its_rollout_and_the_run_goes_on(tmp_path):
     config = config_of(steps=5)
     parts = parts_of(config, task=Letters(raises_every=3))
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["rollouts"]["failed"] > 0
 
 
@@ -226,7 +226,7 @@ def test_an_engine_that_is_lost_asleep_is_started_again(tmp_path):
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["engine_restarts"] == 1
 
 
@@ -308,7 +308,7 @@ def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(tmp_path, mic
     with pytest.raises(RunFailedError, match="interrupted"):
         run(config, out, parts_of(config, trainer=killer), resume=True)
     summary = run(config, out, parts_of(config, trainer=Shared(train_batch_size=8)), resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
 
 
 # --------------------------------------------------------------------------------- checkpoints
@@ -335,7 +335,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight
     assert replay(Trace(out / TRACE_FILE)).difference is None
     parts = parts_of(config)
     summary = run(config, out, parts, resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     assert parts.trainer.version == config.optimizer_steps
     assert 0 < len(parts.trainer.trained) <= 17  # what was done before the checkpoint is not done again
 
@@ -344,7 +344,7 @@ def test_an_interrupted_run_goes_on_between_two_publications(tmp_path):
     config = config_of(steps=20, longest=40, slots=16, publish_every=4, max_lag=3)
     interrupted(config, tmp_path / "run", at=6)
     summary = run(config, tmp_path / "run", parts_of(config), resume=True)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["lag"]["max"] <= 3
 
 
@@ -354,7 +354,7 @@ def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
     interrupted(config, out, at=3)
     parts = parts_of(config)
     summary = run(config, out, parts, resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     assert all(len(batch) == 8 for batch in parts.trainer.trained)
 
 
@@ -372,7 +372,7 @@ def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path)
     parts = parts_of(config)
     summary = run(config, out, parts, resume=True)
     assert len(parts.trainer.trained) == 5
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
 
 
 def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(tmp_path):
@@ -405,7 +405,7 @@ def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_
     state = read_newest(out, config).state
     assert state.pending is None
     assert state.scheduler.loaded[0] < state.scheduler.loaded[1] < state.version
-    check_books(out, config, run(config, out, parts_of(config), resume=True))
+    check_ledger(out, config, run(config, out, parts_of(config), resume=True))
 
 
 def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, monkeypatch):
@@ -431,7 +431,7 @@ def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, m
     state = read_newest(out, config).state
     assert len(state.in_flight) == 12
     assert state.in_flight.keys() <= state.rollouts.keys()
-    check_books(out, config, run(config, out, parts_of(config), resume=True))
+    check_ledger(out, config, run(config, out, parts_of(config), resume=True))
 
 
 def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
@@ -444,7 +444,7 @@ def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
     assert parts.trainer.trained == []
     assert (out / "model" / "fake.json").exists()
     assert again == first
-    check_books(out, config, again)
+    check_ledger(out, config, again)
 
 
 def test_a_stalled_run_that_goes_on_is_stalled(tmp_path):
@@ -480,7 +480,7 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_pa
         run(config, out, parts)
     monkeypatch.undo()
     assert read_newest(out, config).state.version >= 3
-    check_books(out, config, run(config, out, parts_of(config), resume=True))
+    check_ledger(out, config, run(config, out, parts_of(config), resume=True))
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
@@ -560,6 +560,6 @@ def test_the_books_are_right_whatever_dies(
     parts.trainer = Kills(train_batch_size=8, kl_coefficient=config.train.loss.kl_coefficient)
     out = tmp_path_factory.mktemp("chance") / "run"
     summary = run(config, out, parts)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     if max_lag is not None:
         assert summary["lag"]["max"] <= max_lag

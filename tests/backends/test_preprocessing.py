@@ -20,8 +20,8 @@ from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRol
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
-from books import check_books, records
 from in_memory import Interrupts, Killer, Shared, config_of, parts_of, run
+from ledger_check import check_ledger, records
 
 from backends.checkpoint import read_newest
 from backends.fake import DRIFT, FakeReference, logprob
@@ -159,7 +159,7 @@ def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(tmp_pa
     config = kl_config(kind=kind, steps=8, longest=40, slots=16)
     parts = parts_of(config)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     check_divergence(tmp_path / "run", steps=8)
     scored = sum(isinstance(row.event, RolloutScored) for row in records(tmp_path / "run"))
     assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
@@ -186,7 +186,7 @@ def test_generation_waits_for_a_reference_that_falls_behind(tmp_path):
     parts = parts_of(config, step_s=0.005)  # in a batch's time both engines could finish some 200 rollouts
     parts.reference = FakeReference(batch_s=0.5)
     summary = run(config, out, parts)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.
     assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
 
@@ -205,7 +205,7 @@ def test_a_run_survives_one_loss_of_the_reference(tmp_path, kind):
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, kl_coefficient=KL, at=3, do=parts.reference.die)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     check_divergence(tmp_path / "run", steps=8)
     assert parts.reference.num_started == 2
 
@@ -226,7 +226,7 @@ def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(tmp_path,
     assert replay(Trace(out / TRACE_FILE)).difference is None
     parts = parts_of(config)
     summary = run(config, out, parts, resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     check_divergence(out, steps=12)
 
 
@@ -246,7 +246,7 @@ def test_a_reference_lost_while_the_trainer_works_loses_no_step(tmp_path):
     assert state.version == parts.trainer.version >= 3  # the step under way was finished: the checkpoint holds it
     assert not parts.trainer._accumulated
     summary = run(config, out, parts_of(config), resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
 
 
 def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
@@ -287,7 +287,7 @@ def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_
         assert state.rollouts[one].reference_logprob_T is None
     parts = parts_of(config)
     summary = run(config, out, parts, resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     check_divergence(out, steps=12)
 
 
@@ -300,5 +300,5 @@ def test_ctrl_c_while_rollouts_wait_for_the_reference(tmp_path):
     state = read_newest(out, config).state
     assert state.scoring
     summary = run(config, out, parts_of(config), resume=True)
-    check_books(out, config, summary)
+    check_ledger(out, config, summary)
     check_divergence(out, steps=6)

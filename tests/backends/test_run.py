@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
-from books import check_books, records  # noqa: E402
+from ledger_check import check_ledger, records  # noqa: E402
 from real_run import EXAMPLE, Process  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
@@ -77,7 +77,7 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
     summary = json.loads(stdout)
     assert summary["evaluation"]["success_before"] <= 0.40
     assert summary["evaluation"]["success_after"] >= 0.90
-    check_books(out, load_run(EXAMPLE, [setting]), summary)
+    check_ledger(out, load_run(EXAMPLE, [setting]), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
     if kind == "pipeline":
@@ -121,7 +121,7 @@ def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_rais
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = json.loads(stdout)
-    check_books(out, load_run(EXAMPLE, ["optimizer_steps=40"]), summary)
+    check_ledger(out, load_run(EXAMPLE, ["optimizer_steps=40"]), summary)
     assert summary["engine_restarts"] == 1
     assert summary["rollouts"]["failed"] > 0
     assert "engine 0 lost" in stderr
@@ -158,5 +158,5 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_trainer_was_killed(unfitted, t
     run = Process(unfitted, out, *sets, resume=True)
     status, stdout, stderr = run.end()
     assert status == 0, stderr
-    check_books(out, load_run(EXAMPLE, ["optimizer_steps=60"]), json.loads(stdout))
+    check_ledger(out, load_run(EXAMPLE, ["optimizer_steps=60"]), json.loads(stdout))
     assert run.left_over() == []

@@ -19,8 +19,8 @@ need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
 import ray  # noqa: E402
-from books import check_books, records  # noqa: E402
 from character_model import make_model  # noqa: E402
+from ledger_check import check_ledger, records  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -161,7 +161,7 @@ def test_a_run_with_two_engines_by_broadcast_survives_a_killed_one(
         cluster.shutdown()
     assert status == 0, stderr
     summary = json.loads(stdout)
-    check_books(tmp_path / "run", load_run(EXAMPLE, list(sets)), summary)
+    check_ledger(tmp_path / "run", load_run(EXAMPLE, list(sets)), summary)
     assert 1 <= summary["engine_restarts"] <= 2  # one, unless it died in the middle of a transfer
     assert "lost" in stderr
     assert "success_after" in summary["evaluation"]

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
-from books import check_books
 from in_memory import KINDS, config_of, parts_of, run
+from ledger_check import check_ledger
 
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers, Weights
@@ -144,7 +144,7 @@ def test_one_group_serves_a_run_of_which_nothing_is_lost(tmp_path, weight_update
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
     wire, parts = wired(config)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert wire.groups == [EVERYONE]
 
 
@@ -155,7 +155,7 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(t
     engines = parts.engines
     parts.trainer.when("train", 3, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert summary["engine_restarts"] == 1
     assert [engine.num_started for engine in engines] == [1, 2]
     assert [1, "trainer"] in wire.groups
@@ -169,7 +169,7 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_p
     engines = parts.engines
     parts.trainer.when(what, version, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
     assert 1 <= summary["engine_restarts"] <= 2
     assert engines[1].num_started == 2
     assert wire.groups[-1] == EVERYONE
@@ -184,7 +184,7 @@ def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
     summary = run(again, tmp_path / "run", wired(again)[1], resume=True)
-    check_books(tmp_path / "run", again, summary)
+    check_ledger(tmp_path / "run", again, summary)
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(tmp_path):
@@ -194,7 +194,7 @@ def test_ctrl_c_does_not_wait_for_engines_to_drain(tmp_path):
     with pytest.raises(RunFailedError, match="interrupted"):
         run(config, tmp_path / "run", parts)
     summary = run(config, tmp_path / "run", wired(config)[1], resume=True)
-    check_books(tmp_path / "run", config, summary)
+    check_ledger(tmp_path / "run", config, summary)
 
 
 def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():

@@ -14,7 +14,7 @@ def records(out):
     return list(Trace(out / TRACE_FILE).records())
 
 
-def check_books(out, config, summary):
+def check_ledger(out, config, summary):
     """What must hold of any finished run, whatever happened in it."""
     assert replay(Trace(out / TRACE_FILE)).difference is None
     rows = records(out)

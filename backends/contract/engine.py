@@ -1,0 +1,220 @@
+"""What every engine keeps to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from backends.contract.checks import PROMPT, ROUNDING, check_close, raises
+from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
+from pipelinerl.errors import BackendError, EngineLostError
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+
+
+def request(rollout_id: int, num_tokens: int, *, seed: int | None = None, temperature: float = 1.0) -> GenerateRequest:
+    """Return a request for so many tokens; its seed is the rollout's number unless given."""
+    seed = rollout_id if seed is None else seed
+    return GenerateRequest(rollout_id, PROMPT, num_tokens, seed=seed, temperature=temperature)
+
+
+def check(generated: Generated, asked: int, *, aborted: bool = False) -> None:
+    """Check what is true of every answer of an engine whose model never ends one by itself."""
+    num_tokens = len(generated.tokens_T)
+    assert 0 <= num_tokens < asked if aborted else num_tokens == asked
+    assert generated.aborted is aborted
+    assert len(generated.logprob_T) == generated.spans.num_tokens == num_tokens
+    assert np.isfinite(generated.logprob_T).all()
+    assert (generated.logprob_T <= 0).all()
+    versions, ends = generated.spans.versions, generated.spans.ends
+    assert len(versions) == len(ends)
+    assert (np.diff(versions) > 0).all()
+    assert (np.diff((0, *ends)) > 0).all()
+
+
+class EngineContract:
+    """An engine that has been started, has ``num_slots`` slots, and a model that never ends an answer by itself.
+
+    Args:
+        engine: The engine.
+        weights_of: Makes the weights of a version.
+        num_slots: Sequences in progress, at most (count); at least 5.
+    """
+
+    def __init__(self, engine: Engine, weights_of: Callable[[int], Weights], *, num_slots: int) -> None:
+        self.engine, self.weights_of, self.num_slots = engine, weights_of, num_slots
+        self.version = 0
+
+    async def _update(self, kind: WeightUpdate) -> UpdateTimes:
+        """Load the next version."""
+        self.version += 1
+        return await self.engine.update(self.weights_of(self.version), kind)
+
+    async def _in_progress(self, num_tokens: int) -> list[asyncio.Task[Generated]]:
+        """Return four requests that have some tokens by now, and need many more."""
+        tasks = [asyncio.create_task(self.engine.generate(request(number, num_tokens))) for number in range(4)]
+        await self.engine.generate(request(100, 20))
+        assert [task.result() for task in tasks if task.done()] == []
+        return tasks
+
+    # ------------------------------------------------------------------------------ answers
+
+    async def an_answer_has_a_log_probability_and_a_version_for_every_token(self) -> None:
+        generated = await self.engine.generate(request(0, 30))
+        check(generated, 30)
+        assert generated.spans == VersionSpans((self.version,), (30,))
+        check(await self.engine.generate(request(0, 1)), 1)
+
+    async def the_same_seed_gives_the_same_tokens_alone_and_in_company(self) -> None:
+        alone = [await self.engine.generate(request(number, 20)) for number in range(4)]
+        together = await asyncio.gather(*(self.engine.generate(request(7 - number, 20)) for number in range(8)))
+        for one, other in zip(alone, together[:3:-1], strict=True):
+            assert one.tokens_T.tolist() == other.tokens_T.tolist()
+            check_close(one.logprob_T, other.logprob_T)
+        assert len({tuple(generated.tokens_T) for generated in together}) > 1
+
+    async def at_temperature_0_the_seed_does_not_matter(self) -> None:
+        answers = [await self.engine.generate(request(0, 10, seed=seed, temperature=0.0)) for seed in range(3)]
+        assert len({tuple(generated.tokens_T) for generated in answers}) == 1
+
+    async def more_requests_than_slots_all_come_back(self) -> None:
+        lengths = [1 + number % 7 for number in range(5 * self.num_slots)]
+        requests = [request(number, length) for number, length in enumerate(lengths)]
+        for generated, length in zip(await asyncio.gather(*map(self.engine.generate, requests)), lengths, strict=True):
+            check(generated, length)
+
+    async def a_second_request_of_a_rollout_in_progress_is_refused(self) -> None:
+        first = asyncio.create_task(self.engine.generate(request(0, 50)))
+        await asyncio.sleep(0)
+        with raises(BackendError, but_not=EngineLostError):
+            await self.engine.generate(request(0, 5))
+        check(await first, 50)
+        check(await self.engine.generate(request(0, 5)), 5)
+
+    # --------------------------------------------------------------------------- early ends
+
+    async def an_abort_returns_what_is_there(self) -> None:
+        at_once = asyncio.create_task(self.engine.generate(request(50, 300)))
+        await asyncio.sleep(0)
+        await self.engine.abort(50)
+        tasks = await self._in_progress(200)
+        await self.engine.abort(1)
+        await self.engine.abort(1)
+        check(await at_once, 300, aborted=True)
+        aborted = await tasks.pop(1)
+        check(aborted, 200, aborted=True)
+        assert len(aborted.tokens_T) > 1
+        for task in tasks:
+            check(await task, 200)
+
+    async def an_abort_of_what_is_unknown_or_has_ended_has_no_effect(self) -> None:
+        await self.engine.abort(1234)
+        check(await self.engine.generate(request(1234, 5)), 5)
+        await self.engine.abort(1234)
+        check(await self.engine.generate(request(1234, 5)), 5)
+
+    async def a_cancelled_call_leaves_nothing_behind(self) -> None:
+        tasks = await self._in_progress(200)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        check(await self.engine.generate(request(0, 30)), 30)
+
+    # ------------------------------------------------------------------------------ updates
+
+    async def a_kept_sequence_goes_on_with_the_new_version(self) -> None:
+        await self._goes_on_through_two_updates(WeightUpdate.KEEP)
+
+    async def a_recomputed_sequence_goes_on_with_the_new_version(self) -> None:
+        await self._goes_on_through_two_updates(WeightUpdate.RECOMPUTE)
+
+    async def _goes_on_through_two_updates(self, kind: WeightUpdate) -> None:
+        first = self.version
+        tasks = await self._in_progress(200)
+        times = [await self._update(kind)]
+        check(await self.engine.generate(request(100, 20)), 20)
+        times.append(await self._update(kind))
+        for task in tasks:
+            generated = await task
+            check(generated, 200)
+            assert generated.spans.versions == (first, first + 1, first + 2)
+            assert generated.spans.ends[0] > 1
+            assert generated.spans.ends[1] - generated.spans.ends[0] >= 10
+        assert min(min(each.pause_s, each.transfer_s, each.resume_s) for each in times) >= 0
+
+    async def an_aborting_update_returns_what_the_old_version_has_generated(self) -> None:
+        tasks = await self._in_progress(200)
+        times = await self._update(WeightUpdate.ABORT)
+        assert min(times.pause_s, times.transfer_s, times.resume_s) >= 0
+        for task in tasks:
+            generated = await task
+            check(generated, 200, aborted=True)
+            assert generated.spans.versions == (self.version - 1,)
+        assert (await self.engine.generate(request(0, 20))).spans == VersionSpans((self.version,), (20,))
+
+    async def an_engine_says_what_it_has_loaded(self) -> None:
+        await self._update(WeightUpdate.WAIT)
+        assert await self.engine.checksums() == self.weights_of(self.version).checksums
+        assert (await self.engine.generate(request(0, 20))).spans == VersionSpans((self.version,), (20,))
+
+    async def new_weights_change_log_probabilities(self) -> None:
+        before = await self.engine.generate(request(0, 1))
+        await self._update(WeightUpdate.WAIT)
+        assert abs((await self.engine.generate(request(0, 1))).logprob_T[0] - before.logprob_T[0]) > ROUNDING
+
+    async def the_version_it_has_can_be_loaded_again(self) -> None:
+        await self._update(WeightUpdate.KEEP)
+        tasks = await self._in_progress(100)
+        await self.engine.update(self.weights_of(self.version), WeightUpdate.KEEP)
+        for task in tasks:
+            assert (await task).spans == VersionSpans((self.version,), (100,))
+
+    async def a_request_during_an_update_is_answered(self) -> None:
+        for kind in WeightUpdate:
+            updating = asyncio.create_task(self._update(kind))
+            requests: list[asyncio.Task[Generated]] = []
+            while not updating.done():
+                if len(requests) < 5 * self.num_slots:
+                    requests.append(asyncio.create_task(self.engine.generate(request(len(requests), 5))))
+                await asyncio.sleep(0.002)
+            await updating
+            for generated in await asyncio.gather(*requests):
+                check(generated, 5, aborted=generated.aborted)
+                assert kind is WeightUpdate.ABORT or not generated.aborted
+            assert (await self.engine.generate(request(0, 5))).spans.versions == (self.version,)
+
+    async def updates_at_the_same_time_take_turns(self) -> None:
+        first = self.version
+        tasks = await self._in_progress(200)
+        await asyncio.gather(self._update(WeightUpdate.KEEP), self._update(WeightUpdate.KEEP))
+        for task in tasks:
+            versions = (await task).spans.versions
+            assert (versions[0], versions[-1]) == (first, first + 2)
+        assert await self.engine.checksums() == self.weights_of(self.version).checksums
+
+    # --------------------------------------------------------------------------------- life
+
+    async def an_engine_that_has_slept_generates_as_before(self) -> None:
+        before = await self.engine.generate(request(0, 10))
+        await self.engine.sleep()
+        await self.engine.wake()
+        after = await self.engine.generate(request(0, 10))
+        assert (after.tokens_T.tolist(), after.spans) == (before.tokens_T.tolist(), before.spans)
+
+    async def what_is_in_progress_at_shutdown_is_lost_and_a_new_start_is_at_version_0(self) -> None:
+        tasks = await self._in_progress(200)
+        await self.engine.shutdown()
+        ends: list[Any] = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineLostError] * 4, ends
+        await self.engine.shutdown()
+        with raises(EngineLostError):
+            await self.engine.generate(request(0, 5))
+        with raises(EngineLostError):
+            await self.engine.update(self.weights_of(1), WeightUpdate.KEEP)
+        await self.engine.start()
+        self.version = 0
+        assert await self.engine.checksums() == {}
+        assert (await self.engine.generate(request(0, 20))).spans == VersionSpans((0,), (20,))
