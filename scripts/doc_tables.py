@@ -1,13 +1,15 @@
-"""Write the tables of keys in docs/ from the models whose keys they are; with ``--check``, say which are stale.
+"""Write what docs/ have from the code: tables of keys, the picture of the rooms; with ``--check``, name what is stale.
 
     python scripts/doc_tables.py [--check]
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; its rows are made from the fields of a pydantic
-model: key, type and range, default, and the text under the field.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The rows of a table of keys are made from the
+fields of a pydantic model: key, type and range, default, and the text under the field. The picture is made from the
+imports.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -18,7 +20,9 @@ from pydantic.fields import FieldInfo
 
 from pipelinerl.config.run import RunConfig
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that are shown on other pages than the rest."""
@@ -99,6 +103,59 @@ def run_file_table(table: str | None) -> list[str]:
     return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
 
 
+def room_of(parts: tuple[str, ...]) -> str:
+    """Return the room of a module, given the parts of its name: a folder of the core or of sim, or a package."""
+    match parts:
+        case ("pipelinerl", "cli" | "api", *_) | ("pipelinerl",):
+            return "cli, api"
+        case ("pipelinerl", room, *_):
+            return room
+        case ("sim", "planning" | "validation" as room, *_):
+            return f"sim/{room}"
+        case (package, *_):
+            return package
+        case _:
+            raise ValueError(f"no module is called {parts}")
+
+
+def reached() -> dict[str, set[str]]:
+    """Return the rooms that each room imports from."""
+    rooms: dict[str, set[str]] = {}
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        own = room_of(tuple(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"))
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        names = [
+            (*node.module.split("."), alias.name)
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+        ]
+        rooms.setdefault(own, set()).update({room_of(name) for name in names if name[0] in PACKAGES} - {own})
+    return rooms
+
+
+def picture() -> list[str]:
+    """Return the rooms as a Mermaid diagram. An arrow leads to a room that is imported from.
+
+    Arrows that follow from others are left out: where A imports from B and B from C, A may import from C too.
+    """
+    rooms = reached()
+
+    def below(room: str) -> set[str]:
+        return rooms[room] | {far for near in rooms[room] for far in below(near)}
+
+    arrows = [
+        (room, near)
+        for room in rooms
+        for near in sorted(rooms[room])
+        if not any(near in below(other) for other in rooms[room] - {near})
+    ]
+    names = {room: re.sub(r"\W+", "_", room) for room in rooms}
+    boxes = [f'    {name}["{room}"]' for room, name in sorted(names.items())]
+    lines = [f"    {names[room]} --> {names[near]}" for room, near in sorted(arrows)]
+    return ["```mermaid", "graph TD", *boxes, *lines, "```"]
+
+
 def table_of(name: str) -> list[str]:
     """Return the lines of a table.
 
@@ -107,6 +164,8 @@ def table_of(name: str) -> list[str]:
     """
     if name == "run":
         return run_file_table(None)
+    if name == "rooms":
+        return picture()
     if name in OF_THEIR_OWN:
         return run_file_table(name)
     raise SystemExit(f"docs name a table that nobody makes: {name}")

@@ -3,6 +3,7 @@
 import csv
 import doctest
 import gzip
+import importlib.metadata
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import typer
 
 from backends.fake import FakeBackend
 from backends.run import drive
+import pipelinerl
 from pipelinerl import cli
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.ledger import StepRow
@@ -409,9 +411,11 @@ def test_functions_named_on_the_analytic_page_exist():
     assert [name for name in names if not hasattr(analytic, name)] == []
 
 
-def test_changelog_has_the_version_of_the_package():
-    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
-    assert f"## [{version}]" in text_of("CHANGELOG.md")
+def test_changelog_has_the_version_of_the_package_and_dates():
+    headings = re.findall(r"^## (.*)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert all(re.fullmatch(r"\[[\d.]+\] - (\d{4}-\d\d-\d\d|unreleased)", heading) for heading in headings)
+    assert headings[0].startswith(f"[{pipelinerl.__version__}]")
+    assert importlib.metadata.version("pipelinerl") == pipelinerl.__version__
 
 
 def test_notice_names_every_source_of_the_shipped_sets():
