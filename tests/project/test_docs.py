@@ -18,9 +18,9 @@ from typing import get_args
 import pytest
 import typer
 
+import pipelinerl
 from backends.fake import FakeBackend
 from backends.run import drive
-import pipelinerl
 from pipelinerl import cli
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.ledger import StepRow
