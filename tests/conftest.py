@@ -2,7 +2,11 @@
 
 import signal
 
+import pytest
 from hypothesis import settings
+
+# Failures of the shipped contract suite then show values, as those of test modules do.
+pytest.register_assert_rewrite("backends.contract")
 
 # Machines are noisy, and tests do not time: an example may take as long as it takes.
 settings.register_profile("pipelinerl", deadline=None)

@@ -14,18 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
-from backends.interface import Weights
-
-pytest.register_assert_rewrite("backends.contract")
-
-from backends.contract.checks import BATCH, promises  # noqa: E402
-from backends.contract.engine import EngineContract  # noqa: E402
-from backends.contract.trainer import (  # noqa: E402
+from backends.contract.checks import BATCH, promises
+from backends.contract.engine import EngineContract
+from backends.contract.trainer import (
     ReferenceContract,
     TrainerContract,
     a_published_version_is_what_an_engine_samples_with,
 )
+from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
+from backends.interface import Weights
 
 NUM_SLOTS = 8
 TIMEOUT_S = 180
