@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -140,15 +141,18 @@ def picture() -> list[str]:
     Arrows that follow from others are left out: where A imports from B and B from C, A may import from C too.
     """
     rooms = reached()
-
-    def below(room: str) -> set[str]:
-        return rooms[room] | {far for near in rooms[room] for far in below(near)}
-
+    try:
+        order = list(TopologicalSorter(rooms).static_order())
+    except CycleError as error:
+        raise SystemExit(f"rooms import each other in a circle: {' -> '.join(error.args[1])}") from None
+    below: dict[str, set[str]] = {}
+    for room in order:  # from the ground up
+        below[room] = rooms[room].union(*(below[near] for near in rooms[room]))
     arrows = [
         (room, near)
         for room in rooms
         for near in sorted(rooms[room])
-        if not any(near in below(other) for other in rooms[room] - {near})
+        if not any(near in below[other] for other in rooms[room] - {near})
     ]
     names = {room: re.sub(r"\W+", "_", room) for room in rooms}
     boxes = [f'    {name}["{room}"]' for room, name in sorted(names.items())]
