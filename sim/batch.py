@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
-from sim.costs import training_cost
 from sim.run import simulate
 from sim.workload import Workload
 

@@ -29,6 +29,7 @@ from typing import Protocol, assert_never
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.hardware.costs import training_cost
 from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
@@ -52,7 +53,7 @@ from pipelinerl.scheduler.events import (
 )
 from pipelinerl.scheduler.kinds import make_scheduler
 from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
-from sim.costs import decode_cost, prefill_cost, training_cost
+from sim.costs import decode_cost, prefill_cost
 from sim.engine import Engine, EngineSettings
 from sim.learning.tasks import checked_task
 from sim.request import EngineHost, Request, SimulatedEngine, TokenSource
@@ -333,7 +334,7 @@ class SimulatedCluster:
         tokens = self._tokens
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
         assert all(lengths)  # they have finished
-        train_ticks = self._training.ticks(lengths, completes_step=command.completes_step)
+        train_ticks = to_ticks(self._training.seconds(lengths, completes_step=command.completes_step))
         finished = TrainingFinished(command.version + command.completes_step, to_seconds(train_ticks))
         self._after(switch_ticks + train_ticks, lambda _: self._deliver(finished))
 

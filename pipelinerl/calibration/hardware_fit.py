@@ -24,8 +24,9 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
-from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training, step_seconds
-from pipelinerl.hardware.tables import AffineDecode, HardwareConfig, PrefillConfig, TrainingConfig
+from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
+from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training
+from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
 
 FloatArray = NDArray[np.float64]
 
@@ -207,7 +208,10 @@ class HardwareFit:
             return
         before = self.given.training or TrainingConfig(token_s=0.0)
         shared = before.sequence_accelerators
-        tokens, squares = times.loads(accelerators, shared)
+        per_token = TrainingConfig(token_s=1.0, sequence_accelerators=shared)
+        per_square = TrainingConfig(token_s=0.0, token_squared_s=1.0, sequence_accelerators=shared)
+        tokens = _bounds_s(lambda _: per_token, times, accelerators)
+        squares = _bounds_s(lambda _: per_square, times, accelerators)
         rows, largest = np.arange(len(times.seconds)), tokens.argmax(axis=0)
         for _ in range(1 if shared is None else ROUNDS):  # which bound of a micro-batch holds depends on what is fitted
             columns = [
@@ -228,49 +232,32 @@ class HardwareFit:
         """Return the seconds of stretches of decode with what has been fitted."""
         if self.model is not None:
             return self._named_s(self.coefficients, tensor_parallel, times)
-        decode, prefill = self.table["decode"], self.table.get("prefill", {})
-        return np.asarray(
-            decode["step_s"] * times.steps
-            + decode["sequence_s"] * times.sequences
-            + decode["context_token_s"] * times.context
-            + prefill.get("sequence_s", 0.0) * times.prefills
-            + prefill.get("token_s", 0.0) * times.prefill_tokens
-            + prefill.get("token_squared_s", 0.0) * times.prefill_squares
-        )
+        decode = AffineDecode.model_validate(self.table["decode"])
+        prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
+        return _stretches_s(decode, prefill, times, tensor_parallel=1)
 
     def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
         """Return the seconds of stretches of decode by the hardware model."""
         assert self.gpu is not None
         assert self.model is not None
         seconds = np.zeros(len(times.seconds))
-        batch = np.divide(times.sequences, times.steps, out=np.zeros_like(seconds), where=times.steps > 0)
         for size in np.unique(tensor_parallel):
             of, tp = tensor_parallel == size, int(size)
             decode = derive_decode(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
             prefill = derive_prefill(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
-            batch_s, context_s = step_seconds(decode, tp)
-            below = np.unique(batch[of].astype(np.int64))
-            batches = np.union1d(below, below + 1)
-            step_s = np.interp(batch[of], batches, [batch_s(int(one)) for one in batches])
-            filled_s = (
-                prefill.sequence_s * times.prefills
-                + prefill.token_s * times.prefill_tokens
-                + prefill.token_squared_s * times.prefill_squares
-            )
-            seconds[of] = times.steps[of] * step_s + context_s * times.context[of] + filled_s[of]
+            seconds[of] = _stretches_s(decode, prefill, times, tensor_parallel=tp)[of]
         return seconds
 
     def _training_s(self, values: Coefficients, times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
         """Return the seconds of micro-batches by the hardware model."""
         assert self.gpu is not None
         assert self.model is not None
-        seconds = np.zeros(len(times.seconds))
-        for number in np.unique(accelerators):
-            one = derive_training(self.gpu, self.model, training_accelerators=int(number), coefficients=values)
-            tokens, squares = times.loads(accelerators, one.sequence_accelerators)
-            work_s = (one.token_s * tokens + one.token_squared_s * squares).max(axis=0)
-            of = accelerators == number
-            seconds[of] = (work_s + one.step_s * times.steps + one.micro_batch_s)[of]
+        gpu, model = self.gpu, self.model
+
+        def config_of(number: int) -> TrainingConfig:
+            return derive_training(gpu, model, training_accelerators=number, coefficients=values)
+
+        seconds: FloatArray = _bounds_s(config_of, times, accelerators).max(axis=0)
         return seconds
 
     def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
@@ -318,6 +305,29 @@ class HardwareFit:
         }
         self.table["coefficients"] = {**self.table.get("coefficients", {}), **fitted}
         self.parts.append(Part(what, data, found))
+
+
+def _stretches_s(decode: Decode, prefill: PrefillConfig, times: DecodeTimes, *, tensor_parallel: int) -> FloatArray:
+    """Return the seconds of stretches of decode, in each of which all steps are taken to hold the mean batch."""
+    batch = np.divide(times.sequences, times.steps, out=np.zeros(len(times.steps)), where=times.steps > 0)
+    filled_s = prefill_s(prefill, sequences=times.prefills, tokens=times.prefill_tokens, squares=times.prefill_squares)
+    context_s = context_token_s(decode, tensor_parallel) * times.context
+    return times.steps * batch_s(decode, tensor_parallel, batch) + context_s + filled_s
+
+
+def _bounds_s(config_of: Callable[[int], TrainingConfig], times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
+    """Return the seconds of each micro-batch by each bound on its fullest rank, shape [bounds, micro-batches].
+
+    Args:
+        config_of: The trainer of so many accelerators.
+        times: The micro-batches.
+        accelerators: That trained, for each row (count).
+    """
+    seconds = np.zeros((1, len(times.seconds)))
+    for number in np.unique(accelerators):
+        bounds_s = times.bounds_s(training_cost(config_of(int(number)), training_accelerators=int(number)))
+        seconds = np.where(accelerators == number, bounds_s, seconds)
+    return seconds
 
 
 def fixed_coefficients(run: RunConfig) -> dict[str, float]:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.costs import TrainingCost
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
     PublishWeights,
@@ -98,24 +99,17 @@ class TrainingTimes:
     seconds: FloatArray
     """How long it took (seconds)."""
 
-    def loads(self, accelerators: FloatArray, sequence_accelerators: int | None) -> tuple[FloatArray, FloatArray]:
-        """Return tokens and squared tokens that the fullest rank has at least, per accelerator.
-
-        Args:
-            accelerators: That trained, for each row (count).
-            sequence_accelerators: Of these, accelerators that share one sequence (count). None: all of them.
-
-        Returns:
-            Shape [bounds, micro-batches] each; ``sim.costs`` explains the bounds, of which the largest time holds.
-        """
-        tokens, squares = self.tokens / accelerators, self.squares / accelerators
-        if sequence_accelerators is None:
-            return tokens[None], squares[None]
-        shared = np.minimum(sequence_accelerators, accelerators)
-        on_rank = np.ceil(self.sequences * shared / accelerators)
-        each = np.stack([self.longest, self.shortest])
-        count = np.stack([np.ones_like(on_rank), on_rank]) / shared
-        return np.vstack([tokens[None], each * count]), np.vstack([squares[None], each**2 * count])
+    def bounds_s(self, cost: TrainingCost) -> FloatArray:
+        """Return the seconds of each micro-batch by each bound on its fullest rank, shape [bounds, micro-batches]."""
+        return np.stack(
+            cost.bounds_s(
+                (self.tokens, self.squares),
+                longest=(self.longest, self.longest**2),
+                shortest=(self.shortest, self.shortest**2),
+                sequences=self.sequences,
+                fixed_s=cost.micro_batch_s + cost.step_s * self.steps,
+            )
+        )
 
 
 @dataclass(slots=True)

@@ -5,24 +5,17 @@ Every formula is on docs/hardware.md; every empirical number is in ``Coefficient
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import assert_never
-
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, kept_numbers, kv_cache_tokens, training_memory
 from pipelinerl.hardware.tables import (
-    AffineDecode,
-    Decode,
     PhaseSwitchConfig,
     PrefillConfig,
     ResolvedHardware,
     RooflineDecode,
     TrainingConfig,
-    UtilisationDecode,
     WeightTransferConfig,
 )
-from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
 
 
 def derive_hardware(
@@ -198,58 +191,3 @@ def derive_switch(
         to_training_s=coefficients.switch_to_training_s + moved_s,
         to_generation_s=coefficients.switch_to_generation_s + moved_s,
     )
-
-
-def decode_step_s(decode: Decode, tensor_parallel: int, batch: int, context_tokens: float) -> float:
-    """Return the seconds of one decode step.
-
-    Args:
-        decode: How long steps take.
-        tensor_parallel: Accelerators of the engine (count).
-        batch: Sequences in the step (count).
-        context_tokens: Tokens of context of all of them together.
-    """
-    batch_s, context_s = step_seconds(decode, tensor_parallel)
-    return batch_s(batch) + context_s * context_tokens
-
-
-def step_seconds(decode: Decode, tensor_parallel: int) -> tuple[Callable[[int], float], float]:
-    """Return seconds of a decode step by number of sequences, and seconds per token of context.
-
-    ``utilisation``: h/U(h) flashes (paper, appendix A), context free. ``affine``: as given, for the engine as a
-    whole. ``roofline``: max(read weights, multiply) + overhead, and the KV cache read per token of context, both
-    spread over the accelerators of the engine; of E routed experts a batch of b reads 1 - (1 - k/E)^b.
-
-    Raises:
-        ConfigError: If a table of utilisations cannot be read.
-    """
-    match decode:
-        case UtilisationDecode():
-            curve = fitted_utilisation() if decode.table is None else read_utilisation(decode.table)
-            flash_s = decode.flash_s
-            return lambda batch: float(curve.step_flashes(batch)) * flash_s, 0.0
-        case AffineDecode():
-            step_s, sequence_s = decode.step_s, decode.sequence_s
-            return lambda batch: step_s + sequence_s * batch, decode.context_token_s
-        case RooflineDecode():
-            return _roofline(decode, tensor_parallel)
-        case _:
-            assert_never(decode)
-
-
-def _roofline(decode: RooflineDecode, tensor_parallel: int) -> tuple[Callable[[int], float], float]:
-    rate = tensor_parallel * decode.bandwidth * decode.weight_efficiency
-    weights_s = decode.parameters_read * decode.bytes_per_parameter / rate
-    flops_s = 2 * decode.parameters_active / (tensor_parallel * decode.peak_flops * decode.flops_efficiency)
-    step_s, sequence_s = decode.step_overhead_s, decode.sequence_overhead_s
-    context_s = decode.kv_bytes_per_token / (tensor_parallel * decode.bandwidth * decode.kv_efficiency)
-    if decode.experts is None or decode.experts_per_token is None or decode.expert_parameters is None:
-        return lambda batch: max(weights_s, flops_s * batch) + step_s + sequence_s * batch, context_s
-    experts_s = decode.expert_parameters * decode.bytes_per_parameter / rate
-    missed = 1 - decode.experts_per_token / decode.experts
-
-    def batch_s(batch: int) -> float:
-        read_s = weights_s + experts_s * (1 - missed**batch)
-        return max(read_s, flops_s * batch) + step_s + sequence_s * batch
-
-    return batch_s, context_s

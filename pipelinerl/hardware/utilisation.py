@@ -115,7 +115,8 @@ def read_utilisation(path: str | Path) -> UtilisationCurve:
 
 def _fitted_cost(h: FloatArray, *, floor_flashes: float, plateau: float, sharpness: float) -> FloatArray:
     """Blend a constant cost per step (few sequences) with a constant cost per sequence (many)."""
-    cost: FloatArray = (floor_flashes**sharpness + (h / plateau) ** sharpness) ** (1 / sharpness)
+    # float_power is the same on every processor; ``**`` of an array is not.
+    cost: FloatArray = np.float_power(floor_flashes**sharpness + np.float_power(h / plateau, sharpness), 1 / sharpness)
     return cost
 
 

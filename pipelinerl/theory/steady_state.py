@@ -32,8 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.derive import step_seconds
-from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware, TrainingConfig
+from pipelinerl.hardware.costs import DecodeStep, TrainingCost, loading_s, prefill_s, training_cost
+from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.theory.paper import Lengths
 
@@ -106,28 +106,26 @@ class LengthStatistics:
         """Return the mean of the longest of ``number`` answers (tokens)."""
         return self._moments(1 - (1 - self.share) ** number)[0]
 
-    def training_s(self, cost: TrainingConfig, *, accelerators: int, sequences: int, micro_batch: int) -> float:
+    def training_s(self, cost: TrainingCost, *, sequences: int, micro_batch: int) -> float:
         """Return the seconds of an optimizer step on so many sequences, in micro-batches.
 
-        The fullest rank is taken to have the largest of the means of what it has at least (``sim.costs``), where the
-        mean of the largest is meant: too fast where two of them are about equal, by up to a tenth.
+        The largest of the mean bounds on the fullest rank stands for the mean of the largest: too fast where two of
+        them are about equal, by up to a tenth.
         """
-        total_s = sequences / micro_batch * cost.micro_batch_s + cost.step_s
-        work_s = self._work_s(cost, self.mean, self.spread * self.mean**2)
-        if cost.sequence_accelerators is None:
-            return total_s + sequences * work_s / accelerators
-        shared = min(cost.sequence_accelerators, accelerators)
-        on_rank = -(-micro_batch * shared // accelerators)
-        longest_s = self._work_s(cost, *self._moments(1 - (1 - self.share) ** micro_batch)) / shared
-        shortest_s = self._work_s(cost, *self._moments(self.share**micro_batch)) / shared
-        each_s = max(micro_batch * work_s / accelerators, longest_s, on_rank * shortest_s)
-        return total_s + sequences / micro_batch * each_s
+        tokens, squares = self._with_prompt(self.mean, self.spread * self.mean**2)
+        bounds_s = cost.bounds_s(
+            (micro_batch * tokens, micro_batch * squares),
+            longest=self._with_prompt(*self._moments(1 - (1 - self.share) ** micro_batch)),
+            shortest=self._with_prompt(*self._moments(self.share**micro_batch)),
+            sequences=micro_batch,
+            fixed_s=cost.micro_batch_s,
+        )
+        return sequences / micro_batch * max(bounds_s) + cost.step_s
 
-    def _work_s(self, cost: TrainingConfig, tokens: float, squares: float) -> float:
-        """Return the accelerator-seconds of an answer of that mean and mean square, prompt included."""
+    def _with_prompt(self, tokens: float, squares: float) -> tuple[float, float]:
+        """Return mean and mean square of prompt and answer together, from those of an answer."""
         prompt = self.prompt_tokens
-        squared = prompt**2 + 2 * prompt * tokens + squares
-        return cost.token_s * (prompt + tokens) + cost.token_squared_s * squared
+        return prompt + tokens, prompt**2 + 2 * prompt * tokens + squares
 
     def _moments(self, share: FloatArray) -> tuple[float, float]:
         """Return mean and mean square of a length that has at least so many tokens with this probability."""
@@ -136,33 +134,6 @@ class LengthStatistics:
     def _tail(self, value: FloatArray) -> FloatArray:
         whole = value[::-1].cumsum()[::-1]
         return self.width * (whole - value / 2)
-
-
-class StepTime:
-    """Seconds of a decode step, interpolated between whole numbers of sequences.
-
-    Args:
-        hardware: Has the decode model.
-        tensor_parallel: Accelerators of one engine (count).
-        most: Largest number of sequences that will be asked for (count).
-    """
-
-    def __init__(self, hardware: ResolvedHardware, *, tensor_parallel: int, most: int) -> None:
-        batch_s, self._context_s = step_seconds(hardware.decode, tensor_parallel)
-        self._batch_s = [batch_s(max(batch, 1)) for batch in range(most + 2)]  # a step holds a sequence at least
-        self._batch_array = np.array(self._batch_s)
-        self._batches = np.arange(most + 2)
-
-    def of(self, batch: float, context_tokens: float) -> float:
-        """Return seconds of a step of ``batch`` sequences (a mean) with so many tokens in all."""
-        below = int(batch)
-        low, high = self._batch_s[below : below + 2]
-        return low + (high - low) * (batch - below) + self._context_s * context_tokens
-
-    def of_all(self, batch: FloatArray, context_tokens: FloatArray) -> FloatArray:
-        """Return the same, elementwise."""
-        seconds: FloatArray = np.interp(batch, self._batches, self._batch_array) + self._context_s * context_tokens
-        return seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +180,7 @@ class _Engines:
     slots: float
     """Sequences that an engine decodes together: H, or what the KV cache holds of them (mean)."""
     cache_tokens: float
-    step_time: StepTime
+    decode_step: DecodeStep
     prompt_s: float
     """Prefill of a prompt."""
     dispatch_s: float
@@ -217,7 +188,7 @@ class _Engines:
 
     def step_s(self, batch: float) -> float:
         """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
-        return self.step_time.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+        return self.decode_step.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
 
     def answer_s(self, batch: float) -> float:
         """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
@@ -251,10 +222,12 @@ class _Engines:
         """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
         alive = 1 - (1 - share) ** max(number, 1)
         batch = np.maximum(batch, 1.0)
-        return float(self.answers.width * (alive * self.step_time.of_all(batch, batch * context)).sum())
+        return float(self.answers.width * (alive * self.decode_step.of_all(batch, batch * context)).sum())
 
 
-def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, answers: LengthStatistics) -> Estimate:
+def screen(
+    config: RunConfig, hardware: ResolvedHardware, decode_step: DecodeStep, answers: LengthStatistics
+) -> Estimate:
     """Estimate the steady state of a run.
 
     Discarded rollouts, filtering, growth of the answers and micro-batches are left out, and ``weight_update`` is
@@ -263,7 +236,7 @@ def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, a
     Args:
         config: The run; of its tables ``cluster``, ``scheduler`` and ``workload`` are read.
         hardware: Its hardware in explicit numbers.
-        step_time: The decode step of one of its engines.
+        decode_step: The decode step of one of its engines.
         answers: Its prompts and answers.
 
     Returns:
@@ -276,12 +249,16 @@ def screen(config: RunConfig, hardware: ResolvedHardware, step_time: StepTime, a
         number=config.num_engines,
         slots=slots,
         cache_tokens=capacity,
-        step_time=step_time,
+        decode_step=decode_step,
         prompt_s=_prefill_s(hardware.prefill, answers.prompt_tokens),
         dispatch_s=hardware.latency.dispatch_s + hardware.latency.dispatch_jitter_s,
         answers=answers,
     )
-    training_s = _training_s(config, hardware, answers)
+    training_s = answers.training_s(
+        training_cost(hardware.training, training_accelerators=config.training_accelerators),
+        sequences=scheduler.train_batch_size,
+        micro_batch=scheduler.micro_batch,
+    )
     schedule = scheduler.schedule
     if schedule.colocated:
         return _conventional(config, hardware, engines, training_s)
@@ -304,7 +281,6 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
         phase_s = engines.phase_s(number)
     phase_s += latency.reward_s + latency.preprocess_s
     switch_s = switch.to_training_s + switch.to_generation_s
-    loading_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
     lag_mean, lag_max = (steps - 1) / 2 + steps * carried, steps - 1 + steps * math.ceil(2 * carried)
     max_lag = config.scheduler.max_lag
     if max_lag is not None:
@@ -312,8 +288,8 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
     return _estimate(
         config,
         engines,
-        step_s=(phase_s + switch_s + loading_s) / steps + training_s,
-        generation_s=(phase_s + switch_s + loading_s - weights.publish_s) / steps,
+        step_s=(phase_s + switch_s + loading_s(weights)) / steps + training_s,
+        generation_s=(phase_s + switch_s + loading_s(weights) - weights.publish_s) / steps,
         training_s=training_s,
         publishing_s=weights.publish_s / steps,
         lag_mean=lag_mean,
@@ -325,12 +301,11 @@ def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
     latency, weights = hardware.latency, hardware.weights
     phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s
-    loading_s = max(weights.publish_s, weights.transfer_s + weights.pause_s)
     return _estimate(
         config,
         engines,
-        step_s=(max(phase_s, steps * training_s) + loading_s) / steps,
-        generation_s=(phase_s + loading_s) / steps,
+        step_s=(max(phase_s, steps * training_s) + loading_s(weights)) / steps,
+        generation_s=(phase_s + loading_s(weights)) / steps,
         training_s=training_s,
         publishing_s=weights.publish_s / steps,
         lag_mean=(3 * steps - 1) / 2,
@@ -405,20 +380,9 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
     return high
 
 
-def _training_s(config: RunConfig, hardware: ResolvedHardware, answers: LengthStatistics) -> float:
-    """Return seconds in which the trainer works on one optimizer step."""
-    return answers.training_s(
-        hardware.training,
-        accelerators=config.training_accelerators,
-        sequences=config.scheduler.train_batch_size,
-        micro_batch=config.scheduler.micro_batch,
-    )
-
-
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:
-    if tokens <= 0:
-        return 0.0
-    return prefill.sequence_s + prefill.token_s * tokens + prefill.token_squared_s * tokens**2
+    """Return the seconds of one prefill of that mean number of tokens."""
+    return prefill_s(prefill, sequences=float(tokens > 0), tokens=tokens, squares=tokens**2)
 
 
 def _estimate(

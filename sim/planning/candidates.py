@@ -12,10 +12,11 @@ from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
-from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
+from pipelinerl.theory.steady_state import Estimate, LengthStatistics, screen
 from sim.planning.search_space import Reason, Space
 
 BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)
@@ -93,7 +94,7 @@ class Screener:
         self._answers = answers
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
         self._resolved: dict[tuple[int, int, bool], ResolvedHardware] = {}
-        self._step_times: dict[tuple[int, int], StepTime] = {}
+        self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
 
     def resolved(self, config: RunConfig) -> ResolvedHardware:
         """Return the hardware of a candidate in explicit numbers.
@@ -112,9 +113,9 @@ class Screener:
         tensor_parallel = config.cluster.tensor_parallel
         most = 1 << (config.scheduler.generation_batch_size - 1).bit_length()
         key = (tensor_parallel, most)
-        if key not in self._step_times:
-            self._step_times[key] = StepTime(hardware, tensor_parallel=tensor_parallel, most=most)
-        return Screened(candidate, screen(config, hardware, self._step_times[key], self._answers))
+        if key not in self._decode_steps:
+            self._decode_steps[key] = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=most)
+        return Screened(candidate, screen(config, hardware, self._decode_steps[key], self._answers))
 
 
 def enumerate_candidates(space: Space) -> Iterator[Candidate]:

@@ -15,6 +15,7 @@ from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.costs import loading_s, training_cost
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.hardware.tables import TrainingConfig
@@ -338,9 +339,13 @@ def _hardware(
 
 def _wait_s(training: TrainingConfig, answers: LengthStatistics, *, accelerators: int, sequences: int) -> float:
     """Return by how much an optimizer step is longer because sequences are not divided."""
-    size = {"accelerators": accelerators, "sequences": sequences, "micro_batch": sequences}
-    divided = training.model_copy(update={"sequence_accelerators": None})
-    return answers.training_s(training, **size) - answers.training_s(divided, **size)
+    whole_s, divided_s = (
+        answers.training_s(
+            training_cost(one, training_accelerators=accelerators), sequences=sequences, micro_batch=sequences
+        )
+        for one in (training, training.model_copy(update={"sequence_accelerators": None}))
+    )
+    return whole_s - divided_s
 
 
 @functools.cache
@@ -420,8 +425,7 @@ def overhead_s(run: PublishedRun, level: Level, *, colocated: bool) -> float:
         coefficients=coefficients(level),
     )
     switch = derived.switch
-    weights_s = max(derived.weights.publish_s, derived.weights.transfer_s + derived.weights.pause_s)
-    return weights_s + switch.to_training_s + switch.to_generation_s
+    return loading_s(derived.weights) + switch.to_training_s + switch.to_generation_s
 
 
 def measured_seconds(run: PublishedRun) -> float | None:

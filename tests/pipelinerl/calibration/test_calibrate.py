@@ -30,7 +30,8 @@ from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import decode_step_s, derive_decode, derive_training
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.derive import derive_decode, derive_training
 from pipelinerl.records.trace import Trace
 from sim.batch import rollout_batch_s, train_step_s
 from sim.run import simulate
@@ -66,6 +67,11 @@ NAMED: dict[str, Any] = {
     "hardware": {"gpu": "H100", "model": "Qwen2.5-7B"},
 }
 CONVENTIONAL = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2")
+
+
+def decode_s(decode, tensor_parallel, batch, context_tokens):
+    """Seconds of a decode step."""
+    return DecodeStep(decode, tensor_parallel=tensor_parallel, most=batch).of(batch, context_tokens)
 
 
 def run_of(data: dict[str, Any], *overrides: str) -> RunConfig:
@@ -223,9 +229,9 @@ def test_lives_of_rollouts_alone_come_close(tmp_path: Path) -> None:
     from pipelinerl.calibration.calibrate import _fit_decode
 
     _fit_decode(result, times)
-    true = decode_step_s(resolved_hardware(times.config).decode, 1, 12, 12 * 250)
+    true = decode_s(resolved_hardware(times.config).decode, 1, 12, 12 * 250)
     fitted = run_of({**RUN, "hardware": {**RUN["hardware"], "decode": result.table["decode"]}})
-    assert decode_step_s(resolved_hardware(fitted).decode, 1, 12, 12 * 250) == pytest.approx(true, rel=0.03)
+    assert decode_s(resolved_hardware(fitted).decode, 1, 12, 12 * 250) == pytest.approx(true, rel=0.03)
 
 
 def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
@@ -247,8 +253,8 @@ def test_every_kind_of_weight_update_leaves_the_decode_step_as_it_is(tmp_path: P
     blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
     result = calibrate_trace(folder, blank)
     fitted = run_of({**RUN, "hardware": result.table})
-    true = decode_step_s(resolved_hardware(run_of(RUN)).decode, 1, 20, 20 * 250)
-    assert decode_step_s(resolved_hardware(fitted).decode, 1, 20, 20 * 250) == pytest.approx(true, rel=0.1)
+    true = decode_s(resolved_hardware(run_of(RUN)).decode, 1, 20, 20 * 250)
+    assert decode_s(resolved_hardware(fitted).decode, 1, 20, 20 * 250) == pytest.approx(true, rel=0.1)
 
 
 def test_a_run_of_one_step_has_no_publication_to_time(tmp_path: Path) -> None:
@@ -423,7 +429,7 @@ def test_two_engine_sizes_tell_weights_from_overhead(tmp_path: Path) -> None:
     rows = []
     for size in (1, 2, 4):
         decode = derive_decode(start.gpu, start.model, tensor_parallel=size, coefficients=start.coefficients)
-        rows += [f"decode,{size},{b},{ctx},,{decode_step_s(decode, size, b, b * ctx)!r}," for b, ctx in GRID]
+        rows += [f"decode,{size},{b},{ctx},,{decode_s(decode, size, b, b * ctx)!r}," for b, ctx in GRID]
     result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run_of(NAMED))
     found = result.table["coefficients"]
     assert found["weight_efficiency"] == pytest.approx(0.7, rel=1e-3)

@@ -20,7 +20,8 @@ from pipelinerl.config.run_file import dump_run, load_run, parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficient_table, coefficients
-from pipelinerl.hardware.derive import decode_step_s, derive_hardware, derive_switch, derive_training, derive_weights
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_weights
 from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens, pack_that_fits, training_memory
 from pipelinerl.hardware.tables import PhaseSwitchConfig, RooflineDecode
 from sim.run import simulate
@@ -83,7 +84,8 @@ def derived(
 
 def step_ms(hardware, batch, context, *, tensor_parallel=1):
     """Milliseconds of a decode step of sequences of ``context`` tokens each."""
-    return decode_step_s(hardware.decode, tensor_parallel, batch, batch * context) * 1e3
+    step = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=batch)
+    return step.of(batch, batch * context) * 1e3
 
 
 def rows_of(file):

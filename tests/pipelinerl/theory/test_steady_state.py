@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.hardware.costs import DecodeStep, training_cost
 from pipelinerl.records.ledger import StepRow
 from pipelinerl.theory.paper import lengths_from, uniform_lengths
-from pipelinerl.theory.steady_state import Estimate, LengthStatistics, StepTime, screen
-from sim.costs import training_cost
+from pipelinerl.theory.steady_state import Estimate, LengthStatistics, screen
 from sim.planning.search_space import answers_of
 from sim.run import simulate
 from sim.workload import Workload
@@ -57,7 +57,7 @@ def run(base: dict[str, Any], *overrides: str) -> RunConfig:
 def screened(config: RunConfig, answers: LengthStatistics | None = None) -> Estimate:
     hardware = resolved_hardware(config)
     engine = {"tensor_parallel": config.cluster.tensor_parallel, "most": config.scheduler.generation_batch_size}
-    return screen(config, hardware, StepTime(hardware, **engine), answers or answers_of(config)[0])
+    return screen(config, hardware, DecodeStep(hardware.decode, **engine), answers or answers_of(config)[0])
 
 
 # ------------------------------------------------------------------------------------------- by hand
