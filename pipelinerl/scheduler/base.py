@@ -29,6 +29,7 @@ from pipelinerl.scheduler.events import (
     WeightUpdate,
 )
 from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
+from pipelinerl.scheduler.slots import EngineSlots
 
 
 class SchedulerSettings(Protocol):
@@ -107,11 +108,10 @@ class Scheduler(ABC):
         self.num_ready = 0  # rollouts in the ready queue
         self.num_live = 0  # rollouts of groups admitted, not yet taken for training, not doomed
         self._live_by_bound: dict[int, int] = {}  # the same by version that no token of theirs is older than
-        self._pool = RolloutPool(
-            num_engines=num_engines, slots_per_engine=settings.generation_batch_size, group_size=group_size
-        )
+        slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
+        self._pool = RolloutPool(slots, group_size=group_size)
         self._num_taken = 0  # rollouts of the current step already given to the trainer
-        self._loaded = [0] * num_engines  # version each engine has reported
+        self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
         self._oldest_loaded = 0  # the least of them
         self._published = 0  # last version published
         self._num_loading = 0  # engines that have not yet reported it
@@ -123,9 +123,9 @@ class Scheduler(ABC):
         return self._pool.num_in_flight
 
     @property
-    def loaded(self) -> tuple[int, ...]:
-        """Version that each engine has reported to have loaded (optimizer steps done)."""
-        return tuple(self._loaded)
+    def loaded(self) -> dict[int, int]:
+        """Version that each engine has reported to have loaded (optimizer steps done), by its id."""
+        return dict(self._loaded)
 
     def start(self) -> Sequence[Command]:
         """Return the first commands."""
@@ -226,8 +226,8 @@ class Scheduler(ABC):
 
     def _fill(self, commands: list[Command]) -> None:
         """Start rollouts while there is room and something to start."""
-        pool = self._pool
-        while pool.num_free:
+        pool, slots = self._pool, self._pool.slots
+        while slots.num_free:
             if pool.starting is None and not pool.interrupted:
                 if not self._may_admit():
                     return
@@ -253,8 +253,8 @@ class Scheduler(ABC):
         self._published = self._pool.newest_version = self.version
         self._num_loading = len(self._loaded)
         if self.weight_update is WeightUpdate.WAIT:
-            for engine in range(len(self._loaded)):
-                self._pool.hold(engine)
+            for engine in self._loaded:
+                self._pool.slots.hold(engine)
         commands.append(PublishWeights(self.version, self.weight_update))
 
     def _stop(self, reason: StopReason, commands: list[Command]) -> None:
@@ -315,14 +315,14 @@ class Scheduler(ABC):
             self._num_doomed_at_step = self._pool.num_doomed
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
-        loading = event.version == self._published and 0 <= event.engine < len(self._loaded)
+        loading = event.version == self._published and event.engine in self._loaded
         if not loading or self._loaded[event.engine] == event.version:
             raise self._impossible(event)
         self._loaded[event.engine] = event.version
         self._num_loading -= 1
         if not self._num_loading:
             self._oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
-        self._pool.release(event.engine)
+        self._pool.slots.release(event.engine)
 
     def _impossible(self, event: Event) -> SchedulerError:
         return SchedulerError(

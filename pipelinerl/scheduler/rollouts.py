@@ -13,12 +13,11 @@ A started rollout is in one of four places::
         |  `--start again--- interrupted (a weight update aborted it)
         `--abort or fail--> gone
 
-The pool decides nothing. It answers questions in O(log engines) and keeps the books.
+The pool decides nothing: it keeps account. Which engine a rollout starts on, its ``slots`` say.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 from pipelinerl.errors import SchedulerError
@@ -31,6 +30,7 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     VersionSpans,
 )
+from pipelinerl.scheduler.slots import EngineSlots
 
 NEVER_REPORTED = 2**62
 """Oldest version of a group no token of which has been reported: later than any."""
@@ -73,14 +73,19 @@ class RolloutGroup:
 
 
 class RolloutPool:
-    """Books of all rollouts and of the slots of all engines."""
+    """All rollouts, by group (mutable, can be pickled).
 
-    def __init__(self, *, num_engines: int, slots_per_engine: int, group_size: int) -> None:
+    Args:
+        slots: Where rollouts can start.
+        group_size: Rollouts per prompt (count).
+    """
+
+    def __init__(self, slots: EngineSlots, *, group_size: int) -> None:
+        self.slots = slots
         self.group_size = group_size
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
         self.num_doomed = 0  # rollouts that ended without being trained on, ever
         self.newest_version = 0  # last version published: no token is newer
-        self.num_free = num_engines * slots_per_engine  # slots of engines that are not held
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
         self.num_in_flight = 0  # rollouts in progress on the engines
@@ -88,19 +93,6 @@ class RolloutPool:
         self._next_group_id = 0
         self._next_prompt_id = 0
         self._prompts_again: deque[int] = deque()
-        self._held = [False] * num_engines
-        # The load of an engine: slots in use * engines + its number. So the least load is that of the engine with
-        # most free slots, and among equals of the one with the lowest number. While an engine is held its load is
-        # higher by ``_full``, so that it has no free slot.
-        self._num_engines = num_engines
-        self._full = slots_per_engine * num_engines  # from this load on an engine has no free slot
-        self._loads = list(range(num_engines))
-        # A heap of them. One that is not the load of its engine any more is stale, and skipped. While some slots are
-        # never used, stale ones are never met: the heap is made anew when most of it is stale.
-        self._roomy = list(range(num_engines))
-        self._roomy_limit = 8 * num_engines
-        # The last load that fell, which mostly is taken next; not yet in the heap, unless that was made anew.
-        self._unlisted = NOWHERE
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -124,17 +116,9 @@ class RolloutPool:
     def start_one(self) -> StartRollout:
         """Start a waiting rollout, interrupted ones first, on the engine with most room.
 
-        There must be such a rollout (``interrupted`` or ``starting``) and room (``num_free``).
+        There must be such a rollout (``interrupted`` or ``starting``) and a free slot.
         """
-        roomy, loads, num_engines = self._roomy, self._loads, self._num_engines
-        load, self._unlisted = self._unlisted, NOWHERE
-        load = heapq.heappop(roomy) if load == NOWHERE else heapq.heappushpop(roomy, load)
-        while loads[engine := load % num_engines] != load:
-            load = heapq.heappop(roomy)  # that entry is stale
-        loads[engine] = load = load + num_engines
-        self.num_free -= 1
-        if load < self._full:
-            self._list_as_roomy(load)
+        engine = self.slots.take()
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
@@ -151,22 +135,6 @@ class RolloutPool:
         group.engines[member] = engine
         self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
-
-    def hold(self, engine: int) -> None:
-        """Start nothing on this engine, which is not held, until it is released."""
-        assert not self._held[engine]
-        self._held[engine] = True
-        self.num_free -= self._num_free_on(engine)
-        self._loads[engine] += self._full
-
-    def release(self, engine: int) -> None:
-        """Let rollouts start on this engine again."""
-        if self._held[engine]:
-            self._held[engine] = False
-            self._loads[engine] = load = self._loads[engine] - self._full
-            self.num_free += self._num_free_on(engine)
-            if load < self._full:
-                self._list_as_roomy(load)
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -191,12 +159,7 @@ class RolloutPool:
                 group.oldest_reported = oldest
         group.engines[member] = NOWHERE
         self.num_in_flight -= 1
-        self._loads[engine] = load = self._loads[engine] - self._num_engines
-        if load < self._full:
-            self.num_free += 1
-            if self._unlisted != NOWHERE:
-                self._list_as_roomy(self._unlisted)
-            self._unlisted = load
+        self.slots.free(engine)
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
@@ -307,15 +270,6 @@ class RolloutPool:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""
         generated = group.num_scoring + len(group.scored) == self.group_size
         return group.oldest_reported if generated else group.oldest_bound
-
-    def _num_free_on(self, engine: int) -> int:
-        return self._full // self._num_engines - self._loads[engine] // self._num_engines
-
-    def _list_as_roomy(self, load: int) -> None:
-        heapq.heappush(self._roomy, load)
-        if len(self._roomy) > self._roomy_limit:
-            self._roomy = [one for one in self._loads if one < self._full]
-            heapq.heapify(self._roomy)
 
     def _forget_if_over(self, group: RolloutGroup) -> None:
         if not group.num_scoring and max(group.engines) == NOWHERE:

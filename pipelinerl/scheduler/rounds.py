@@ -95,8 +95,8 @@ class PartialRolloutScheduler(Scheduler):
             return
         self._to_train = sorted(chosen, key=lambda one: (self._age(one), one.group_id), reverse=True)
         self._ready = rest
-        for engine in range(len(self._loaded)):
-            self._pool.hold(engine)
+        for engine in self._loaded:
+            self._pool.slots.hold(engine)
 
     def _age(self, group: RolloutGroup) -> int:
         """What ready groups are ordered by before anything else."""

@@ -1,0 +1,92 @@
+"""The slots of all engines: which engine has most of them free.
+
+Theory of operation. Each engine has the same number of slots. A rollout takes a slot of the engine with most free
+ones; of equals, of the one with the lowest id. An engine that is *held* gives none until it is released. This is
+asked twice per rollout, so it is answered in O(log engines) with one number per engine, its *load*:
+
+    load = slots in use * ID_LIMIT + id,  and + slots per engine * ID_LIMIT while the engine is held
+
+The least load is that of the engine asked for, and an engine has a free slot if its load is below
+``slots per engine * ID_LIMIT``. A heap holds the loads below that. An entry that is no longer the load of its engine is
+*stale* and skipped when it is met; while some slots are never used, stale entries are never met, so the heap is made
+anew when most of it is stale. The last load that fell stays out of the heap, since its engine mostly takes the next
+rollout.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+ID_LIMIT = 1 << 16
+"""Engine ids are below this."""
+
+NO_LOAD = -1
+"""Stands for the load of no engine."""
+
+
+class EngineSlots:
+    """Slots of engines, by engine id (mutable, can be pickled).
+
+    Args:
+        engines: Ids of the engines, from 0 to below ``ID_LIMIT``.
+        slots_per_engine: Rollouts in progress per engine, at most (count).
+    """
+
+    def __init__(self, engines: Iterable[int], *, slots_per_engine: int) -> None:
+        self._loads = {engine: engine for engine in engines}
+        assert all(0 <= engine < ID_LIMIT for engine in self._loads)
+        self._slots_per_engine = slots_per_engine
+        self._full = slots_per_engine * ID_LIMIT  # from this load on an engine has no free slot
+        self._heap = sorted(self._loads)
+        self._heap_limit = 8 * len(self._loads)
+        self._last_freed = NO_LOAD  # not yet in the heap, unless that was made anew
+        self._held: set[int] = set()
+        self.num_free = slots_per_engine * len(self._loads)  # of engines that are not held
+
+    def take(self) -> int:
+        """Take a slot of the engine with most free ones, and return its id. There must be one (``num_free``)."""
+        heap, loads = self._heap, self._loads
+        load, self._last_freed = self._last_freed, NO_LOAD
+        load = heapq.heappop(heap) if load == NO_LOAD else heapq.heappushpop(heap, load)
+        while loads[engine := load % ID_LIMIT] != load:
+            load = heapq.heappop(heap)  # that entry is stale
+        loads[engine] = load = load + ID_LIMIT
+        self.num_free -= 1
+        if load < self._full:
+            self._push(load)
+        return engine
+
+    def free(self, engine: int) -> None:
+        """Give back a slot that was taken."""
+        self._loads[engine] = load = self._loads[engine] - ID_LIMIT
+        if load < self._full:  # it is not held
+            self.num_free += 1
+            if self._last_freed != NO_LOAD:
+                self._push(self._last_freed)
+            self._last_freed = load
+
+    def hold(self, engine: int) -> None:
+        """Give no slot of this engine, which is not held, until it is released."""
+        assert engine not in self._held
+        self._held.add(engine)
+        self.num_free -= self._num_free_on(engine)
+        self._loads[engine] += self._full
+
+    def release(self, engine: int) -> None:
+        """Give slots of this engine again, if it is held."""
+        if engine in self._held:
+            self._held.remove(engine)
+            self._loads[engine] = load = self._loads[engine] - self._full
+            self.num_free += self._num_free_on(engine)
+            if load < self._full:
+                self._push(load)
+
+    def _num_free_on(self, engine: int) -> int:
+        return self._slots_per_engine - self._loads[engine] // ID_LIMIT
+
+    def _push(self, load: int) -> None:
+        heapq.heappush(self._heap, load)
+        if len(self._heap) > self._heap_limit:
+            self._heap = [one for one in self._loads.values() if one < self._full]
+            heapq.heapify(self._heap)

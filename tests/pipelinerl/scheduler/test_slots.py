@@ -1,0 +1,74 @@
+"""The slots of engines, against a list of engines that is searched."""
+
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from pipelinerl.scheduler.slots import EngineSlots
+
+
+class SlowSlots:
+    """The same, by a search of all engines."""
+
+    def __init__(self, engines, *, slots_per_engine):
+        self.free_on = dict.fromkeys(engines, slots_per_engine)
+        self.held = set()
+
+    @property
+    def num_free(self):
+        return sum(number for engine, number in self.free_on.items() if engine not in self.held)
+
+    def take(self):
+        engine = min(self.free_on.keys() - self.held, key=lambda one: (-self.free_on[one], one))
+        self.free_on[engine] -= 1
+        return engine
+
+    def free(self, engine):
+        self.free_on[engine] += 1
+
+    def hold(self, engine):
+        self.held.add(engine)
+
+    def release(self, engine):
+        self.held.discard(engine)
+
+
+@given(
+    engines=st.lists(st.integers(0, 70), min_size=1, max_size=5, unique=True),
+    slots_per_engine=st.integers(1, 4),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["take", "take", "free", "hold", "release"]), st.integers(0, 99)), max_size=120
+    ),
+)
+def test_slots_are_those_of_the_engine_with_most_of_them_free(engines, slots_per_engine, moves):
+    fast, slow = (make(engines, slots_per_engine=slots_per_engine) for make in (EngineSlots, SlowSlots))
+    taken = []
+    for move, pick in moves:
+        engine = engines[pick % len(engines)]
+        if move == "take" and slow.num_free:
+            taken.append(slow.take())
+            assert fast.take() == taken[-1]
+        elif move == "free" and taken:
+            engine = taken.pop(pick % len(taken))
+            fast.free(engine)
+            slow.free(engine)
+        elif move == "release" or (move == "hold" and engine not in slow.held):
+            getattr(fast, move)(engine)
+            getattr(slow, move)(engine)
+        assert fast.num_free == slow.num_free
+
+
+@pytest.mark.parametrize("num_freed_at_once", [1, 2, 5])
+def test_what_is_kept_stays_small_while_slots_are_never_used(num_freed_at_once):
+    """Pickled, as nothing else shows the size: four engines, and at most eight entries for each."""
+    slots = EngineSlots(range(4), slots_per_engine=10)
+    taken = [slots.take() for _ in range(20)]
+    sizes = []
+    for _ in range(2000):
+        for _ in range(num_freed_at_once):
+            slots.free(taken.pop(0))
+        taken += [slots.take() for _ in range(num_freed_at_once)]
+        sizes.append(len(pickle.dumps(slots)))
+    assert max(sizes) < 400
