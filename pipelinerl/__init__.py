@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pipelinerl.scheduler.base import Scheduler
     from pipelinerl.scheduler.kinds import ScheduleKind, make_scheduler
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ConfigError",
