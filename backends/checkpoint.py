@@ -1,9 +1,9 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format) and
-``run.pickle`` (scheduler, books, rollouts that are finished and not trained on, place in the trace). It is written
+``run.pickle`` (scheduler, ledger, rollouts that are finished and not trained on, place in the trace). It is written
 under another name and renamed when it is complete; only then is an older one of the same version removed. Pickles can
-run code when they are read: go on only from checkpoints that you have written yourself.
+run code when they are read: resume only from checkpoints that you have written yourself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAY_DIFFER = (
     ("compare",),
     *(("train", one) for one in ("checkpoint", "logging", "engine", "ray_address", "weights_folder")),
 )
-"""Keys of a run file that may have changed when a run goes on."""
+"""Keys of a run file that may differ when a run is resumed."""
 _TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
 
 
@@ -43,7 +43,7 @@ class CheckpointKeeper:
     Args:
         out: The run's folder.
         config: The resolved configuration.
-        recording: What is being kept of the run.
+        recording: Ledger and trace of the run.
     """
 
     def __init__(self, out: Path, config: RunConfig, recording: Recording) -> None:
@@ -79,7 +79,7 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
 
     Args:
         out: The run's folder.
-        config: What the run is to go on as.
+        config: The run file of the run that is resumed.
 
     Raises:
         ConfigError: If there is none, it cannot be read, or it is one of another configuration.
@@ -104,7 +104,7 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def _fixed(config: RunConfig) -> dict[str, Any]:
-    """Return what must not change when a run goes on."""
+    """Return the settings that must be the same when a run is resumed."""
     data = config.model_dump(mode="json", exclude_none=True)
     for *tables, key in MAY_DIFFER:
         table = data

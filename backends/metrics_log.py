@@ -74,7 +74,7 @@ class MetricsLog:
 
 
 def _run_id(out: Path, *, fresh: bool) -> str:
-    """Return the name under which Weights & Biases knows this run, also when it goes on."""
+    """Return the name under which Weights & Biases knows this run, also when it is resumed."""
     path = out / "wandb_id.txt"
     if fresh or not path.exists():
         path.write_text(secrets.token_hex(4), encoding="utf-8")

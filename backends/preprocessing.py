@@ -1,7 +1,7 @@
-"""What stands between the reward of a rollout and its training: reference log-probabilities.
+"""The stage between the reward of a rollout and its training: reference log-probabilities.
 
 Theory of operation. Finished rollouts wait in a list. Whenever the reference model is free it gets all that wait, as
-one batch. So it runs beside generation and training, and what it costs a rollout is time before it is ready. With
+one batch. So it runs beside generation and training, and delays only the moment at which a rollout is ready. With
 ``kl_coefficient = 0`` there is no reference model and nothing waits.
 
 The scheduler bounds what is in flight and what is ready, not what lies between. So when the reference model falls
@@ -125,7 +125,7 @@ class Preprocessing:
                 lost = True
 
     def close(self) -> None:
-        """Let the reference model be lost from now on: what it would say is not needed any more."""
+        """Let the reference model be lost from now on: its answers are not needed any more."""
         self._closing = True
 
     async def shutdown(self) -> None:

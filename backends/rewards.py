@@ -1,4 +1,4 @@
-"""Calls of a user's reward function: in threads that nobody waits for longer than is allowed."""
+"""Calls of a user's reward function: in threads that nobody waits for longer than their time-out."""
 
 from __future__ import annotations
 

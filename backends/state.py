@@ -1,4 +1,4 @@
-"""What a run that goes on needs to know, besides the trainer's own checkpoint."""
+"""The state of a run: all that is needed to resume it, besides the trainer's own checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelinerl.scheduler.kinds import make_scheduler
 
 @dataclass(slots=True)
 class DriverState:
-    """All that a run needs to go on, besides the trainer's own checkpoint (mutable, can be pickled)."""
+    """The state of a run (mutable, can be pickled)."""
 
     scheduler: Scheduler
     metrics: StepMetrics
@@ -25,13 +25,13 @@ class DriverState:
     in_flight: dict[int, int] = field(default_factory=dict)
     """Engine of each rollout in progress."""
     aborting: set[int] = field(default_factory=set)
-    """Rollouts in progress that nobody wants any more."""
+    """Rollouts in progress that are being aborted."""
     scoring: set[int] = field(default_factory=set)
     """Finished rollouts without a reward."""
     micro_batches: list[StartTraining] = field(default_factory=list)
-    """Trained on in the optimizer step under way."""
+    """Trained on in the optimizer step in progress."""
     pending: Event | None = None
-    """What the trainer has done but not reported."""
+    """Event that the trainer has not reported yet."""
     time_s: float = 0.0
     """Seconds since the start of the run, while it ran."""
     version: int = 0

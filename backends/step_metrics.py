@@ -1,4 +1,4 @@
-"""What only a real run can measure, per optimizer step and over the run."""
+"""Measurements that only a real run has, per optimizer step and over the run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class VLLMDeepSpeed:
 
 
 def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> None:
-    """Check what can be told without the model; ``longest``: tokens of the longest rollout."""
+    """Check the settings, without the model; ``longest``: tokens of the longest rollout."""
     if train.trainer.pack_tokens < longest:
         raise ConfigError(
             "train.trainer.pack_tokens must hold the longest rollout, train.task.max_prompt_tokens + "

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.deepspeed.packing import PackedRow
-from pipelinerl.rl.losses import token_logprobs
+from pipelinerl.rl.token_logprobs import token_logprobs
 
 # Legend of shapes: N tokens of a row; M answer tokens of it (see packing.py); V words of the vocabulary;
 # H width of the model.

@@ -1,6 +1,6 @@
 """One rank of the DeepSpeed trainer; usually the inside of a Ray actor.
 
-Theory of operation. All ranks are told the same things in the same order, each with its own rows. Everything but
+Theory of operation. All ranks get the same calls in the same order, each with its own rows. Everything but
 the constructor and ``free_address`` is a collective: it returns when all ranks have been called.
 
 The gradient of an optimizer step is the sum over its answer tokens divided by ``train_batch_size``. DeepSpeed
@@ -53,7 +53,7 @@ ENGINE_DTYPES = {"cpu": torch.float32, "gpu": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """What a rank needs to know. The same for all ranks but for ``rank``."""
+    """Settings of a rank; the same for all ranks but for ``rank``."""
 
     rank: int = 0
     """Which rank this is, from 0."""

@@ -36,7 +36,7 @@ from pipelinerl.errors import ReferenceLostError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSettings:
-    """What a replica needs to know."""
+    """Settings of a replica."""
 
     device: Literal["cpu", "gpu"]
     """CPU: float32. GPU: bfloat16; the process sees one GPU only."""
@@ -79,7 +79,7 @@ class RayReference:
     """A ``Reference``; see ``interface.py``. Ray must have been initialised.
 
     Args:
-        settings: What replicas need to know.
+        settings: Of the replicas.
         options: Where Ray is to run each replica.
     """
 

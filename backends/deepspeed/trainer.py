@@ -54,10 +54,10 @@ class DeepSpeedTrainer:
         placement_group: PlacementGroup | None = None,
         bundle_indices: Sequence[int] = (),
     ) -> None:
-        """Take note of where ranks will run; ``start`` starts them.
+        """Keep where ranks will run; ``start`` starts them.
 
         Args:
-            settings: What ranks need to know; ``rank`` is set here.
+            settings: Of the ranks; ``rank`` is set here.
             num_cpus: CPU cores that Ray sets aside for a rank, and threads it computes with.
             num_gpus: GPUs that Ray sets aside for a rank.
             placement_group: Where ranks run; None: wherever there is room.

@@ -2,7 +2,7 @@
 
 Theory of operation. Every measurement is a function without arguments that is called a few times to warm up and then
 several times between two synchronisations; the median counts. On a GPU the time is taken by events of the device, so
-that the time to launch kernels counts only where the device waits for it. What is done is written as soon as it is
+that the time to launch kernels counts only where the device waits for it. Each number is written as soon as it is
 measured, so that Ctrl-C keeps it.
 
 =================  =====================================================================================================
@@ -52,7 +52,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured."""
+    """Sizes to measure."""
 
     products: tuple[int, ...]
     """Rows h of the matrix products."""

@@ -10,10 +10,10 @@ step              sender                                      every receiver
 ================  ==========================================  ================================================
 arrival           --                                          leaves its mark in the store
 buckets           host -> bucket -> broadcast                 broadcast -> bucket -> host; hashes what is whole
-verdict           all-reduce: 0                               all-reduce: 1 if it refuses, else 0
+vote              all-reduce: 0                               all-reduce: 1 if it refuses, else 0
 ================  ==========================================  ================================================
 
-The verdict is the same for all: either every member has all weights, verified, or every member knows that some has
+The vote comes out the same for all: either every member has all weights, verified, or every member knows that some has
 not, and all try again. Where anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the
 members are out of step: then a member leaves, for good, and a new group has to be made.
 
@@ -151,7 +151,7 @@ class BroadcastGroup:
         self._mark("join")
         try:
             self._group: Any = _process_group(store, rank, num_members, device, self._timeout)
-            self._verdict(refused=False)  # NCCL connects the members at the first collective
+            self._vote(refused=False)  # NCCL connects the members at the first collective
         except Exception as error:
             raise BackendError(self._failure("join", "join", began, error)) from error
 
@@ -179,14 +179,14 @@ class BroadcastGroup:
         """Send parameters to all others.
 
         Args:
-            parameters: What the receivers have been told.
+            parameters: The list that the receivers have, too.
             tensors: Parameters by name, in the host's memory.
 
         Returns:
             How many members refuse what they have received.
 
         Raises:
-            BackendError: If it did not come to a verdict. The group is of no use then.
+            BackendError: If it did not come to a vote. The group is of no use then.
         """
         group, mark, began = self._present(), self._next_mark(), time.perf_counter()
         try:
@@ -194,7 +194,7 @@ class BroadcastGroup:
             for bucket, begin in self._buckets(places):
                 fill(bucket, places, tensors, begin=begin)
                 self._wait(group.broadcast(bucket, 0))
-            return self._verdict(refused=False)
+            return self._vote(refused=False)
         except Exception as error:
             raise self._broken("send", mark, began, error) from error
 
@@ -237,9 +237,9 @@ class BroadcastGroup:
         self._present()
         began = time.perf_counter()
         try:
-            return self._verdict(refused=refused)
+            return self._vote(refused=refused)
         except Exception as error:
-            raise self._broken("verdict", "", began, error) from error
+            raise self._broken("vote", "", began, error) from error
 
     def leave(self, why: str = "") -> None:
         """Leave the group: whatever the others wait for fails; a second call does nothing."""
@@ -256,7 +256,7 @@ class BroadcastGroup:
         for begin, end in cuts(places, BUCKET_BYTES):
             yield memory[: end - begin], begin
 
-    def _verdict(self, *, refused: bool) -> int:
+    def _vote(self, *, refused: bool) -> int:
         votes = torch.tensor([int(refused)], device=self._device)
         self._wait(self._group.allreduce([votes]))
         return int(votes.item())

@@ -1,4 +1,4 @@
-"""Who is in the group of processes that weights are sent through: rank 0 of the trainer, and workers of engines.
+"""The weight sync group: rank 0 of the trainer and the workers of engines, as weights are sent to them.
 
 Theory of operation. A group never changes; when its members do, a new one is made. That is found out before weights
 are sent: every transfer is to the engines that are up at that time, and if these are not the members of the group at
@@ -30,7 +30,7 @@ LOG = logging.getLogger("pipelinerl")
 
 
 class WeightSyncGroup:
-    """The group at hand, and how a new one is made.
+    """The weight sync group at hand, and how a new one is made.
 
     Args:
         members: Who can be in it.

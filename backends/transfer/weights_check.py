@@ -1,4 +1,4 @@
-"""Weights compared bit for bit: what the trainer says of them, and how a receiver holds them to it.
+"""Weights compared bit for bit: the trainer's checksums, and the check of a receiver.
 
 The trainer and all transports share it. A checksum is computed while the next parameters arrive, on all cores.
 """

@@ -41,7 +41,7 @@ class BroadcastUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vL
 
 
 class BroadcastTransferEngine(VerifiedTransferEngine):
-    """A worker's end of the broadcast transport; see ``verified_transfer.py`` and ``broadcast.py``."""
+    """A worker's end of the broadcast transport; see ``verified_receiver.py`` and ``broadcast.py``."""
 
     init_info_cls = JoinInfo
     update_info_cls = BroadcastUpdateInfo

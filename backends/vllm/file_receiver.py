@@ -27,7 +27,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is
 
 
 class FileTransferEngine(VerifiedTransferEngine):
-    """A worker's end of the file transport; see ``verified_transfer.py``."""
+    """A worker's end of the file transport; see ``verified_receiver.py``."""
 
     init_info_cls = NoInitInfo
     update_info_cls = FileUpdateInfo

@@ -1,4 +1,4 @@
-"""Starting and ending vLLM: what an engine is to be, and the processes it consists of."""
+"""Starting and ending vLLM: an engine's settings, and its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_BATCHED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMSettings:
-    """What an engine is to be."""
+    """Settings of an engine."""
 
     engine_id: int
     """The engine's id, for messages."""
@@ -94,7 +94,7 @@ def make_llm(settings: VLLMSettings) -> Any:
 
 
 def check_model(settings: VLLMSettings) -> None:
-    """Refuse what would go wrong without a word.
+    """Refuse models that vLLM would serve wrongly without an error.
 
     Raises:
         ConfigError: If the folder has no config.json, or input and output embeddings are one parameter and the

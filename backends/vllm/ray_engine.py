@@ -23,7 +23,7 @@ class RayEngine:
     """An ``interface.Engine`` in a process of its own; ``start`` after a loss makes a new process.
 
     Args:
-        settings: What the engine is to be.
+        settings: Of the engine.
         options: Where Ray is to run it.
     """
 

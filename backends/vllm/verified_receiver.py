@@ -1,4 +1,4 @@
-"""What every transport does in vLLM's workers: nothing is loaded before all of it is verified.
+"""The part of every transport in vLLM's workers: nothing is loaded before all of it is verified.
 
 Theory of operation. One update is three calls, each carried out by all workers before the next begins:
 

@@ -1,4 +1,4 @@
-"""Losses on the tokens of a packed row, to be minimised. The only module of the core that needs torch.
+"""Losses on the tokens of a packed row, to be minimised.
 
 Each function returns the loss of every token; the caller adds them up over the tokens of the optimizer step and
 divides by its sequences: ``loss_N.sum() / train_batch_size``. So long answers weigh more, except in ``gspo``.
@@ -32,6 +32,7 @@ from typing import Any, assert_never
 import torch
 
 from pipelinerl.rl.config import LossConfig
+from pipelinerl.rl.tensor_checks import check, check_clip, check_sequences, check_shape, check_tokens
 
 # Legend of shapes: N flat tokens of a packed row; S sequences in it; V words of the vocabulary.
 
@@ -39,8 +40,6 @@ LOG_RATIO_LIMIT = 20.0
 """Where abs(log w) is cut (nats): exp(20) = 5e8 times a gradient of 0 is 0, exp(100) would be inf and give NaN."""
 KL_LOG_RATIO_LIMIT = 5.0
 """Where log ref - log pi is cut from above in ``kl_to_reference`` (nats)."""
-CHUNK_ELEMENTS = 2**25
-"""Logits that ``token_logprobs`` works on at a time (count): 128 MiB in float32."""
 
 
 def policy_loss(
@@ -109,8 +108,8 @@ def reinforce(
     Raises:
         ValueError: If shapes differ or ``truncation`` is not above 0.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check(truncation > 0, "truncation must be above 0", truncation)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check(truncation > 0, "truncation must be above 0", truncation)
     weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(max=truncation)
     return -weight_N * advantage_N.detach() * logprob_N
 
@@ -129,7 +128,7 @@ def plain(logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advanta
     Raises:
         ValueError: If shapes differ.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
     return -advantage_N.detach() * logprob_N
 
 
@@ -160,9 +159,9 @@ def sequence_weighted(
     Raises:
         ValueError: If shapes differ or ``truncation`` is not above 0.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check_sequences(logprob_N, sequence_N, num_sequences)
-    _check(truncation > 0, "truncation must be above 0", truncation)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_sequences(logprob_N, sequence_N, num_sequences)
+    check(truncation > 0, "truncation must be above 0", truncation)
     log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
     weight_S = _ratio(_sequence_sum(log_ratio_N, sequence_N, num_sequences)).clamp(max=truncation)
     return -weight_S[sequence_N] * advantage_N.detach() * logprob_N
@@ -193,8 +192,8 @@ def ppo_clip(
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check_clip(clip_low, clip_high)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_clip(clip_low, clip_high)
     ratio_N = _ratio(logprob_N - behaviour_logprob_N.detach())
     return -_clipped_objective(ratio_N, advantage_N.detach(), clip_low, clip_high)
 
@@ -224,8 +223,8 @@ def cispo(
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check_clip(clip_low, clip_high)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_clip(clip_low, clip_high)
     weight_N = _ratio(logprob_N.detach() - behaviour_logprob_N.detach()).clamp(1 - clip_low, 1 + clip_high)
     return -weight_N * advantage_N.detach() * logprob_N
 
@@ -262,9 +261,9 @@ def gspo(
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check_sequences(logprob_N, sequence_N, num_sequences)
-    _check_clip(clip_low, clip_high)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_sequences(logprob_N, sequence_N, num_sequences)
+    check_clip(clip_low, clip_high)
     log_ratio_N = logprob_N - behaviour_logprob_N.detach()
     length_S = _sequence_sum(torch.ones_like(log_ratio_N), sequence_N, num_sequences)
     mean_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences) / length_S.clamp(min=1)
@@ -300,8 +299,8 @@ def topr(
     Raises:
         ValueError: If shapes differ.
     """
-    _check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
-    _check_sequences(logprob_N, sequence_N, num_sequences)
+    check_tokens(logprob_N, behaviour_logprob_N=behaviour_logprob_N, advantage_N=advantage_N)
+    check_sequences(logprob_N, sequence_N, num_sequences)
     log_ratio_N = logprob_N.detach() - behaviour_logprob_N.detach()
     tapered_S = _sequence_sum(log_ratio_N, sequence_N, num_sequences).clamp(max=0).exp()
     advantage_N = advantage_N.detach()
@@ -330,7 +329,7 @@ def kl_to_reference(logprob_N: torch.Tensor, *, reference_logprob_N: torch.Tenso
     Raises:
         ValueError: If shapes differ.
     """
-    _check_tokens(logprob_N, reference_logprob_N=reference_logprob_N)
+    check_tokens(logprob_N, reference_logprob_N=reference_logprob_N)
     difference_N = (reference_logprob_N.detach() - logprob_N).clamp(max=KL_LOG_RATIO_LIMIT)
     return difference_N.expm1() - difference_N
 
@@ -348,69 +347,9 @@ def value_loss(value_N: torch.Tensor, *, reward_N: torch.Tensor) -> torch.Tensor
     Raises:
         ValueError: If shapes differ.
     """
-    _check(value_N.dim() == 1, "value_N must be one-dimensional", f"shape {tuple(value_N.shape)}")
-    _check_shape("reward_N", reward_N, "value_N", value_N)
+    check(value_N.dim() == 1, "value_N must be one-dimensional", f"shape {tuple(value_N.shape)}")
+    check_shape("reward_N", reward_N, "value_N", value_N)
     return 0.5 * (value_N - reward_N.detach()) ** 2
-
-
-def token_logprobs(logits_NV: torch.Tensor, token_N: torch.Tensor, *, temperature: float) -> torch.Tensor:
-    """Return the log-probability of each token under softmax(logits / temperature).
-
-    Computed in float32 whatever the type of the logits (float64 stays), a few rows at a time in both directions:
-    beyond the logits and their gradient it needs no memory of size [N, V]. It cannot be differentiated twice.
-
-    Args:
-        logits_NV: Logits before temperature, shape [N, V], each row where its token was predicted.
-        token_N: Tokens, 0 to V - 1, shape [N], int64.
-        temperature: Softmax temperature that the tokens were sampled with (no unit).
-
-    Returns:
-        Log-probabilities, shape [N] (nats), float32.
-
-    Raises:
-        ValueError: If shapes do not fit, ``token_N`` is not int64, or ``temperature`` is not above 0.
-    """
-    _check(logits_NV.dim() == 2, "logits_NV must be two-dimensional", f"shape {tuple(logits_NV.shape)}")
-    rows = tuple(logits_NV.shape[:1])
-    _check(tuple(token_N.shape) == rows, f"token_N must have shape {rows}", f"{tuple(token_N.shape)}")
-    _check(token_N.dtype == torch.int64, "token_N must be int64", token_N.dtype)
-    _check(temperature > 0, "temperature must be above 0", temperature)
-    return _TokenLogprobs.apply(logits_NV, token_N, temperature)
-
-
-class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """Log-softmax at the tokens, whose backward pass computes the softmax again instead of keeping it."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, temperature: float) -> torch.Tensor:
-        ctx.save_for_backward(logits_NV, token_N)
-        ctx.temperature = temperature
-        logprob_N = torch.empty(len(token_N), dtype=_precise(logits_NV), device=logits_NV.device)
-        for rows in _chunks(logits_NV):
-            scaled = logits_NV[rows].to(logprob_N.dtype) / temperature
-            logprob_N[rows] = scaled.log_softmax(-1).gather(1, token_N[rows, None])[:, 0]
-        return logprob_N
-
-    @staticmethod
-    def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits_NV, token_N = ctx.saved_tensors
-        gradient_NV = torch.empty_like(logits_NV)
-        scaled_gradient_N = gradient_N / ctx.temperature
-        for rows in _chunks(logits_NV):  # (1[v = token] - softmax_v) * gradient / temperature
-            scale = scaled_gradient_N[rows, None]
-            softmax = (logits_NV[rows].to(gradient_N.dtype) / ctx.temperature).softmax(-1)
-            gradient_NV[rows] = softmax.mul_(-scale).scatter_add_(1, token_N[rows, None], scale)
-        return gradient_NV, None, None
-
-
-def _precise(logits_NV: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(logits_NV.dtype, torch.float32)
-
-
-def _chunks(logits_NV: torch.Tensor) -> list[slice]:
-    num, width = logits_NV.shape
-    step = max(1, CHUNK_ELEMENTS // max(1, width))
-    return [slice(start, start + step) for start in range(0, num, step)]
 
 
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -426,30 +365,3 @@ def _clipped_objective(
 
 def _sequence_sum(value_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     return value_N.new_zeros(num_sequences).index_add(0, sequence_N, value_N)
-
-
-def _check_tokens(logprob_N: torch.Tensor, **others: torch.Tensor) -> None:
-    _check(logprob_N.dim() == 1, "logprob_N must be one-dimensional", f"shape {tuple(logprob_N.shape)}")
-    for name, other in others.items():
-        _check_shape(name, other, "logprob_N", logprob_N)
-
-
-def _check_sequences(logprob_N: torch.Tensor, sequence_N: torch.Tensor, num_sequences: int) -> None:
-    _check_shape("sequence_N", sequence_N, "logprob_N", logprob_N)
-    _check(sequence_N.dtype == torch.int64, "sequence_N must be int64", sequence_N.dtype)
-    _check(num_sequences >= 0, "num_sequences must be at least 0", num_sequences)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, like: str, other: torch.Tensor) -> None:
-    shape = tuple(other.shape)
-    _check(tuple(tensor.shape) == shape, f"{name} must have the shape of {like}, {shape}", f"{tuple(tensor.shape)}")
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    _check(0 <= clip_low < 1, "clip_low must be at least 0 and below 1", clip_low)
-    _check(clip_high >= 0, "clip_high must be at least 0", clip_high)
-
-
-def _check(holds: bool, rule: str, got: object) -> None:
-    if not holds:
-        raise ValueError(f"{rule}, got {got}")

@@ -1,7 +1,7 @@
 """What the model is asked, and what its answers are worth.
 
 A task is an endless list of training problems and a finite list of held-out ones; no problem is in both.
-The problem behind an index depends on the index alone, so a run that goes on from a checkpoint needs one number
+The problem behind an index depends on the index alone, so a run that is resumed from a checkpoint needs one number
 to ask the same questions. Past the last training problem the list starts again, in the same order: index
 ``i + count`` is problem ``i``. Held-out indices wrap the same way, from ``num_held_out`` on.
 """

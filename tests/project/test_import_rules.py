@@ -32,7 +32,8 @@ MAY_IMPORT = {
     "analysis": {"numpy", "matplotlib", "pydantic"},
 }
 """Packages from outside, by package; the modules below may import torch besides."""
-MAY_IMPORT_TORCH = ("pipelinerl/rl/losses.py", "sim/learning/")
+TORCH_OF_THE_CORE = tuple(f"pipelinerl/rl/{name}.py" for name in ("losses", "tensor_checks", "token_logprobs"))
+MAY_IMPORT_TORCH = (*TORCH_OF_THE_CORE, "sim/learning/")
 MAY_NOT_AFTER_ALL = ("sim/learning/__init__.py", "sim/learning/tasks.py")
 
 REACHES_ALL = ("pipelinerl/cli/", "pipelinerl/api.py")
@@ -92,8 +93,10 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
         assert roots(imported(path, top_level_only=True)) <= allowed | torch, path
 
 
-def test_no_module_of_the_core_imports_the_losses_which_need_torch() -> None:
-    assert not [path for path in modules("pipelinerl") if any("rl.losses" in name for name in imported(path))]
+def test_no_other_module_of_the_core_imports_those_which_need_torch() -> None:
+    need_torch = tuple(name.removesuffix(".py").replace("/", ".") for name in TORCH_OF_THE_CORE)
+    others = [path for path in modules("pipelinerl") if name_of(path) not in TORCH_OF_THE_CORE]
+    assert not [path for path in others if any(name.startswith(need_torch) for name in imported(path))]
 
 
 def test_every_package_has_modules_to_check() -> None:
