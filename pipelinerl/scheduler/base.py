@@ -28,6 +28,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
+from pipelinerl.scheduler.lag_bound import LagBound
 from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
 from pipelinerl.scheduler.slots import EngineSlots
 
@@ -106,8 +107,10 @@ class Scheduler(ABC):
         self.stopped: StopReason | None = None
         self.trainer = TrainerState.IDLE
         self.num_ready = 0  # rollouts in the ready queue
-        self.num_live = 0  # rollouts of groups admitted, not yet taken for training, not doomed
-        self._live_by_bound: dict[int, int] = {}  # the same by version that no token of theirs is older than
+        self._lag_bound = LagBound(
+            settings.max_lag if settings.on_stale is OnStale.TRAIN else None,
+            train_batch_size=settings.train_batch_size,
+        )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
         self._pool = RolloutPool(slots, group_size=group_size)
         self._num_taken = 0  # rollouts of the current step already given to the trainer
@@ -115,12 +118,17 @@ class Scheduler(ABC):
         self._oldest_loaded = 0  # the least of them
         self._published = 0  # last version published
         self._num_loading = 0  # engines that have not yet reported it
-        self._num_doomed_at_step = 0  # doomed rollouts when the last optimizer step ended
+        self._num_cancelled_at_step = 0  # cancelled rollouts when the last optimizer step ended
 
     @property
     def num_in_flight(self) -> int:
         """Rollouts in progress on the engines (count)."""
         return self._pool.num_in_flight
+
+    @property
+    def num_live(self) -> int:
+        """Rollouts of groups admitted, not yet taken for training, not cancelled (count)."""
+        return self._lag_bound.num_live
 
     @property
     def loaded(self) -> dict[int, int]:
@@ -180,7 +188,7 @@ class Scheduler(ABC):
             case RolloutFailed():
                 failed = self._pool.fail(event.rollout_id, event.engine)
                 if failed is not None:
-                    self._doom(failed, DiscardReason.SIBLING_FAILED, commands)
+                    self._cancel(failed, DiscardReason.SIBLING_FAILED, commands)
             case _:
                 assert_never(event)
         self._decide(commands)
@@ -205,7 +213,7 @@ class Scheduler(ABC):
         """Return whether this version is one to publish."""
 
     @abstractmethod
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         """Give up what the batch after the one just started will come too late for."""
 
     # -------------------------------------------------------------------------------------- decisions
@@ -221,7 +229,7 @@ class Scheduler(ABC):
             else:
                 self._train(commands)
         self._fill(commands)
-        if self._pool.num_doomed - self._num_doomed_at_step > self.settings.discard_limit:
+        if self._pool.num_cancelled - self._num_cancelled_at_step > self.settings.discard_limit:
             self._stop(StopReason.STALLED, commands)
 
     def _fill(self, commands: list[Command]) -> None:
@@ -232,7 +240,7 @@ class Scheduler(ABC):
                 if not self._may_admit():
                     return
                 pool.admit(self._oldest_loaded)
-                self._count_live(self._oldest_loaded, pool.group_size)
+                self._lag_bound.add(self._oldest_loaded, pool.group_size)
             commands.append(pool.start_one())
 
     def _train(self, commands: list[Command]) -> None:
@@ -245,7 +253,7 @@ class Scheduler(ABC):
         self.trainer = TrainerState.TRAINING
         commands.append(StartTraining(tuple(rollout_ids), self.version, completes_step))
         if completes_step:
-            self._doom_stale(commands)
+            self._cancel_stale(commands)
 
     def _publish(self, commands: list[Command]) -> None:
         """Send the current version to all engines."""
@@ -266,21 +274,21 @@ class Scheduler(ABC):
     def _group_scored(self, group: RolloutGroup, commands: list[Command]) -> None:
         """Queue a group whose rollouts are all scored, or discard it, and decide."""
         if self.settings.filter_no_signal and not group.rewards_differ:
-            self._doom(group, DiscardReason.NO_SIGNAL, commands)
+            self._cancel(group, DiscardReason.NO_SIGNAL, commands)
         else:
             self._enqueue(group, commands)
         self._decide(commands)
 
-    def _doom(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
+    def _cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Give a live group up; have its prompt tried again if that is the wish for stale ones."""
-        self._count_live(group.oldest_bound, -self._pool.group_size)
-        self._pool.doom(group, reason, commands)
+        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
+        self._pool.cancel(group, reason, commands)
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:
-            self._pool.again(group)
+            self._pool.retry(group)
 
     def _take(self, group: RolloutGroup) -> list[int]:
         """Take a ready group for training."""
-        self._count_live(group.oldest_bound, -self._pool.group_size)
+        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
         self.num_ready -= self._pool.group_size
         return self._pool.take(group)
 
@@ -291,18 +299,9 @@ class Scheduler(ABC):
 
     def _know_age(self, group: RolloutGroup) -> None:
         """From now on, count a live group by the versions that engines have reported."""
-        self._count_live(group.oldest_bound, -self._pool.group_size)
+        self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
         group.oldest_bound = group.oldest_reported
-        self._count_live(group.oldest_bound, self._pool.group_size)
-
-    def _count_live(self, bound: int, change: int) -> None:
-        """Count live rollouts, in all and by the version bound of their group."""
-        self.num_live += change
-        count = self._live_by_bound.get(bound, 0) + change
-        if count:
-            self._live_by_bound[bound] = count
-        else:
-            del self._live_by_bound[bound]
+        self._lag_bound.add(group.oldest_bound, self._pool.group_size)
 
     def _training_finished(self, event: TrainingFinished) -> None:
         step_done = self._num_taken == self.settings.train_batch_size
@@ -312,7 +311,7 @@ class Scheduler(ABC):
         if step_done:
             self.version = event.version
             self._num_taken = 0
-            self._num_doomed_at_step = self._pool.num_doomed
+            self._num_cancelled_at_step = self._pool.num_cancelled
 
     def _weights_loaded(self, event: WeightsLoaded) -> None:
         loading = event.version == self._published and event.engine in self._loaded

@@ -24,27 +24,7 @@ trainer             a micro-batch of ready groups;    ``RolloutScored``
 publication         all engines at the last version   ``WeightsLoaded``
 ==================  ================================  ==================================================
 
-The bound ``max_lag`` on every trained token, kept by waiting (``on_stale = train``). Write v for the
-version the next batch trains at, e for the oldest version on any engine, m for ``max_lag``. A group
-admitted now has no token older than e, so it is in time for the batches at versions v .. e + m. Call a
-group *live* from admission until it is taken for training or doomed.
-
-    gate:  admit only if  live + group_size <= B * (e + m - v + 1)
-    safe:  take a batch only if afterwards, for every version x,
-           (live rollouts with bound <= x) <= B * (x + m - v)
-
-The gate keeps ``live with bound <= x <= B * (x + m - v + 1)`` for all x, since bounds only rise; if all
-live groups were ready, taking the B oldest would therefore be safe. While it is not, the missing ones are
-in flight, they will finish, and no rule stops admitted rollouts from starting: so the trainer waits, but
-not for ever. Nothing of this depends on when weights are published. What does is that there is enough to wait
-for. If less than B rollouts are live, the trainer will be idle; then a publication that is due goes out, or was
-on its way, and arrives. With K for ``publish_every``, one is due from the first multiple of K above the last
-published version on: so all engines will reach a version above v - K, the gate admits at least B * (m - K + 2)
-live rollouts, and that is a batch, since m >= K - 1 (``RunConfig`` refuses less: the batch before a publication
-is K - 1 versions ahead of the engines). With K = 1 the engines reach v. What is left of a batch that was taken in
-part is admitted likewise. Right after a publication has arrived at v the gate admits up to B * (m + 1) live
-rollouts, and each step takes B of them while v rises by one: so B * (m + 1), less those carried over, are
-admitted until the next. Groups that are discarded leave ``live``, so filtering never uses up the allowance.
+The bound ``max_lag``, kept by waiting, and why the trainer never waits for ever: ``lag_bound``.
 
 The bounded ready queue, ``on_full = wait``: a group is admitted only if the rollouts in flight and those
 ready are then at most all slots and the ready queue together. So while engines are full,
@@ -52,7 +32,7 @@ ready are then at most all slots and the ready queue together. So while engines 
 batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of *ready* rollouts instead
 makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
 
-With ``drop`` and ``requeue`` there is no gate; what is too old is doomed. What is admitted once the engines have
+With ``drop`` and ``requeue`` there is no gate; what is too old is cancelled. What is admitted once the engines have
 come above v - K is not, while v is the next version: so here too a batch comes together. In every mode a group is
 looked at once more, by the versions its engines reported, before it is trained on.
 """
@@ -83,11 +63,10 @@ class PipelineScheduler(Scheduler):
         settings, size = self.settings, self._pool.group_size
         if not self._drops_oldest and self.num_ready + self._pool.num_in_flight + size > self._room:
             return False
-        if not self._waits or settings.max_lag is None:
+        if not self._waits:
             return True
-        num_batches = self._oldest_loaded + settings.max_lag - self._next_version + 1
-        num_taken = self._num_taken % settings.train_batch_size
-        return self.num_live + size <= settings.train_batch_size * num_batches - num_taken
+        left = settings.train_batch_size - self._num_taken % settings.train_batch_size
+        return self._lag_bound.admits(size, bound=self._oldest_loaded, version=self._next_version, left=left)
 
     def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:
         size = self._pool.group_size
@@ -114,18 +93,18 @@ class PipelineScheduler(Scheduler):
         every = self.settings.publish_every
         return self.version // every > self._published // every
 
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         if self.settings.max_lag is None or self._waits:
             return
         self._discard_stale_ready(commands)
         oldest = self._next_version - self.settings.max_lag
         for group in list(self._pool.groups.values()):
-            if group.ready or group.doomed:
+            if group.ready or group.cancelled:
                 continue
             if group.oldest_bound >= oldest:
                 break  # in order of admission bounds never fall, until a group is ready
             if self._pool.oldest(group) < oldest:
-                self._doom(group, DiscardReason.STALE, commands)
+                self._cancel(group, DiscardReason.STALE, commands)
 
     @property
     def _next_version(self) -> int:
@@ -133,21 +112,14 @@ class PipelineScheduler(Scheduler):
         return self.version + (self._num_taken == self.settings.train_batch_size)
 
     def _is_safe(self) -> bool:
-        """Return whether all other live rollouts can still be trained in time after the next micro-batch.
-
-        See the top of this file. O(max_lag): the micro-batch is the oldest of what is ready, so counts do.
-        """
-        assert self.settings.max_lag is not None
-        batch, to_take = self.settings.train_batch_size, self.settings.micro_batch
-        left_in_step = batch - self._num_taken - to_take
-        num_due = 0
-        for bound in sorted(self._live_by_bound):
-            num_chosen = min(to_take, self._ready_by_bound.get(bound, 0))
-            to_take -= num_chosen
-            num_due += self._live_by_bound[bound] - num_chosen
-            if num_due > batch * (bound + self.settings.max_lag - self.version) + left_in_step:
-                return False
-        return True
+        """Return whether the next micro-batch may be taken: the oldest of what is ready."""
+        to_take = self.settings.micro_batch
+        left = self.settings.train_batch_size - self._num_taken - to_take
+        taken: dict[int, int] = {}
+        for bound in sorted(self._ready_by_bound):
+            taken[bound] = min(to_take, self._ready_by_bound[bound])
+            to_take -= taken[bound]
+        return self._lag_bound.is_safe(taken, version=self.version, left=left)
 
     def _pop_ready(self) -> RolloutGroup:
         _, _, group = heapq.heappop(self._ready)
@@ -166,4 +138,4 @@ class PipelineScheduler(Scheduler):
 
     def _discard_first(self, reason: DiscardReason, commands: list[Command]) -> None:
         self.num_ready -= self._pool.group_size
-        self._doom(self._pop_ready(), reason, commands)
+        self._cancel(self._pop_ready(), reason, commands)

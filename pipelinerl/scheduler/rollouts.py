@@ -3,7 +3,7 @@
 Theory of operation. A *group* is ``group_size`` rollouts of one prompt; rollout ``r`` belongs to group
 ``r // group_size``. A group is admitted as a whole, its rollouts start one by one where there is room,
 and it becomes ready when all of them are scored. A group that cannot be trained on any more is
-*doomed*: what is in progress is aborted, what is scored is discarded, and what is being scored is
+*cancelled*: what is in progress is aborted, what is scored is discarded, and what is being scored is
 discarded when its score arrives, so that every started rollout ends exactly once.
 
 A started rollout is in one of four places::
@@ -43,7 +43,7 @@ class RolloutGroup:
     """Rollouts of one prompt (mutable; owned by the pool)."""
 
     __slots__ = (
-        "doomed",
+        "cancelled",
         "engines",
         "group_id",
         "num_scoring",
@@ -69,7 +69,7 @@ class RolloutGroup:
         self.scored_reward = 0.0
         self.rewards_differ = False
         self.ready = False
-        self.doomed: DiscardReason | None = None
+        self.cancelled: DiscardReason | None = None
 
 
 class RolloutPool:
@@ -84,7 +84,7 @@ class RolloutPool:
         self.slots = slots
         self.group_size = group_size
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
-        self.num_doomed = 0  # rollouts that ended without being trained on, ever
+        self.num_cancelled = 0  # rollouts that ended without being trained on, ever
         self.newest_version = 0  # last version published: no token is newer
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
@@ -92,7 +92,7 @@ class RolloutPool:
         self._scoring: set[int] = set()
         self._next_group_id = 0
         self._next_prompt_id = 0
-        self._prompts_again: deque[int] = deque()
+        self._prompts_to_retry: deque[int] = deque()
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -103,8 +103,8 @@ class RolloutPool:
             oldest_bound: Version that none of its tokens will be older than (optimizer steps).
         """
         assert self.starting is None
-        if self._prompts_again:
-            prompt_id = self._prompts_again.popleft()
+        if self._prompts_to_retry:
+            prompt_id = self._prompts_to_retry.popleft()
         else:
             prompt_id = self._next_prompt_id
             self._next_prompt_id += 1
@@ -187,13 +187,13 @@ class RolloutPool:
             group: Its group.
             rollout_id: The rollout.
             reward: Its reward.
-            commands: Receives the discard of a doomed group's rollout.
+            commands: Receives the discard of a cancelled group's rollout.
 
         Returns:
-            Whether the group is ready now: this was its last score, and it is not doomed.
+            Whether the group is ready now: this was its last score, and it is not cancelled.
         """
-        if group.doomed:
-            commands.append(DiscardRollouts((rollout_id,), group.doomed))
+        if group.cancelled:
+            commands.append(DiscardRollouts((rollout_id,), group.cancelled))
             self._forget_if_over(group)
             return False
         if group.scored and reward != group.scored_reward:
@@ -206,7 +206,7 @@ class RolloutPool:
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Book a rollout that ended early: gone if that was wanted, else to be started again."""
         group = self.leave_engine(rollout_id, engine, spans)
-        if group.doomed:
+        if group.cancelled:
             self._forget_if_over(group)
             return
         self.interrupted[rollout_id] = spans.num_tokens
@@ -219,24 +219,24 @@ class RolloutPool:
             engine: Where it was in progress. None: it had finished.
 
         Returns:
-            Its group, which can never be ready now, if it is not doomed already.
+            Its group, which can never be ready now, if it is not cancelled already.
         """
         group = self.awaited(rollout_id) if engine is None else self.leave_engine(rollout_id, engine, NO_TOKENS)
-        if group.doomed:
+        if group.cancelled:
             self._forget_if_over(group)
             return None
         return group
 
-    def doom(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
+    def cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
         """Give a group up: abort what is in flight, discard what has ended.
 
         Args:
-            group: A group in ``groups`` that is not doomed.
+            group: A group in ``groups`` that is not cancelled.
             reason: Why.
             commands: Receives the aborts and the discard.
         """
-        group.doomed = reason
-        self.num_doomed += self.group_size
+        group.cancelled = reason
+        self.num_cancelled += self.group_size
         ended = list(group.scored)
         first = group.group_id * self.group_size
         for rollout_id, engine in enumerate(group.engines, start=first):
@@ -250,9 +250,9 @@ class RolloutPool:
             self.starting = None
         self._forget_if_over(group)
 
-    def again(self, group: RolloutGroup) -> None:
-        """Have the prompt of a doomed group started again, before any new prompt."""
-        self._prompts_again.append(group.prompt_id)
+    def retry(self, group: RolloutGroup) -> None:
+        """Have the prompt of a cancelled group started again, before any new prompt."""
+        self._prompts_to_retry.append(group.prompt_id)
 
     def take(self, group: RolloutGroup) -> list[int]:
         """Hand a ready group over to training and return its rollouts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
 from pipelinerl.scheduler.rollouts import RolloutGroup
@@ -40,7 +42,7 @@ class ConventionalScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return not self._num_to_train and not self._num_taken
 
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         """Nothing: all rollouts of an RL step are trained in it, at a lag below G."""
 
     @property
@@ -58,15 +60,7 @@ class PartialRolloutScheduler(Scheduler):
     on a KV cache computed again. The RL step takes those that were ready first, or under ``max_lag`` those with the
     oldest tokens, and splits them into batches in order of admission, or oldest first.
 
-    ``max_lag`` is kept as the top of ``scheduler`` says, by the same gate. *Safe* is now an RL step as a whole, of
-    which batch i is trained at v + i: it begins only if afterwards, for every version x,
-
-        (live rollouts with bound <= x) <= max(0, B * (x + m - (v + G) + 1))
-
-    The gate keeps ``live with bound <= x <= B * (x + m - v + 1)`` for all x while v does not change. So of any live
-    groups in order of age, those with bound <= x are in the batches up to version x + m; and if all live groups were
-    ready, taking the G B oldest would be safe. There are as many, for when all engines have loaded v the gate admits
-    B * (m + 1), and m >= G - 1. The last RL step leaves nothing behind that has to be trained, and is always safe.
+    ``max_lag`` is kept by waiting (``lag_bound``).
     """
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
@@ -105,24 +99,20 @@ class PartialRolloutScheduler(Scheduler):
     def _is_safe(self, chosen: list[RolloutGroup], steps: int) -> bool:
         """Return whether all other live rollouts can still be trained in time after this RL step."""
         next_version = self.version + steps
-        if self.settings.max_lag is None or next_version == self.optimizer_steps:
+        if next_version == self.optimizer_steps:
             return True
-        num_chosen: dict[int, int] = {}
+        taken: Counter[int] = Counter()
         for group in chosen:
-            num_chosen[group.oldest_bound] = num_chosen.get(group.oldest_bound, 0) + self._pool.group_size
-        num_due = 0
-        for bound in sorted(self._live_by_bound):
-            num_due += self._live_by_bound[bound] - num_chosen.get(bound, 0)
-            num_batches = max(0, bound + self.settings.max_lag - next_version + 1)
-            if num_due > self.settings.train_batch_size * num_batches:
-                return False
-        return True
+            taken[group.oldest_bound] += self._pool.group_size
+        return self._lag_bound.is_safe(taken, version=next_version, left=self.settings.train_batch_size)
 
     def _may_admit(self) -> bool:
-        if self.settings.max_lag is None:
-            return True
-        num_batches = self._oldest_loaded + self.settings.max_lag - self.version + 1
-        return self.num_live + self._pool.group_size <= self.settings.train_batch_size * num_batches
+        return self._lag_bound.admits(
+            self._pool.group_size,
+            bound=self._oldest_loaded,
+            version=self.version,
+            left=self.settings.train_batch_size,
+        )
 
     def _enqueue(self, group: RolloutGroup, commands: list[Command]) -> None:  # noqa: ARG002 - discards nothing
         self._know_age(group)
@@ -135,7 +125,7 @@ class PartialRolloutScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return not self._to_train and not self._num_taken
 
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         """Nothing: admission is limited so that all can be trained in time."""
 
 
@@ -179,7 +169,7 @@ class OneStepOffScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return self.version == self._met_at and self._num_needed > 0
 
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         """Nothing: all rollouts of an RL step are trained in it, at a lag below 2 G."""
 
     @property

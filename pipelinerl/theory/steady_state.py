@@ -15,6 +15,7 @@ conventional    refill + prefill, then G optimizer steps, publication and phase 
 one step off    the longer of the two, and the publication
 pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
+                (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
 ==============  ====================================================================================================
 
 Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:

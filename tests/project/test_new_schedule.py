@@ -51,7 +51,7 @@ class OnPolicyScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return not self._num_taken
 
-    def _doom_stale(self, commands: list[Command]) -> None:
+    def _cancel_stale(self, commands: list[Command]) -> None:
         """Nothing: all is fresh."""
 
 

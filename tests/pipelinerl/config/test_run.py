@@ -914,7 +914,7 @@ def test_missing_keys_are_a_line_each() -> None:
     assert faults({}) == [f"run: {key} is missing" for key in keys]
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     assert tiny_faults("seed=-1", "scheduler.max_lags=1", "hardware.training.token_s=x") == [
         "run: seed must be at least 0, got -1",
         f"run: {LINES[0][1]}",

@@ -1,6 +1,6 @@
-"""The scheduler against a hostile but legal world: everything that may happen does, in any order.
+"""The scheduler against a hostile but legal driver: everything that may happen does, in any order.
 
-``World`` keeps its own books and never reads the scheduler's: which weights each engine samples with *in truth*
+``HostileDriver`` keeps its own books and never reads the scheduler's: which weights each engine samples with *in truth*
 (it reports them later), which version sampled each token, what has been reported. Whatever the scheduler
 commands is held against these books at once, and after every event so is what it does *not* command: free
 slots, an idle trainer or weights that could be published need a reason.
@@ -147,7 +147,7 @@ def cases(draw):
     return Case(scheduler, steps, draw(st.integers(1, 3)), group_size)
 
 
-class World:
+class HostileDriver:
     """What may happen, what has, and what must hold."""
 
     def __init__(self, case):
@@ -740,30 +740,30 @@ class World:
 @given(case=cases(), seed=st.integers(0, 2**32 - 1), num_happenings=st.integers(0, 200))
 def test_a_fresh_scheduler_and_a_copy_give_the_recorded_commands(case, seed, num_happenings):
     """Decisions depend on the events alone: in a replay from the start, and in a copy made at any time."""
-    world, rng = World(case), random.Random(seed)
-    world.go_on(rng, num_happenings=num_happenings, failures=True)
-    scheduler, num_events = copy.deepcopy(world.scheduler), len(world.events)
-    world.go_on(rng, num_happenings=200, failures=True)
-    world.replay()
-    assert [tuple(scheduler.handle(one)) for one in world.events[num_events:]] == world.answers[num_events + 1 :]
+    driver, rng = HostileDriver(case), random.Random(seed)
+    driver.go_on(rng, num_happenings=num_happenings, failures=True)
+    scheduler, num_events = copy.deepcopy(driver.scheduler), len(driver.events)
+    driver.go_on(rng, num_happenings=200, failures=True)
+    driver.replay()
+    assert [tuple(scheduler.handle(one)) for one in driver.events[num_events:]] == driver.answers[num_events + 1 :]
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_a_reward_that_comes_with_the_end_is_answered_as_one_that_follows(case, seed):
     """Each score that follows its rollout's end directly, put into that event: the same commands in the same order."""
-    world, rng = World(case), random.Random(seed)
+    driver, rng = HostileDriver(case), random.Random(seed)
     for _ in range(100):
-        world.go_on(rng, num_happenings=3, failures=True)
-        ends = [] if world.stopped else world.rollouts(Place.IN_FLIGHT)
+        driver.go_on(rng, num_happenings=3, failures=True)
+        ends = [] if driver.stopped else driver.rollouts(Place.IN_FLIGHT)
         if ends:
             entry = rng.choice(ends)
-            world.report(entry, obey_abort=rng.random() < 0.5)
-            if entry[2].place is Place.SCORING and not world.stopped:
-                world.score(entry, float(rng.randint(0, 1)))
+            driver.report(entry, obey_abort=rng.random() < 0.5)
+            if entry[2].place is Place.SCORING and not driver.stopped:
+                driver.score(entry, float(rng.randint(0, 1)))
     scheduler = case.fresh()
-    assert tuple(scheduler.start()) == world.answers[0]
-    happened = list(zip(world.events, world.answers[1:], strict=True))
+    assert tuple(scheduler.start()) == driver.answers[0]
+    happened = list(zip(driver.events, driver.answers[1:], strict=True))
     num_merged = 0
     while happened:
         one, answer = happened.pop(0)
@@ -781,11 +781,11 @@ def test_a_reward_that_comes_with_the_end_is_answered_as_one_that_follows(case, 
 class SchedulerMachine(RuleBasedStateMachine):
     """Every legal order of events, for any configuration; drives itself to the end when it is over."""
 
-    world = None
+    driver = None
 
     @initialize(case=cases())
     def begin(self, case):
-        self.world = World(case)
+        self.driver = HostileDriver(case)
         self.copies = []  # (copy of the scheduler, number of events it has seen)
 
     def pick(self, options, number):
@@ -793,93 +793,93 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(engine=st.integers(0, 2))
     def decode(self, engine):
-        self.world.decode(engine % self.world.case.num_engines)
+        self.driver.decode(engine % self.driver.case.num_engines)
 
-    @precondition(lambda self: self.world.running())
+    @precondition(lambda self: self.driver.running())
     @rule(number=st.integers(0, 20))
     def generate_last(self, number):
-        self.world.generate_last(self.pick(self.world.running(), number))
+        self.driver.generate_last(self.pick(self.driver.running(), number))
 
-    @precondition(lambda self: self.world.rollouts(Place.IN_FLIGHT))
+    @precondition(lambda self: self.driver.rollouts(Place.IN_FLIGHT))
     @rule(number=st.integers(0, 20), obey_abort=st.booleans())
     def report(self, number, obey_abort):
-        self.world.report(self.pick(self.world.rollouts(Place.IN_FLIGHT), number), obey_abort=obey_abort)
+        self.driver.report(self.pick(self.driver.rollouts(Place.IN_FLIGHT), number), obey_abort=obey_abort)
 
-    @precondition(lambda self: self.world.rollouts(Place.IN_FLIGHT))
+    @precondition(lambda self: self.driver.rollouts(Place.IN_FLIGHT))
     @rule(obey_abort=st.booleans())
     def report_all(self, obey_abort):
-        for entry in self.world.rollouts(Place.IN_FLIGHT):
-            self.world.report(entry, obey_abort=obey_abort)
+        for entry in self.driver.rollouts(Place.IN_FLIGHT):
+            self.driver.report(entry, obey_abort=obey_abort)
 
-    @precondition(lambda self: self.world.rollouts(Place.SCORING))
+    @precondition(lambda self: self.driver.rollouts(Place.SCORING))
     @rule(number=st.integers(0, 20), reward=st.sampled_from([0.0, 1.0]))
     def score(self, number, reward):
-        self.world.score(self.pick(self.world.rollouts(Place.SCORING), number), reward)
+        self.driver.score(self.pick(self.driver.rollouts(Place.SCORING), number), reward)
 
-    @precondition(lambda self: self.world.rollouts(Place.SCORING))
+    @precondition(lambda self: self.driver.rollouts(Place.SCORING))
     @rule(rewards=st.sampled_from([(0.0, 1.0), (1.0,)]))
     def score_all(self, rewards):
-        for number, entry in enumerate(self.world.rollouts(Place.SCORING)):
-            self.world.score(entry, self.pick(rewards, number))
+        for number, entry in enumerate(self.driver.rollouts(Place.SCORING)):
+            self.driver.score(entry, self.pick(rewards, number))
 
-    @precondition(lambda self: self.world.running())
+    @precondition(lambda self: self.driver.running())
     @rule(number=st.integers(0, 20))
     def preempt(self, number):
-        self.world.preempt(self.pick(self.world.running(), number))
+        self.driver.preempt(self.pick(self.driver.running(), number))
 
-    @precondition(lambda self: self.world.rollouts(Place.IN_FLIGHT, Place.SCORING))
+    @precondition(lambda self: self.driver.rollouts(Place.IN_FLIGHT, Place.SCORING))
     @rule(number=st.integers(0, 40))
     def fail(self, number):
-        self.world.fail(self.pick(self.world.rollouts(Place.IN_FLIGHT, Place.SCORING), number))
+        self.driver.fail(self.pick(self.driver.rollouts(Place.IN_FLIGHT, Place.SCORING), number))
 
-    @precondition(lambda self: self.world.training)
+    @precondition(lambda self: self.driver.training)
     @rule()
     def finish_training(self):
-        self.world.finish_training()
+        self.driver.finish_training()
 
-    @precondition(lambda self: self.world.publishing)
+    @precondition(lambda self: self.driver.publishing)
     @rule()
     def finish_publishing(self):
-        self.world.finish_publishing()
+        self.driver.finish_publishing()
 
-    @precondition(lambda self: self.world.engines_to_load())
+    @precondition(lambda self: self.driver.engines_to_load())
     @rule(number=st.integers(0, 2), all_have_arrived=st.booleans())
     def take_weights(self, number, all_have_arrived):
-        engine = self.pick(self.world.engines_to_load(), number)
-        self.world.take_weights(engine, all_have_arrived=all_have_arrived)
+        engine = self.pick(self.driver.engines_to_load(), number)
+        self.driver.take_weights(engine, all_have_arrived=all_have_arrived)
 
-    @precondition(lambda self: self.world.losable())
+    @precondition(lambda self: self.driver.losable())
     @rule(number=st.integers(0, 20))
     def lose(self, number):
-        self.world.lose(self.pick(self.world.losable(), number))
+        self.driver.lose(self.pick(self.driver.losable(), number))
 
-    @precondition(lambda self: self.world.engines_to_report())
+    @precondition(lambda self: self.driver.engines_to_report())
     @rule(number=st.integers(0, 2))
     def report_loaded(self, number):
-        self.world.report_loaded(self.pick(self.world.engines_to_report(), number))
+        self.driver.report_loaded(self.pick(self.driver.engines_to_report(), number))
 
     @rule(number=st.integers(0, 100))
     def lie(self, number):
         """An impossible event is refused and changes nothing: the replay at the end knows nothing of it."""
-        self.world.lie(number)
+        self.driver.lie(number)
 
     @precondition(lambda self: len(self.copies) < 2)
     @rule()
     def copy(self):
-        self.copies.append((copy.deepcopy(self.world.scheduler), len(self.world.events)))
+        self.copies.append((copy.deepcopy(self.driver.scheduler), len(self.driver.events)))
 
     def teardown(self):
-        """A fair world without failures brings every run to its end, and another scheduler to the same end."""
-        world = self.world
-        if world is None or not world.sound:
+        """A fair driver without failures brings every run to its end, and another scheduler to the same end."""
+        driver = self.driver
+        if driver is None or not driver.sound:
             return  # it has failed already
-        world.go_on(random.Random(0), num_happenings=10_000, failures=False)
-        assert world.stopped is StopReason.DONE or world.config.discard_limit < 10**6
-        event(f"{world.config.kind}, {world.stopped}")
-        world.replay()
+        driver.go_on(random.Random(0), num_happenings=10_000, failures=False)
+        assert driver.stopped is StopReason.DONE or driver.config.discard_limit < 10**6
+        event(f"{driver.config.kind}, {driver.stopped}")
+        driver.replay()
         for scheduler, num_events in self.copies:
-            answers = [tuple(scheduler.handle(one)) for one in world.events[num_events:]]
-            assert answers == world.answers[num_events + 1 :]
+            answers = [tuple(scheduler.handle(one)) for one in driver.events[num_events:]]
+            assert answers == driver.answers[num_events + 1 :]
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
