@@ -1,0 +1,60 @@
+"""Fixtures of the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import TINY, Command, InThisProcess, Result
+
+import analysis.report
+import sim.parallel
+from pipelinerl import cli
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing: it is most of the time of a short run."""
+    monkeypatch.setattr(analysis.report, "save_figures", lambda *_, **__: [])
+
+
+@pytest.fixture
+def small_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw everything, but with few pixels."""
+    monkeypatch.setattr(analysis.report, "DPI", 20)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim.parallel, "ProcessPoolExecutor", InThisProcess)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A run file."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def finished(command: Command, tmp_path: Path, tiny: Path, no_figures: None) -> Path:
+    """A run folder with its trace."""
+    assert command("simulate", tiny, "--out", tmp_path / "run", "--trace", "full").status == 0
+    return tmp_path / "run"

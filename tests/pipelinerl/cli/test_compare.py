@@ -1,0 +1,128 @@
+"""`pipelinerl compare`: what it prints, what the folder holds, and what is drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import COMPARE, STALLS, TINY, Command, everything_in
+
+import analysis.figures
+import analysis.report
+from pipelinerl.config.run_file import load_run
+
+
+@pytest.mark.usefixtures("in_this_process", "no_figures")
+def test_compare_prints_a_row_per_arm_and_keeps_what_it_prints(command: Command, tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + COMPARE)
+    result = command("compare", tiny, "--out", tmp_path / "out")
+    assert (result.status, result.err) == (0, "")
+    kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert "tiny.toml: speed-up over conventional" in result.out
+    assert "as given" in result.out
+    for arm in kept["scenarios"][0]["arms"]:
+        (row,) = [line for line in result.out.splitlines() if line.startswith(arm["name"])]
+        summary, seconds = arm["summary"], arm["summary"]["seconds"]
+        shares = [
+            f"{seconds[key] / summary['duration_s']:.0%}" if seconds[key] else "-"
+            for key in ("generating", "training", "publishing", "waiting_for_data")
+        ]
+        assert row.split() == [
+            arm["name"],
+            f"{arm['speedup']:.2f}",
+            f"{summary['tokens_per_s']:,.0f}",
+            f"{summary['duration_s'] / 6:.4g}",
+            f"{summary['lag']['mean']:.2f}",
+            str(summary["lag"]["max"]),
+            *shares,
+        ]
+
+
+@pytest.mark.usefixtures("in_this_process", "no_figures")
+def test_json_of_compare_is_the_comparison_of_the_folder(command: Command, tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + COMPARE)
+    result = command("compare", tiny, "--json", "--seed", 8, "--out", tmp_path / "out")
+    assert (result.status, result.err) == (0, "")
+    assert json.loads(result.out) == json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert load_run(tmp_path / "out" / "as_given" / "pipeline" / "run.toml").seed == 8
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_without_a_compare_table_the_run_is_compared_with_conventional_rl(command: Command, tiny: Path) -> None:
+    result = json.loads(command("compare", tiny, "--json").out)
+    assert result["baseline"] == "conventional G=32"
+    names = [arm["name"] for arm in result["scenarios"][0]["arms"]]
+    assert names == ["pipeline (as given)", "conventional G=8", "conventional G=16", "conventional G=32"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process", "small_figures")
+def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure(
+    command: Command, tmp_path: Path, tiny: Path
+) -> None:
+    tiny.write_text(TINY + COMPARE)
+    for name in ("first", "second"):
+        assert command("compare", tiny, "--out", tmp_path / name).status == 0
+    first = everything_in(tmp_path / "first")
+    assert {"comparison.json", "as_given/pipeline/steps.csv", "figures/speedup_by_scenario.png"} <= set(first)
+    assert first == everything_in(tmp_path / "second")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_paper_mode_is_compared_in_flashes_with_the_analytic_curves_beside_it(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = []
+    monkeypatch.setattr(analysis.report, "save_figures", lambda *_, **drawn: curves.append(drawn["curves"]) or [])
+    tiny.write_text(TINY + COMPARE)
+    flashes = "hardware.decode={kind='utilisation', flash_s=0.001}"
+    result = command("compare", tiny, "--set", flashes, "--out", tmp_path / "out")
+    assert result.status == 0
+    assert "tok/flash" in result.out
+    arms = json.loads((tmp_path / "out" / "comparison.json").read_text())["scenarios"][0]["arms"]
+    assert f"{arms[0]['summary']['tokens_per_flash']:.2f}" in result.out
+    assert curves[0].max_lag[0] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("has_baseline", [True, False])
+def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, has_baseline: bool
+) -> None:
+    """Where the baseline is among the failed there is no speed-up to draw, but all else."""
+    monkeypatch.setattr(analysis.report, "DPI", 20)
+    baseline = "pipeline" if has_baseline else "stalls"
+    arms = f'[{{ name = "pipeline" }}, {{ name = "stalls", set = {json.dumps(STALLS)} }}]'
+    tiny.write_text(f'{TINY}\n[compare]\nbaseline = "{baseline}"\narms = {arms}\n')
+    result = command("compare", tiny, "--out", tmp_path / "out")
+    assert result.status == 1
+    assert result.err.startswith("pipelinerl: scenario 'as given', arm 'stalls': stalled: more than ")
+    assert result.err.count("\n") == 1
+    (row,) = [line for line in result.out.splitlines() if line.startswith("pipeline")]
+    assert row.split()[1] == ("1.00" if has_baseline else "-")
+    names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
+    assert "lag_by_step" in names
+    assert ("speedup_by_scenario" in names) == has_baseline
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_first_scenario_with_a_finished_run_stands_for_all_in_the_figures_of_runs(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def draw(runs: list[Any], _folder: Path, *, comparison: Any, curves: Any, **_: Any) -> list[Path]:
+        analysis.figures.speedup_by_scenario(comparison)  # it does without the missing arms
+        drawn.append(([(run.name, run.summary["seed"]) for run in runs], list(comparison.scenarios), curves))
+        return []
+
+    monkeypatch.setattr(analysis.report, "save_figures", draw)
+    scenarios = f'[{{ name = "stalls", set = {json.dumps(STALLS)} }}, {{ name = "goes well", set = ["seed=5"] }}]'
+    tiny.write_text(TINY + COMPARE + f"scenarios = {scenarios}\n")
+    result = command("compare", tiny, "--out", tmp_path / "out")
+    assert drawn == [([("pipeline", 5), ("conventional", 5)], ["stalls", "goes well"], None)]
+    assert (result.status, result.err.count("\n")) == (1, 2)
+    assert result.err.startswith("pipelinerl: scenario 'stalls', arm 'conventional': stalled: ")

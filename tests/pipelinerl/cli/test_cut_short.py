@@ -1,0 +1,90 @@
+"""Ctrl-C and kill: what was finished stays readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import TINY, Command, assert_fails, has_rows, rows_of, started, wait_for
+
+from pipelinerl.config.run_file import load_run
+
+ENDLESS = ("--set", "optimizer_steps=100000000")
+
+
+def test_ctrl_c_leaves_what_was_finished_readable(command: Command, tmp_path: Path, tiny: Path) -> None:
+    out = tmp_path / "run"
+    process = started("simulate", tiny, *ENDLESS, "--out", out, "--trace", "full")
+    wait_for(lambda: has_rows(out / "steps.csv", 3), process)
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    line = "pipelinerl: interrupted; what was finished is kept\n"
+    assert (process.returncode, stdout, stderr) == (1, "", line)
+    steps = [int(row["step"]) for row in rows_of(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 3
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["complete"], summary["optimizer_steps"]) == (False, len(steps))
+    result = command("replay", out)
+    assert result.status == 0
+    assert result.out.startswith("identical: ")
+
+
+def test_a_killed_run_leaves_whole_rows_of_the_steps_it_made(command: Command, tmp_path: Path, tiny: Path) -> None:
+    out = tmp_path / "run"
+    process = started("simulate", tiny, *ENDLESS, "--out", out, "--trace", "full")
+    wait_for(lambda: has_rows(out / "steps.csv", 3), process)
+    process.kill()
+    process.communicate(timeout=60)
+    steps = [int(row["step"]) for row in rows_of(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 3
+    assert load_run(out / "run.toml").optimizer_steps == 100_000_000
+    assert_fails(command("plot", out), 2, f"{out}/summary.json")
+    assert_fails(command("replay", out), 2)
+
+
+ONE_LONG = """
+[compare]
+baseline = "short"
+arms = [{ name = "short" }, { name = "long", set = ["optimizer_steps=100000000"] }]
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_the_finished_runs_of_a_comparison(command: Command, tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + ONE_LONG)
+    out = tmp_path / "out"
+    process = started("compare", tiny, "--out", out)
+    wait_for((out / "as_given" / "short" / "summary.json").exists, process)
+    wait_for(lambda: has_rows(out / "as_given" / "long" / "steps.csv", 3), process)
+    time.sleep(0.2)  # for the news of the short run to arrive
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    line = "pipelinerl: interrupted; the runs that had ended are kept\n"
+    assert (process.returncode, stderr) == (1, line)
+    assert "short" in stdout
+    assert "long" not in stdout
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert [arm["name"] for arm in comparison["scenarios"][0]["arms"]] == ["short"]
+    assert comparison["complete"] is False
+    assert len(rows_of(out / "as_given" / "short")) == 6
+    assert len(rows_of(out / "as_given" / "long")) >= 3
+    assert_fails(command("compare", tiny, "--out", out), 2, f"got {out}, which holds comparison.json")
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_killed_comparison_end_too(tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + ONE_LONG)
+    steps = tmp_path / "out" / "as_given" / "long" / "steps.csv"
+    process = started("compare", tiny, "--out", tmp_path / "out")
+    wait_for(lambda: has_rows(steps, 3), process)
+    process.kill()
+    process.communicate(timeout=60)  # ends when the last worker has closed its end of stdout
+    size = steps.stat().st_size
+    time.sleep(0.2)
+    assert steps.stat().st_size == size

@@ -1,0 +1,105 @@
+"""Help, installation, and what is missing without extras."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+import pytest
+from command_line import COMPARE, TINY, Command, everything_in, program
+
+from pipelinerl import cli
+from pipelinerl.cli.options import needs_extra
+from pipelinerl.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+EXTRAS = ("torch", "vllm", "ray", "deepspeed", "transformers", "datasets", "math_verify", "wandb", "tensorboard")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_teaches_the_commands_and_where_to_start(command: Command, arguments: tuple[str, ...]) -> None:
+    result = command(*arguments)
+    text = result.out + result.err  # where it goes without a command depends on typer's version
+    for word in ("simulate", "compare", "plot", "replay", "pipelinerl simulate examples/quickstart.toml"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", ["simulate", "compare"])
+def test_help_of_a_run_names_the_run_file_and_the_options(command: Command, name: str) -> None:
+    result = command(name, "--help")
+    assert (result.status, result.err) == (0, "")
+    for word in ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json"):
+        assert word in result.out
+
+
+@pytest.mark.parametrize(("name", "words"), [("plot", ("DIR...", "--out")), ("replay", ("DIR", "--trace full"))])
+def test_help_of_what_reads_runs_names_the_folder(command: Command, name: str, words: tuple[str, ...]) -> None:
+    result = command(name, "--help")
+    assert (result.status, result.err) == (0, "")
+    for word in words:
+        assert word in result.out
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="pipelinerl")
+    assert script.load() is cli.main
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra_before_anything_is_done(tmp_path: Path) -> None:
+    command = [*program("import sys; sys.modules['torch'] = None"), "measure", "--out", "out"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    line = "pipelinerl: torch is not installed; install it with: pip install 'pipelinerl[train-cpu]'\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+    assert everything_in(tmp_path) == {}
+
+
+def test_a_missing_module_is_called_by_its_full_name() -> None:
+    with pytest.raises(ConfigError, match=r"^torch\._C is not installed.*\[learn\]"), needs_extra("learn"):
+        raise ModuleNotFoundError("No module named 'torch._C'", name="torch._C")
+
+
+@pytest.mark.slow
+def test_without_extras_simulate_compare_plan_plot_validate_and_replay_run(tmp_path: Path, tiny: Path) -> None:
+    tiny.write_text(TINY + COMPARE + "[plan]\nsimulate = 2\nsimulate_steps = 6\n", encoding="utf-8")
+    rows = tmp_path / "rows.csv"
+    shipped = ROOT / "sim" / "validation" / "published_runs" / "runs.csv"
+    rows.write_text("".join(shipped.read_text(encoding="utf-8").splitlines(keepends=True)[:2]), encoding="utf-8")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))"
+    for arguments in (
+        ("simulate", tiny, "--out", "run", "--trace", "full"),
+        ("compare", tiny, "--out", "compared"),
+        ("plan", tiny, "--out", "planned", "--workers", "1"),
+        ("plot", "run"),
+        ("validate", rows),
+        ("replay", "run"),
+    ):
+        ended = subprocess.run(
+            [*program(blocked), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(
+        [*program(), "simulate", tiny, "--json"], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        summary = json.loads(process.stdout.read())
+        shown = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        except OSError:  # Linux: the other end of the terminal is closed
+            pass
+        os.close(ours)
+    assert process.returncode == 0
+    assert summary["optimizer_steps"] == 6
+    assert b"optimizer steps" in shown
+    assert b"6/6" in shown

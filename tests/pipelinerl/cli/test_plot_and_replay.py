@@ -1,0 +1,117 @@
+"""`pipelinerl plot`, `replay` and `drift`: what reads the folders of runs."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import TINY, Command, Result, assert_fails, everything_in
+
+import analysis.report
+
+
+def test_plot_prints_the_figures_it_has_drawn(command: Command, tmp_path: Path, finished: Path) -> None:
+    paths = [finished / "figures" / "one.png"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analysis.report, "save_figures", lambda *_, **__: paths)
+        assert command("plot", finished) == Result(0, f"{paths[0]}\n", "")
+
+
+@pytest.mark.slow
+def test_plot_draws_runs_side_by_side_where_it_is_told_to(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(analysis.report, "save_figures", lambda *_, **__: [])
+        for lag in (1, 2):
+            out = tmp_path / f"lag{lag}"
+            assert command("simulate", tiny, "--set", f"scheduler.max_lag={lag}", "--out", out).status == 0
+    monkeypatch.setattr(analysis.report, "DPI", 20)
+    result = command("plot", tmp_path / "lag1", tmp_path / "lag2", "--out", tmp_path / "new" / "figures")
+    assert (result.status, result.err) == (0, "")
+    paths = [Path(line) for line in result.out.splitlines()]
+    assert sorted(paths) == sorted((tmp_path / "new" / "figures").iterdir())
+    names = {path.name for path in paths}
+    assert {"lag_by_step.png", "timeline_lag1.pdf", "timeline_lag2.pdf", "throughput_against_max_lag.png"} <= names
+    assert not (tmp_path / "lag1" / "figures").exists()
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        (("none",), "cannot read {tmp}/none/summary.json: "),
+        (("run", "no_profile"), "cannot read {tmp}/no_profile/profile.json: "),
+        (("run", "run"), "run folders must be different, got {tmp}/run, {tmp}/run"),
+        (("comparison",), "{tmp}/comparison/comparison.json has no arm yet"),
+        (("run", "comparison"), "DIR... must be runs or a single comparison, got 2 with {tmp}/comparison"),
+    ],
+)
+def test_what_cannot_be_drawn_has_status_2_and_nothing_is_drawn(
+    command: Command, tmp_path: Path, finished: Path, folders: tuple[str, ...], words: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "no_profile", ignore=shutil.ignore_patterns("profile.json"))
+    (tmp_path / "comparison").mkdir()
+    (tmp_path / "comparison" / "comparison.json").write_text(
+        '{"baseline": "a", "scenarios": [], "failures": [], "complete": true}'
+    )
+    before = everything_in(tmp_path)
+    assert_fails(command("plot", *(tmp_path / folder for folder in folders)), 2, words.format(tmp=tmp_path))
+    assert everything_in(tmp_path) == before
+
+
+def test_figures_that_cannot_be_written_have_status_2(
+    command: Command, finished: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # from here on figures are drawn
+    line = f"--out must be a folder that can be written, got {tiny}: File exists"
+    assert_fails(command("plot", finished, "--out", tiny), 2, line)
+    assert tiny.read_text() == TINY
+
+
+# ----------------------------------------------------------------------------------------- replay
+
+
+def test_replay_says_identical_and_how_much_it_compared(command: Command, finished: Path) -> None:
+    lines = gzip.decompress((finished / "trace.jsonl.gz").read_bytes()).decode().splitlines()
+    num_commands = sum('"command"' in line for line in lines)
+    num_events = len(lines) - 1 - num_commands
+    text = f"identical: {num_commands} commands from {num_events} events\n"
+    assert command("replay", finished) == Result(0, text, "")
+    assert command("replay", finished / "trace.jsonl.gz") == Result(0, text, "")
+
+
+def test_replay_of_a_changed_command_says_where_with_status_1(command: Command, finished: Path) -> None:
+    path = finished / "trace.jsonl.gz"
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True)
+    number = next(number for number, line in enumerate(lines) if '"StartTraining"' in line)
+    lines[number] = lines[number].replace('"version":0', '"version":1')
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+    result = command("replay", finished)
+    assert (result.status, result.err) == (1, "")
+    assert result.out.startswith(f"different: line {number + 1}, after RolloutFinished(")
+    assert "recorded StartTraining(" in result.out
+    assert "version=1, completes_step=True), now StartTraining(" in result.out
+    assert result.out.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["cannot read trace {path}: No such file", "{path} is cut off after line "])
+def test_a_missing_or_broken_trace_has_status_2(command: Command, finished: Path, words: str) -> None:
+    path = finished / "trace.jsonl.gz"
+    data = path.read_bytes()
+    if "cut off" in words:
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        path.unlink()
+    assert_fails(command("replay", finished), 2, words.format(path=path))
+
+
+def test_a_drift_model_is_not_checked_with_a_run_that_has_not_learned(
+    command: Command, tmp_path: Path, finished: Path
+) -> None:
+    for path in finished.glob("*.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1, "ess/token_raw": 0.9, "ess/lag_1": 0.9}\n')
+    result = command("drift", tmp_path, "--check", finished)
+    assert_fails(result, 2, f"--check needs runs that learned, got {finished.name}, whose metrics have no ESS")

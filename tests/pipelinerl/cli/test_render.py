@@ -1,0 +1,85 @@
+"""Tables of runs and comparisons on a terminal."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Command
+
+from pipelinerl.cli.render_comparison import print_comparison
+from pipelinerl.cli.render_run import duration, print_summary
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 ms"),
+        (0.0025, "2.50 ms"),
+        (1.999, "1,999.00 ms"),
+        (2.0, "2.00 s"),
+        (119.9, "119.90 s"),
+        (120.0, "2.00 min"),
+        (7199.0, "119.98 min"),
+        (7200.0, "2.00 h"),
+        (9e6, "2,500.00 h"),
+    ],
+)
+def test_a_time_span_is_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.fixture
+def summary(command: Command, tiny: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(command("simulate", tiny, "--json").out)
+    return loaded
+
+
+def test_an_incomplete_run_says_so(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary(summary, "run")
+    assert "ended early" not in capsys.readouterr().out
+    print_summary(summary | {"complete": False}, "run")
+    assert "no: the run ended early" in capsys.readouterr().out
+
+
+def test_a_run_of_no_time_at_all_has_a_table(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = dict.fromkeys(summary["seconds"], 0.0)
+    print_summary(summary | {"duration_s": 0.0, "seconds": seconds}, "run")
+    assert "none" in capsys.readouterr().out
+
+
+def one_arm(name: str, scenario: str, summary: dict[str, Any], baseline: str = "b") -> dict[str, Any]:
+    arm = {"name": name, "folder": "x", "speedup": 1.5, "summary": summary}
+    return {"baseline": baseline, "scenarios": [{"name": scenario, "arms": [arm]}]}
+
+
+def test_names_are_printed_as_they_are(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets are markup to rich, which drops what it knows and raises at a lone [/]."""
+    print_comparison(one_arm("[red]x", "[/] y", summary, baseline="[bold]z"), "[blue]run.toml")
+    print_summary(summary, "[/]run.toml")
+    shown = capsys.readouterr().out
+    for name in ("[red]x", "[/] y", "[blue]run.toml: speed-up over [bold]z", "[/]run.toml: pipeline"):
+        assert name in shown
+
+
+def test_a_long_name_gives_way_to_the_numbers(
+    summary: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    large = copy.deepcopy(summary) | {"tokens_per_s": 123456789.0}
+    print_comparison(one_arm("A" * 90, "Z" * 90, large), "run.toml")
+    shown = capsys.readouterr().out
+    assert any("123,456,789" in line and "1.50" in line for line in shown.splitlines())
+    assert (shown.count("A"), shown.count("Z"), shown.count("…")) == (90, 90, 0)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_an_arm_without_a_step_has_no_seconds_per_step(
+    summary: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_comparison(one_arm("arm", "as given", summary | {"optimizer_steps": 0}), "run.toml")
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("arm")]
+    assert row.split()[3] == "-"

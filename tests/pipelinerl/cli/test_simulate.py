@@ -1,0 +1,146 @@
+"""`pipelinerl simulate`: what it prints, what the folder holds, and what a run that fails leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import (
+    EMPIRICAL,
+    RUN_FILES,
+    STALLS,
+    Command,
+    Result,
+    assert_fails,
+    everything_in,
+    program,
+    rows_of,
+    sets,
+)
+
+from pipelinerl.cli.render_run import duration
+from pipelinerl.config.run_file import load_run
+from pipelinerl.records.run_folder import RunFolder
+
+
+def test_the_run_folder_holds_the_run_and_the_table_its_numbers(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None
+) -> None:
+    result = command("simulate", tiny, "--out", tmp_path / "run")
+    assert (result.status, result.err) == (0, "")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == RUN_FILES
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["optimizer_steps"], summary["complete"]) == (6, True)
+    lag, rollouts = summary["lag"], summary["rollouts"]
+    for number in (
+        "tiny.toml: pipeline",
+        f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['samples_per_s']:,.1f} samples/s",
+        f"mean {lag['mean']:.2f}, p95 {lag['p95']}, p99 {lag['p99']}, max {lag['max']}",
+        f"{lag['in_flight_mean']:.2f} in flight, {lag['in_queue_mean']:.2f} in queue",
+        f"training {summary['seconds']['training'] / summary['duration_s']:.0%}",
+        f"generation {summary['utilisation']['generation']:.0%}, training {summary['utilisation']['training']:.0%}",
+        summary["bottleneck"],
+        duration(summary["duration_s"]),
+        f"{rollouts['started']:,} started",
+        f"{rollouts['trained']:,} trained",
+    ):
+        assert number in result.out
+    rows = rows_of(tmp_path / "run")
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert sum(int(row["tokens"]) for row in rows) == summary["tokens_trained"]
+
+
+def test_json_on_stdout_is_the_summary_of_the_folder(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None
+) -> None:
+    result = command("simulate", tiny, "--json", "--out", tmp_path / "run")
+    assert (result.status, result.err) == (0, "")
+    assert json.loads(result.out) == json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert json.loads(command("simulate", tiny, "--json").out) == json.loads(result.out)
+
+
+def test_without_out_nothing_is_written(command: Command, tmp_path: Path, tiny: Path) -> None:
+    before = everything_in(tmp_path)
+    assert command("simulate", tiny).status == 0
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bytes_in_every_file_and_figure(
+    command: Command, tmp_path: Path, tiny: Path, small_figures: None
+) -> None:
+    """The folders have the same name, as figures name a run by its folder."""
+    for name in ("first", "second"):
+        assert command("simulate", tiny, "--out", tmp_path / name / "run", "--trace", "full").status == 0
+    first = everything_in(tmp_path / "first" / "run")
+    assert {*RUN_FILES, "trace.jsonl.gz", "figures/lag_by_step.png", "figures/time_split.pdf"} <= set(first)
+    assert first == everything_in(tmp_path / "second" / "run")
+
+
+def test_another_seed_gives_another_run_and_the_option_overrides_the_file(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None
+) -> None:
+    for name, seed in (("a", ()), ("b", ("--seed", 4)), ("c", ("--seed", 3)), ("d", ("--set", "seed=4"))):
+        assert command("simulate", tiny, *seed, "--out", tmp_path / name, "--trace", "full").status == 0
+    a, b, c, d = (everything_in(tmp_path / name) for name in "abcd")
+    assert a == c
+    assert b == d
+    for name in a:
+        assert a[name] != b[name], name
+    assert load_run(tmp_path / "b" / "run.toml").seed == 4
+
+
+def test_the_run_file_of_the_folder_makes_the_same_run_again(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.csv").write_text("prompt_id,response_tokens\n1,5\n1,50\n2,20\n")
+    overrides = sets(EMPIRICAL, "workload.length.source=mine.csv", "scheduler.max_lag=2")
+    assert command("simulate", tiny, *overrides, "--seed", 9, "--out", tmp_path / "a").status == 0
+    monkeypatch.chdir("/")
+    assert command("simulate", tmp_path / "a" / "run.toml", "--out", tmp_path / "b").status == 0
+    assert everything_in(tmp_path / "a") == everything_in(tmp_path / "b")
+
+
+def test_a_run_may_go_into_a_folder_that_holds_other_things(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None
+) -> None:
+    assert command("simulate", tiny, "--out", tmp_path).status == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*RUN_FILES, "tiny.toml"])
+
+
+def test_conventional_says_its_g_and_paper_mode_counts_in_flashes(command: Command, tiny: Path) -> None:
+    overrides = sets("scheduler.kind=conventional", "hardware.decode={kind='utilisation', flash_s=0.001}")
+    result = command("simulate", tiny, *overrides)
+    summary = json.loads(command("simulate", tiny, *overrides, "--json").out)
+    assert "tiny.toml: conventional G=3" in result.out
+    assert summary["tokens_per_flash"] == pytest.approx(summary["tokens_per_s"] * 0.001)
+    assert f"{summary['tokens_per_flash']:.2f} tokens/flash" in result.out
+
+
+def test_a_run_that_fails_has_status_1_and_is_kept(command: Command, tmp_path: Path, tiny: Path) -> None:
+    result = command("simulate", tiny, *sets(*STALLS), "--out", tmp_path / "run", "--trace", "full")
+    assert_fails(result, 1, "stalled: ", "scheduler.discard_limit")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["complete"] is False
+    assert command("replay", tmp_path / "run").status == 0
+
+
+def test_a_full_disk_has_status_1(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_folder: RunFolder, _row: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "write_step", full)
+    result = command("simulate", tiny, "--out", tmp_path / "run")
+    assert_fails(result, 1, "No space left on device")
+
+
+def test_a_file_that_may_not_grow_leaves_no_traceback(tmp_path: Path, tiny: Path) -> None:
+    """The real thing, as far as a test may go: a limit on the size of files."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    command = [*program(limit), "simulate", tiny, "--out", tmp_path / "run", "--set", "optimizer_steps=100"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_fails(Result(ended.returncode, ended.stdout, ended.stderr), 1, "File too large")

@@ -1,0 +1,173 @@
+"""Wrong input: exit status 2, a line per fault on stderr, nothing on stdout, nothing written.
+
+The wording of a message is tested where it is made.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import EMPIRICAL, TINY, Command, Result, assert_fails, everything_in, sets
+
+from pipelinerl.errors import ConfigError
+
+FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "an unknown key": (("scheduler.max_lagg=3",), "tiny.toml: scheduler.max_lagg is"),
+    "an unknown table": (("schedule.max_lag=3",), "schedule is an unknown key; did you mean scheduler? allowed: "),
+    "two keys that do not fit": (("cluster.accelerators=1",), "tiny.toml: cluster.generation_accelerators must"),
+    "a max_lag that no schedule can meet": (
+        ("scheduler.kind=conventional", "scheduler.max_lag=1"),
+        "tiny.toml: scheduler.max_lag cannot",
+    ),
+    "a rollout longer than the KV cache": (("hardware.kv_cache_tokens=59",), "tiny.toml: hardware.kv_cache_tokens"),
+    "a prompt of the length file longer than the KV cache": (
+        (EMPIRICAL, "workload.length.source=good.csv", "hardware.kv_cache_tokens=149"),
+        "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and workload.length.max, "
+        "150 tokens in all, got kv_cache_tokens=149",
+    ),
+    "a missing length file": ((EMPIRICAL, "workload.length.source=none.csv"), "workload.length.source {tmp}/none.csv"),
+    "a length file that is a folder": ((EMPIRICAL, "workload.length.source=folder.csv"), "Is a directory"),
+    "an unknown shipped set": (
+        (EMPIRICAL, "workload.length.source=skythoughts"),
+        "workload.length.source must be a shipped set or the path of a .csv file, got 'skythoughts'; did you mean "
+        "skythought? shipped sets: ",
+    ),
+    "a length file with a wrong cell": (
+        (EMPIRICAL, "workload.length.source=cell.csv"),
+        "{tmp}/cell.csv line 3: response_tokens must be a whole number from 0 to 1000000000, got 'many'",
+    ),
+    "a missing utilisation table": (
+        ("hardware.decode={kind='utilisation', flash_s=1e-5, table='none.csv'}",),
+        "cannot read utilisation table {tmp}/none.csv: No such file or directory",
+    ),
+    "an override without =": (("scheduler.max_lag",), "--set must be KEY=VALUE"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_wrong_key(command: Command, tmp_path: Path, tiny: Path, overrides: tuple[str, ...], words: str) -> None:
+    (tmp_path / "good.csv").write_text("prompt_id,response_tokens,prompt_tokens\n1,5,100\n")
+    (tmp_path / "cell.csv").write_text("prompt_id,response_tokens\n1,5\n1,many\n")
+    (tmp_path / "folder.csv").mkdir()
+    tiny.write_text(TINY + '\n[compare]\nbaseline = "a"\narms = [{ name = "a" }]\n')
+    before = everything_in(tmp_path)
+    for arguments in (("simulate", "--trace", "full"), ("compare",)):
+        result = command(*arguments, tiny, *sets(*overrides), "--out", tmp_path / "out")
+        assert_fails(result, 2, words.format(tmp=tmp_path))
+    assert everything_in(tmp_path) == before
+
+
+def test_several_faults_are_a_line_each(command: Command, tiny: Path) -> None:
+    result = command("simulate", tiny, *sets("seed=-1", "optimizer_steps=0"))
+    assert (result.status, result.out) == (2, "")
+    assert [line.split()[:3] for line in result.err.splitlines()] == [
+        ["pipelinerl:", "tiny.toml:", "seed"],
+        ["pipelinerl:", "tiny.toml:", "optimizer_steps"],
+    ]
+
+
+def test_every_line_of_a_message_begins_with_the_name_of_the_program(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tiny: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("one\ntwo")
+
+    monkeypatch.setattr("pipelinerl.config.run_file.load_run", fail)
+    assert command("simulate", tiny) == Result(2, "", "pipelinerl: one\npipelinerl: two\n")
+
+
+@pytest.mark.parametrize("name", ["simulate", "compare"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("none.toml",), "cannot read run file {tmp}/none.toml: "),
+        (("broken.toml",), "{tmp}/broken.toml is not valid TOML: "),
+        (("tiny.toml", "--seed", "-1"), "tiny.toml: seed must "),
+    ],
+)
+def test_a_wrong_run_file_or_seed(
+    command: Command, tmp_path: Path, tiny: Path, name: str, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "broken.toml").write_text("seed = 1\nseed two")
+    before = everything_in(tmp_path)
+    result = command(name, tmp_path / arguments[0], *arguments[1:], "--out", tmp_path / "out")
+    assert_fails(result, 2, words.format(tmp=tmp_path))
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('{ baseline = "b", arms = [{ name = "a" }] }', "tiny.toml: compare.baseline must "),
+        ('{ baseline = "a", arms = [{ name = "a" }, { name = "a" }] }', "tiny.toml: compare.arms must "),
+        (
+            '{ baseline = "a", arms = [{ name = "a" }], scenarios = [{ name = "s", set = ["optimizer_steps=0"] }] }',
+            "scenario 's', arm 'a': optimizer_steps must ",
+        ),
+    ],
+)
+def test_a_wrong_comparison(command: Command, tmp_path: Path, tiny: Path, table: str, words: str) -> None:
+    tiny.write_text(f"compare = {table}\n{TINY}")
+    before = everything_in(tmp_path)
+    assert_fails(command("compare", tiny, "--out", tmp_path / "out"), 2, words)
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["simulate", "compare"])
+@pytest.mark.parametrize(
+    ("there", "out", "words"),
+    [
+        ("out/steps.csv", "out", "--out must be a folder without a run, got {tmp}/out, "),
+        ("out", "out", "--out must be a folder, got the file {tmp}/out"),
+        ("file", "file/out", "--out must be a folder that can be written, got {tmp}/file/out: "),
+    ],
+)
+def test_an_output_folder_that_is_taken_or_cannot_be_written(
+    command: Command, tmp_path: Path, tiny: Path, name: str, there: str, out: str, words: str
+) -> None:
+    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / there).write_text("precious")
+    before = everything_in(tmp_path)
+    assert_fails(command(name, tiny, "--out", tmp_path / out), 2, words.format(tmp=tmp_path))
+    assert everything_in(tmp_path) == before
+
+
+def test_a_folder_that_takes_no_files(
+    command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, _text: str, encoding: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "write_text", refuse)  # root, as which tests may run, may write anywhere
+    line = f"--out must be a folder that can be written, got {tmp_path}/out: Permission denied"
+    assert_fails(command("simulate", tiny, "--out", tmp_path / "out"), 2, line)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_trace_needs_a_folder(command: Command, tiny: Path) -> None:
+    result = command("simulate", tiny, "--trace", "full")
+    assert_fails(result, 2, "--trace full needs --out DIR to write the trace to")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("simulat",), "simulat"),
+        (("simulate",), "RUN.toml"),
+        (("simulate", "run.toml", "--colour"), "--colour"),
+        (("simulate", "run.toml", "--seed", "x"), "--seed"),
+        (("simulate", "run.toml", "--trace", "half"), "--trace"),
+        (("compare", "run.toml", "--trace", "full"), "--trace"),
+        (("plot",), "DIR"),
+        (("replay", "one", "two"), "two"),
+    ],
+)
+def test_an_unknown_command_or_option_is_named(command: Command, arguments: tuple[str, ...], word: str) -> None:
+    result = command(*arguments)
+    assert (result.status, result.out) == (2, "")
+    assert result.err.startswith("Usage: ")
+    last = result.err.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert word in last

@@ -1,0 +1,41 @@
+"""The folder of a run: what may be in it before the run, and the messages where it cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.run_folder import check_vacant, make_folder
+
+HELD = "--out must be a folder without a run, got {tmp}/out, which holds "
+UNWRITABLE = "--out must be a folder that can be written, got "
+
+
+def make_vacant(folder: Path) -> None:
+    """As a run does."""
+    check_vacant(folder)
+    make_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("there", "out", "line"),
+    [
+        ("out/run.toml", "out", f"{HELD}run.toml"),
+        ("out/comparison.json", "out", f"{HELD}comparison.json"),
+        ("out/steps.csv", "out", f"{HELD}steps.csv"),
+        ("out/summary.json", "out", f"{HELD}summary.json"),
+        ("out/trace.jsonl.gz/x", "out", f"{HELD}trace.jsonl.gz"),
+        ("out", "out", "--out must be a folder, got the file {tmp}/out"),
+        ("file", "file/out", UNWRITABLE + "{tmp}/file/out: Not a directory"),
+        ("file", "x" * 300, f"{UNWRITABLE}{{tmp}}/{'x' * 300}: File name too long"),
+    ],
+)
+def test_a_folder_that_is_taken_or_cannot_be_made_is_one_line(tmp_path: Path, there: str, out: str, line: str) -> None:
+    (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / there).write_text("precious")
+    with pytest.raises(ConfigError) as caught:
+        make_vacant(tmp_path / out)
+    assert str(caught.value) == line.format(tmp=tmp_path)
+    assert (tmp_path / there).read_text() == "precious"

@@ -1,0 +1,131 @@
+"""The command line in a test: a short run, what a command leaves behind, how to run it here or in its own process."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TINY = """
+seed = 3
+optimizer_steps = 6
+
+[cluster]
+accelerators = 4
+generation_accelerators = 2
+
+[scheduler]
+train_batch_size = 4
+generation_batch_size = 6
+optimizer_steps_per_rl_step = 3
+
+[workload]
+group_size = 2
+prompt_tokens = 10
+length = { kind = "uniform", max = 50 }
+
+[hardware]
+decode = { kind = "affine", step_s = 0.01 }
+training = { token_s = 1e-3 }
+weights = { publish_s = 0.01, pause_s = 0.01 }
+"""
+COMPARE = """
+[compare]
+baseline = "conventional"
+arms = [{ name = "pipeline" }, { name = "conventional", set = ["scheduler.kind=conventional"] }]
+"""
+STALLS = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
+"""Overrides with which a run fails."""
+EMPIRICAL = "workload.length.kind=empirical"
+RUN_FILES = ["profile.json", "run.toml", "steps.csv", "summary.json"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Exit status and output of a command."""
+
+    status: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+
+
+def assert_fails(result: Result, status: int, *words: str) -> None:
+    """Assert that a command printed nothing but one line on stderr, with these words."""
+    assert (result.status, result.out, result.err.count("\n")) == (status, "", 1), result
+    assert result.err.startswith("pipelinerl: ")
+    for word in words:
+        assert word in result.err
+
+
+def sets(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of steps.csv, each whole."""
+    text = (folder / "steps.csv").read_text()
+    assert text.endswith("\n")
+    rows = list(csv.DictReader(text.splitlines(), strict=True))
+    for row in rows:
+        assert None not in row  # no cell too many
+        assert None not in row.values()  # and none too few
+    return rows
+
+
+class InThisProcess:
+    """Stands in for ``ProcessPoolExecutor``: runs what is submitted at once; processes are slow to start."""
+
+    def __init__(self, workers: int, context: Any, *, initializer: Callable[[], None]) -> None:
+        assert workers >= 1
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
+        """Nothing is left to end."""
+
+
+# ------------------------------------------------------------------------------ processes of their own
+
+
+def program(first: str = "pass") -> list[str]:
+    """Return how to start the program in a process of its own, after a statement."""
+    return [sys.executable, "-c", f"{first}; from pipelinerl.cli import main; main()"]
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    """Start the program as a terminal does: in a process group of its own that heeds Ctrl-C."""
+    return subprocess.Popen(
+        [*program("import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def has_rows(path: Path, number: int) -> bool:
+    return path.exists() and path.read_bytes().count(b"\n") > number
