@@ -14,7 +14,6 @@ import contextlib
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
 from backends.event_loop import EventLoop
@@ -27,6 +26,7 @@ from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import Recorder
+from pipelinerl.records.reports import EvaluationReport, RunMeasurements
 from pipelinerl.rl.tasks import Task
 from pipelinerl.scheduler.events import StopReason
 
@@ -134,10 +134,11 @@ class Driver:
         self._interrupted = True
         self._tasks.ended.set()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunMeasurements:
         """Return the parts of summary.json that only a real run has, as far as they are known."""
-        evaluation = self._state.evaluation
-        return self.metrics.summary() | ({"evaluation": evaluation} if evaluation else {})
+        rates = self._state.evaluation
+        evaluation = EvaluationReport(**rates) if rates else None
+        return self.metrics.summary().model_copy(update={"evaluation": evaluation})
 
     # ------------------------------------------------------------------------------------- start
 

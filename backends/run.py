@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import assert_never
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
@@ -18,9 +18,10 @@ from backends.preflight import check_evaluation, check_run
 from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig, VLLMConfig
-from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import check_vacant
+from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.tasks import Task, load_task
 
 MODEL_FOLDER = "model"
@@ -37,7 +38,7 @@ def drive(
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
-) -> dict[str, Any]:
+) -> RunReport:
     """Run with these parts, and keep the run in a folder.
 
     On Ctrl-C the run ends as soon as the trainer is done with what it does, a checkpoint is written, and what was
@@ -52,7 +53,7 @@ def drive(
         on_step: Called with the row and the metrics of each optimizer step.
 
     Returns:
-        The content of summary.json.
+        The numbers of the run, as summary.json has them.
 
     Raises:
         ConfigError: If the folder holds a run already; nothing is written.
@@ -62,14 +63,14 @@ def drive(
     """
 
     def step_done(row: StepRow) -> None:
-        metrics = driver.metrics.take(row, recording.accountant)
+        metrics = driver.metrics.take(row, recording.ledger)
         log.write(row.step, metrics)
         if on_step is not None:
             on_step(row, metrics)
 
     mark = None if checkpoint is None else checkpoint.recording
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
-    log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.accountant.steps))
+    log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.ledger.steps))
     driver = Driver(
         config,
         parts=parts,
@@ -95,7 +96,7 @@ def train(
     resume: bool = False,
     on_step: Progress | None = None,
     backend: Backend | None = None,
-) -> dict[str, Any]:
+) -> RunReport:
     """Train for real; see ``drive``.
 
     Args:
@@ -106,7 +107,7 @@ def train(
         backend: Makes engines, trainer and the rest; None: the one that the run file names.
 
     Returns:
-        The content of summary.json.
+        The numbers of the run, as summary.json has them.
 
     Raises:
         ConfigError: If the input is wrong; nothing has been started or written then.

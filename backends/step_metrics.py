@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
-from pipelinerl.records.ledger import RunLedger, StepRow
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.reports import RunMeasurements, UpdateReport
+from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
 
@@ -99,15 +99,16 @@ class StepMetrics:
         self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunMeasurements:
         """Return the parts of summary.json that only a real run has: means over optimizer steps, or over updates."""
         updates, num = self._updates, self._num_rollouts
-        return {
-            "updates": {
-                "count": updates["pause"].num,
-                **{f"{name}_s": means.mean for name, means in updates.items()},
-            },
-            "engine_restarts": self._num_restarts,
-            "driver_s_per_rollout": self._driver_s / num if num else 0.0,
-            **self._ratio_means.summary(),
-        }
+        ess, mismatch = self._ratio_means.summary()
+        return RunMeasurements(
+            updates=UpdateReport(
+                count=updates["pause"].num, **{f"{name}_s": means.mean for name, means in updates.items()}
+            ),
+            engine_restarts=self._num_restarts,
+            driver_s_per_rollout=self._driver_s / num if num else 0.0,
+            ess=ess,
+            mismatch=mismatch,
+        )

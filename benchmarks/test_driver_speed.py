@@ -47,5 +47,5 @@ def test_the_driver_costs_less_than_a_millisecond_per_rollout(benchmark, tmp_pat
 
     summary = benchmark.pedantic(run, rounds=3)
     per_rollout_s = benchmark.stats.stats.min / (STEPS * BATCH)  # engines, trainer and files included
-    in_driver_s = summary["driver_s_per_rollout"]
+    in_driver_s = summary.driver_s_per_rollout
     print(f"\n{1e3 * per_rollout_s:.3f} ms per rollout in all, {1e3 * in_driver_s:.3f} ms in the driver")

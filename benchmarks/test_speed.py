@@ -170,7 +170,7 @@ from sim.run import simulate
 config = load_run(sys.argv[1], sys.argv[2:])
 summary = simulate(config)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(json.dumps({"seconds": time.process_time(), "peak_mib": peak, "tokens": summary["tokens"]["generated"]}))
+print(json.dumps({"seconds": time.process_time(), "peak_mib": peak, "tokens": summary.tokens.generated}))
 """
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
 from pipelinerl.records.trace import replay as replay_trace
 
@@ -20,7 +21,7 @@ Run = RunConfig | str | Path
 
 def simulate(
     run: Run, *, out: str | Path | None = None, trace: bool = False, on_step: Callable[[StepRow], None] | None = None
-) -> dict[str, Any]:
+) -> RunReport:
     """Simulate one run; the same configuration gives the same numbers and the same bytes.
 
     Args:

@@ -17,18 +17,19 @@ from typing import Any
 
 from pipelinerl.calibration.calibrate import calibrate_trace
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.reports import RunReport
+from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import RolloutFinished
 from sim.run import simulate
 
 ROWS = (
-    ("tokens/s", lambda s: s["tokens_per_s"], "{:,.0f}"),
-    ("seconds per optimizer step", lambda s: s["duration_s"] / s["optimizer_steps"], "{:.3f}"),
-    ("lag, mean (optimizer steps)", lambda s: s["lag"]["mean"], "{:.2f}"),
-    ("lag, p95 (optimizer steps)", lambda s: s["lag"]["p95"], "{:.0f}"),
-    ("trainer idle", lambda s: 1 - (s["seconds"]["training"] + s["seconds"]["publishing"]) / s["duration_s"], "{:.0%}"),
-    ("engines idle or paused", lambda s: 1 - s["utilisation"]["generation"], "{:.0%}"),
+    ("tokens/s", lambda s: s.tokens_per_s, "{:,.0f}"),
+    ("seconds per optimizer step", lambda s: s.duration_s / s.optimizer_steps, "{:.3f}"),
+    ("lag, mean (optimizer steps)", lambda s: s.lag.mean, "{:.2f}"),
+    ("lag, p95 (optimizer steps)", lambda s: s.lag.p95, "{:.0f}"),
+    ("trainer idle", lambda s: 1 - (s.seconds.training + s.seconds.publishing) / s.duration_s, "{:.0%}"),
+    ("engines idle or paused", lambda s: 1 - s.utilisation.generation, "{:.0%}"),
 )
 
 
@@ -49,8 +50,8 @@ def write_lengths(trace: Trace, path: Path) -> None:
                 rows.writerows([first // size, min(tokens[one], longest)] for one in group)
 
 
-def simulated(folder: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary of a run simulated with this table ``[hardware]`` and its own lengths."""
+def simulated(folder: Path, table: dict[str, Any]) -> RunReport:
+    """Return the report of a run simulated with this table ``[hardware]`` and its own lengths."""
     trace = Trace(folder / TRACE_FILE)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "lengths.csv"
@@ -70,7 +71,7 @@ def main(folders: list[Path]) -> None:
     print(f"| run | | measured | simulated | error | with the hardware of {folders[0].name} | error |")
     print("|---|---|---|---|---|---|---|")
     for folder, table in zip(folders, tables, strict=True):
-        real = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        real = RunReport.read(folder / SUMMARY_FILE)
         own, carried = simulated(folder, table), simulated(folder, tables[0])
         for name, value, form in ROWS:
             cells = [f"{form.format(value(one))} | {_error(value(one), value(real), form)}" for one in (own, carried)]

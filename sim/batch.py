@@ -45,7 +45,7 @@ def rollout_batch_s(config: RunConfig) -> float:
             "hardware": hardware,
         }
     )
-    return float(simulate(alone)["duration_s"]) / BATCHES
+    return float(simulate(alone).duration_s) / BATCHES
 
 
 def train_step_s(config: RunConfig) -> float:

@@ -14,6 +14,7 @@ from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.cluster import SimulatedCluster
 from sim.parallel import run_all
@@ -41,8 +42,8 @@ class Cell:
         return _cell_name(self.scenario, self.arm) + ("" if self.seed is None else f", seed {self.seed}")
 
 
-CellResult = tuple[Cell, dict[str, Any], str | None]
-"""A cell, and its summary or else what went wrong."""
+CellResult = tuple[Cell, RunReport | None, str | None]
+"""A cell, and its report or else what went wrong."""
 
 
 def default_comparison(config: RunConfig) -> CompareConfig:
@@ -119,14 +120,14 @@ def compare(
     comparison = config.compare or default_comparison(config)
     cells = plan_cells(config)
     _check_files(cells, out)
-    summaries: dict[str, dict[str, Any]] = {}
+    reports: dict[str, RunReport] = {}
     failures: list[str] = []
     complete = False
     try:
         with closing(run_all(partial(_run_cell, out=out), cells, workers=workers)) as results:
-            for cell, summary, failure in results:
-                if failure is None:
-                    summaries[cell.folder] = summary
+            for cell, report, failure in results:
+                if report is not None:
+                    reports[cell.folder] = report
                 else:
                     failures.append(f"{cell.name}: {failure}")
                 if on_done is not None:
@@ -138,11 +139,11 @@ def compare(
         pass  # what has ended is kept
     result = {
         "baseline": comparison.baseline,
-        "scenarios": _side_by_side(cells, summaries, comparison.baseline),
+        "scenarios": _side_by_side(cells, reports, comparison.baseline),
         "failures": sorted(failures),
         "complete": complete,
     }
-    if out is not None and summaries:
+    if out is not None and reports:
         write_json(out / COMPARISON_FILE, result)
     return result
 
@@ -163,31 +164,32 @@ def _run_cell(cell: Cell, out: Path | None) -> CellResult:
     try:
         return cell, simulate(cell.config, out=None if out is None else out / cell.folder), None
     except (PipelineRLError, OSError) as error:
-        return cell, {}, str(error)
+        return cell, None, str(error)
 
 
-def _side_by_side(cells: list[Cell], summaries: dict[str, dict[str, Any]], baseline: str) -> list[dict[str, Any]]:
+def _side_by_side(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[dict[str, Any]]:
     """Return the arms of each scenario with their speed-up in tokens/s over the baseline of scenario and seed.
 
     With several seeds an arm is shown by the first that ended, and ``repeats`` names them all.
     """
     scenarios: list[dict[str, Any]] = []
     for name in dict.fromkeys(cell.scenario for cell in cells):
-        done = [cell for cell in cells if cell.scenario == name and cell.folder in summaries]
-        rates = {(cell.arm, cell.seed): summaries[cell.folder]["tokens_per_s"] for cell in done}
+        done = [cell for cell in cells if cell.scenario == name and cell.folder in reports]
+        rates = {(cell.arm, cell.seed): reports[cell.folder].tokens_per_s for cell in done}
         arms: list[dict[str, Any]] = []
         for cell in done:
             base_rate = rates.get((baseline, cell.seed))
             speedup = rates[cell.arm, cell.seed] / base_rate if base_rate else None
+            report = reports[cell.folder]
             if not arms or arms[-1]["name"] != cell.arm:
-                summary = summaries[cell.folder]
+                summary = report.to_dict()
                 arms.append({"name": cell.arm, "folder": cell.folder, "speedup": speedup, "summary": summary})
             if cell.seed is not None:
                 repeats = arms[-1].setdefault("repeats", [])
                 repeat = {"seed": cell.seed, "folder": cell.folder, "speedup": speedup}
-                if "reward" in summaries[cell.folder]:
-                    repeat["reward"] = summaries[cell.folder]["reward"]["last"]
-                    repeat["ess"] = summaries[cell.folder]["ess"]["mean"]
+                if report.reward is not None and report.ess is not None:
+                    repeat["reward"] = report.reward.last
+                    repeat["ess"] = report.ess.mean
                 repeats.append(repeat)
         scenarios.append({"name": name, "arms": arms})
     return scenarios

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.ledger import StepRow
 from pipelinerl.records.recording import Recording
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
+from pipelinerl.records.steps import StepRow
 from sim.cluster import SimulatedCluster
 
 
@@ -26,7 +27,7 @@ def simulate(
     out: Path | None = None,
     trace: bool = False,
     on_step: Callable[[StepRow], None] | None = None,
-) -> dict[str, Any]:
+) -> RunReport:
     """Simulate a run; the same configuration gives the same numbers and the same bytes.
 
     On Ctrl-C the run ends at the next event, and what happened until then is kept.
@@ -38,7 +39,7 @@ def simulate(
         on_step: Called with each row as soon as its optimizer step is done.
 
     Returns:
-        The content of summary.json (``docs/concepts.md`` explains its keys).
+        The numbers of the run and its steps; ``to_dict`` gives the content of summary.json.
 
     Raises:
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
@@ -52,8 +53,8 @@ def simulate(
         with _interruptible(world), no_garbage_collection():
             world.run(recording.recorder)
     finally:
-        summary = recording.finish()
-    return summary
+        report = recording.finish()
+    return report
 
 
 def check_installed(config: RunConfig) -> None:
@@ -64,7 +65,7 @@ def check_installed(config: RunConfig) -> None:
 
 def _simulate_learning(
     config: RunConfig, *, out: Path | None, trace: bool, on_step: Callable[[StepRow], None] | None
-) -> dict[str, Any]:
+) -> RunReport:
     """Simulate a run whose answers come from a policy that learns; as ``simulate``, and ``metrics.jsonl`` besides."""
     try:
         from sim.learning.loop import Learner, one_thread  # noqa: PLC0415 - torch only where a policy learns
@@ -92,8 +93,8 @@ def _simulate_learning(
             with _interruptible(world):
                 world.run(recording.recorder)
         finally:
-            summary = recording.finish(learner.summary())
-    return summary
+            report = recording.finish(learner.summary())
+    return report
 
 
 @contextmanager

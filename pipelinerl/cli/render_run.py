@@ -2,67 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.records.reports import RunReport
 
-def print_summary(summary: dict[str, Any], name: str) -> None:
+
+def print_summary(report: RunReport, name: str) -> None:
     """Print one run as a table of two columns.
 
     Args:
-        summary: The content of summary.json.
-        name: What the title calls the run.
+        report: The numbers of the run.
+        name: Name of the run in the title.
     """
-    table = Table(title=escape(f"{name}: {_method(summary)}"), show_header=False, title_justify="left")
-    lag, seconds = summary["lag"], summary["seconds"]
-    duration_s = summary["duration_s"] or 1.0
-    table.add_row("optimizer steps", f"{summary['optimizer_steps']:,}")
-    table.add_row("time" if "updates" in summary else "simulated time", duration(summary["duration_s"]))
-    table.add_row("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['samples_per_s']:,.1f} samples/s")
-    if "tokens_per_flash" in summary:
-        table.add_row("", f"{summary['tokens_per_flash']:.2f} tokens/flash")
-    table.add_row(
-        "token lag (optimizer steps)", f"mean {lag['mean']:.2f}, p95 {lag['p95']}, p99 {lag['p99']}, max {lag['max']}"
-    )
-    table.add_row("  of the mean", f"{lag['in_flight_mean']:.2f} in flight, {lag['in_queue_mean']:.2f} in queue")
-    shares = ", ".join(f"{key.replace('_', ' ')} {value / duration_s:.0%}" for key, value in seconds.items() if value)
-    table.add_row("trainer's time", shares or "none")
-    utilisation = summary["utilisation"]
-    table.add_row("busy", f"generation {utilisation['generation']:.0%}, training {utilisation['training']:.0%}")
-    table.add_row("bottleneck", summary["bottleneck"])
-    rollouts = summary["rollouts"]
-    table.add_row("rollouts", ", ".join(f"{rollouts[key]:,} {key}" for key in rollouts if rollouts[key]))
-    if "reward" in summary:
-        table.add_row(
-            "mean reward", f"{summary['reward']['first']:.3f} at first, {summary['reward']['last']:.3f} at last"
-        )
-    if "ess" in summary:
-        ess, mismatch = summary["ess"], summary["mismatch"]
-        floor = f", at lag 0 {mismatch['kl_at_lag_0']:.1e}" if "kl_at_lag_0" in mismatch else ""
-        table.add_row("effective sample size", f"mean {ess['mean']:.3f}, min {ess['min']:.3f} (raw, per token)")
-        table.add_row("KL, engine to trainer", f"{mismatch['kl']:.1e}{floor} (nats per token)")
-    if "ess_modelled" in summary:
-        band = summary["ess_modelled"]
-        text = f"mean {band['mean']:.3f}, {band['low']:.3f} to {band['high']:.3f} (per token)"
-        table.add_row("modelled effective sample size", text)
-    if "updates" in summary:
-        updates = summary["updates"]
-        parts = ", ".join(f"{name} {1e3 * updates[f'{name}_s']:.1f} ms" for name in ("pause", "transfer", "resume"))
-        table.add_row("weight updates", f"{updates['count']:,}: {parts}")
-    if "evaluation" in summary:
-        rates = ", ".join(f"{when} {rate:.1%}" for when, rate in summary["evaluation"].items())
-        table.add_row("held-out problems", rates.replace("success_", ""))
-    if not summary["complete"]:
-        table.add_row("complete", "no: the run ended early")
+    steps = report.optimizer_steps_per_rl_step
+    method = f"{report.scheduler} G={steps}" if steps else report.scheduler
+    table = Table(title=escape(f"{name}: {method}"), show_header=False, title_justify="left")
+    for key, text in _rows(report):
+        table.add_row(key, text)
     Console().print(table)
 
 
-def _method(summary: dict[str, Any]) -> str:
-    steps = summary.get("optimizer_steps_per_rl_step")
-    return f"{summary['scheduler']} G={steps}" if steps else str(summary["scheduler"])
+def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
+    lag, busy, duration_s = report.lag, report.utilisation, report.duration_s or 1.0
+    yield "optimizer steps", f"{report.optimizer_steps:,}"
+    yield "time" if report.updates else "simulated time", duration(report.duration_s)
+    yield "throughput", f"{report.tokens_per_s:,.0f} tokens/s, {report.samples_per_s:,.1f} samples/s"
+    if report.tokens_per_flash is not None:
+        yield "", f"{report.tokens_per_flash:.2f} tokens/flash"
+    yield "token lag (optimizer steps)", f"mean {lag.mean:.2f}, p95 {lag.p95}, p99 {lag.p99}, max {lag.max}"
+    yield "  of the mean", f"{lag.in_flight_mean:.2f} in flight, {lag.in_queue_mean:.2f} in queue"
+    shares = (f"{key.replace('_', ' ')} {value / duration_s:.0%}" for key, value in report.seconds if value)
+    yield "trainer's time", ", ".join(shares) or "none"
+    yield "busy", f"generation {busy.generation:.0%}, training {busy.training:.0%}"
+    yield "bottleneck", report.bottleneck
+    yield "rollouts", ", ".join(f"{num:,} {key}" for key, num in report.rollouts if num)
+    if report.reward:
+        yield "mean reward", f"{report.reward.first:.3f} at first, {report.reward.last:.3f} at last"
+    if report.ess and report.mismatch:
+        floor = report.mismatch.kl_at_lag_0
+        at_lag_0 = "" if floor is None else f", at lag 0 {floor:.1e}"
+        yield "effective sample size", f"mean {report.ess.mean:.3f}, min {report.ess.min:.3f} (raw, per token)"
+        yield "KL, engine to trainer", f"{report.mismatch.kl:.1e}{at_lag_0} (nats per token)"
+    if band := report.ess_modelled:
+        yield "modelled effective sample size", f"mean {band.mean:.3f}, {band.low:.3f} to {band.high:.3f} (per token)"
+    if report.updates:
+        parts = (f"{name[:-2]} {1e3 * value:.1f} ms" for name, value in report.updates if name.endswith("_s"))
+        yield "weight updates", f"{report.updates.count:,}: {', '.join(parts)}"
+    if report.evaluation:
+        rates = (f"{when.removeprefix('success_')} {rate:.1%}" for when, rate in report.evaluation if rate is not None)
+        yield "held-out problems", ", ".join(rates)
+    if not report.complete:
+        yield "complete", "no: the run ended early"
 
 
 def duration(seconds: float) -> str:

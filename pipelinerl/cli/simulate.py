@@ -35,13 +35,13 @@ def simulate(
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:
-        summary = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
+        report = simulate_run(config, out=out, trace=trace is TraceLevel.FULL, on_step=lambda _row: advance())
     if as_json:
-        print_json(summary)
+        print_json(report.to_dict())
     else:
         from pipelinerl.cli.render_run import print_summary
 
-        print_summary(summary, run.name)
+        print_summary(report, run.name)
     if out is not None:
         from analysis.plot import draw
 

@@ -30,11 +30,11 @@ def train(
         from backends.run import train as train_run
 
     with training_bar(config.optimizer_steps) as on_step:
-        summary = train_run(config, out=out, resume=resume, on_step=on_step)
+        report = train_run(config, out=out, resume=resume, on_step=on_step)
     if as_json:
-        print_json(summary)
+        print_json(report.to_dict())
     else:
         from pipelinerl.cli.render_run import print_summary
 
-        print_summary(summary, run.name)
+        print_summary(report, run.name)
     draw([out])

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
+
+from pipelinerl.records.reports import (
+    EngineTimeline,
+    FigureData,
+    GenerationWindow,
+    LagByPosition,
+    LagHistogram,
+    Timeline,
+    TrainerWork,
+    WeightUpdateTimes,
+)
 
 POSITION_BINS = 64
 """Bins of position in the answer (count)."""
@@ -23,7 +32,7 @@ TIMELINE_POINTS = 20_000
 """Points and intervals in the timeline, at most (count)."""
 
 
-class FigureData:
+class FigureRecorder:
     """Collects what figures show; told by the accountant.
 
     The *generation window* of a colocated run is its first generation phase. Of any other run it is the time
@@ -50,7 +59,7 @@ class FigureData:
         # Timeline.
         self._timeline_end_s: float | None = None
         self._num_points = 0
-        self._trainer: list[tuple[float, float, str]] = []
+        self._trainer: list[tuple[float, float, TrainerWork]] = []
         self._occupancy: list[list[tuple[float, int]]] = [[] for _ in range(min(num_engines, TIMELINE_ENGINES))]
         self._pauses: list[list[tuple[float, float]]] = [[] for _ in self._occupancy]
         self._updates: dict[int, tuple[float, float]] = {}  # version -> published, last loaded
@@ -114,7 +123,7 @@ class FigureData:
         np.add.at(self._count_change, start_N, 1)
         np.subtract.at(self._count_change, end_N, 1)
 
-    def trainer_worked(self, start_s: float, end_s: float, kind: str) -> None:
+    def trainer_worked(self, start_s: float, end_s: float, kind: TrainerWork) -> None:
         """Note an interval in which the trainer was training or publishing."""
         if self._colocated and kind == "training" and self._window_end_s is None:
             self._window_end_s = start_s
@@ -149,24 +158,29 @@ class FigureData:
 
     # --------------------------------------------------------------------------------------- results
 
-    def summary(self) -> dict[str, Any]:
-        """Return lag by position, generation window and timeline, as plain values."""
-        return {
-            "lag_by_position": self._lag_by_position(),
-            "generation_window": self._generation_window(),
-            "timeline": self._timeline(),
-        }
+    def data(self, lag_histogram: LagHistogram) -> FigureData:
+        """Return what figures show.
 
-    def _lag_by_position(self) -> dict[str, Any]:
+        Args:
+            lag_histogram: Trained tokens by lag, which the ledger counts.
+        """
+        return FigureData(
+            lag_histogram=lag_histogram,
+            lag_by_position=self._lag_by_position(),
+            generation_window=self._generation_window(),
+            timeline=self._timeline(),
+        )
+
+    def _lag_by_position(self) -> LagByPosition:
         """Return the mean lag per bin of position: sum of lags over number of tokens, exact for whole numbers."""
         lag_L, count_L = np.cumsum(self._lag_change)[:-1], np.cumsum(self._count_change)[:-1]
         width = -(-len(lag_L) // POSITION_BINS)
         edges = np.arange(0, len(lag_L), width)
         lag, count = np.add.reduceat(lag_L, edges), np.add.reduceat(count_L, edges)
         means = [float(one / tokens) if tokens else None for one, tokens in zip(lag, count, strict=True)]
-        return {"width_tokens": width, "lag_mean": means, "tokens": [int(tokens) for tokens in count]}
+        return LagByPosition(width_tokens=width, lag_mean=means, tokens=count.tolist())
 
-    def _generation_window(self) -> dict[str, Any]:
+    def _generation_window(self) -> GenerationWindow:
         """Return rollouts in progress and tokens per second by bin of time.
 
         A rollout counts from its start to its end; its tokens are spread evenly over that time.
@@ -181,27 +195,26 @@ class FigureData:
         in_progress = np.diff([float(one.sum()) for one in passed])
         tokens = np.diff([float((one * rate_R).sum()) for one in passed])
         scale = 1.0 / width_s if width_s else 0.0
-        return {
-            "start_s": 0.0,
-            "width_s": width_s,
-            "in_progress": (in_progress * scale).tolist(),
-            "tokens_per_s": (tokens * scale).tolist(),
-        }
+        return GenerationWindow(
+            start_s=0.0,
+            width_s=width_s,
+            in_progress=(in_progress * scale).tolist(),
+            tokens_per_s=(tokens * scale).tolist(),
+        )
 
-    def _timeline(self) -> dict[str, Any]:
-        end_s = self._timeline_end_s if self._timeline_end_s is not None else self._time_s
+    def _timeline(self) -> Timeline:
         engines = [
-            {
-                "engine": engine,
-                "time_s": [time_s for time_s, _ in points],
-                "in_progress": [count for _, count in points],
-                "paused": [list(pause) for pause in self._pauses[engine]],
-            }
+            EngineTimeline(
+                engine=engine,
+                time_s=[time_s for time_s, _ in points],
+                in_progress=[count for _, count in points],
+                paused=self._pauses[engine],
+            )
             for engine, points in enumerate(self._occupancy)
         ]
         updates = [
-            {"version": version, "published_s": published_s, "loaded_s": loaded_s}
+            WeightUpdateTimes(version=version, published_s=published_s, loaded_s=loaded_s)
             for version, (published_s, loaded_s) in self._updates.items()
         ]
-        trainer = [list(interval) for interval in self._trainer]
-        return {"until_s": end_s, "trainer": trainer, "engines": engines, "updates": updates}
+        end_s = self._timeline_end_s if self._timeline_end_s is not None else self._time_s
+        return Timeline(until_s=end_s, trainer=self._trainer, engines=engines, updates=updates)

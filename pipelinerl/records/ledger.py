@@ -16,14 +16,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.figure_data import FigureData
+from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.figure_data import FigureRecorder
+from pipelinerl.records.reports import (
+    FigureData,
+    LagHistogram,
+    LagReport,
+    LengthReport,
+    RolloutCounts,
+    RunTotals,
+    TokenCounts,
+    TrainerSeconds,
+    Utilisation,
+)
 from pipelinerl.records.rollout_buffer import FinishedRollouts
+from pipelinerl.records.steps import StepRow
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -47,42 +59,6 @@ from pipelinerl.scheduler.events import (
 
 BALANCED_SHARE = 0.05
 """Idle share below which neither side counts as the bottleneck."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One optimizer step: a row of steps.csv."""
-
-    step: int
-    """Optimizer steps done after it."""
-    time_s: float
-    """When it ended (s)."""
-    train_s: float
-    """Seconds the trainer worked on it."""
-    publish_s: float
-    """Seconds the trainer published since the step before."""
-    wait_s: float
-    """Seconds the trainer did neither since the step before."""
-    samples: int
-    """Rollouts trained on (count)."""
-    tokens: int
-    """Tokens trained on (count), prompts not counted."""
-    lag_mean: float
-    """Mean lag of its tokens (optimizer steps)."""
-    lag_max: int
-    """Largest lag of its tokens (optimizer steps)."""
-    lag_in_flight_mean: float
-    """Part of the mean lag from before the rollouts finished (optimizer steps)."""
-    lag_in_queue_mean: float
-    """Part of the mean lag from after the rollouts finished (optimizer steps)."""
-    in_progress: int
-    """Rollouts in progress when it ended (count)."""
-    ready: int
-    """Rollouts finished and not yet trained on or discarded when it ended (count)."""
-    reward_mean: float
-    """Mean reward of its rollouts."""
-    length_mean: float
-    """Mean length of its rollouts (tokens)."""
 
 
 class _MicroBatch(NamedTuple):
@@ -176,7 +152,7 @@ class RunLedger:
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
         self.steps: list[StepRow] = []
-        self.profile = FigureData(num_engines=num_engines, colocated=colocated, longest=longest)
+        self.profile = FigureRecorder(num_engines=num_engines, colocated=colocated, longest=longest)
         self.num_engines = num_engines
         self._colocated = colocated
         self.on_step = on_step
@@ -191,7 +167,7 @@ class RunLedger:
         self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
         self._ended = dict.fromkeys(("trained", "discarded", "aborted", "failed"), 0)
         self._tokens = dict.fromkeys(self._ended, 0)
-        self._reasons = {reason.value: 0 for reason in DiscardReason}
+        self._reasons = dict.fromkeys(DiscardReason, 0)
         self._num_interruptions = self._num_preemptions = 0
         # Engines.
         self._engine_rollouts = [0] * num_engines
@@ -308,7 +284,7 @@ class RunLedger:
             else:
                 self._ended["discarded"] += 1
                 self._tokens["discarded"] += self._finished.remove(rollout_id)
-                self._reasons[command.reason.value] += 1
+                self._reasons[command.reason] += 1
 
     def _loaded(self, event: WeightsLoaded) -> None:
         engine, time_s = event.engine, self._time_s
@@ -395,51 +371,50 @@ class RunLedger:
         """Return how many rollouts have ended in which way so far (counts)."""
         return dict(self._ended)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers of the run so far: the keys of summary.json that follow from the trace alone."""
-        duration_s = self._time_s
-        counts = {"started": self._num_started, "finished": self._num_finished, **self._ended}
-        counts["unfinished"] = self._num_started - sum(self._ended.values())
+    def summary(self) -> RunTotals:
+        """Return the numbers of the run so far that follow from its trace alone."""
+        duration_s, ended, tokens = self._time_s, self._ended, self._tokens
         generated = self._tokens_finished + self._tokens_cut_short
-        tokens = {"generated": generated, **self._tokens, "unfinished": generated - sum(self._tokens.values())}
-        busy_s = self.busy_engine_s()
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
         rest_s = max(0.0, duration_s - training_s - publishing_s)
-        utilisation = {
-            "generation": busy_s / (duration_s * len(self._busy_s)) if duration_s else 0.0,
-            "training": training_s / duration_s if duration_s else 0.0,
-        }
-        return {
-            "optimizer_steps": self._version,
-            "duration_s": duration_s,
-            "samples_trained": counts["trained"],
-            "tokens_trained": tokens["trained"],
-            "samples_per_s": counts["trained"] / duration_s if duration_s else 0.0,
-            "tokens_per_s": tokens["trained"] / duration_s if duration_s else 0.0,
-            "lag": self._lag_summary(),
-            "rollouts": {
-                **counts,
-                "interruptions": self._num_interruptions,
-                "preemptions": self._num_preemptions,
-            },
-            "tokens": tokens,
-            "discarded_by_reason": self._reasons,
-            "length": {
-                "finished_mean": self._tokens_finished / self._num_finished if self._num_finished else 0.0,
-                "trained_mean": tokens["trained"] / counts["trained"] if counts["trained"] else 0.0,
-            },
-            "utilisation": utilisation,
-            "seconds": {
-                "generating": rest_s if self._colocated else 0.0,
-                "training": training_s,
-                "publishing": publishing_s,
-                "waiting_for_data": 0.0 if self._colocated else rest_s,
-            },
-            "bottleneck": self._bottleneck(rest_s),
-            "complete": self._stop == "done",
-        }
+        engine_s = duration_s * len(self._busy_s)
+        return RunTotals(
+            optimizer_steps=self._version,
+            duration_s=duration_s,
+            samples_trained=ended["trained"],
+            tokens_trained=tokens["trained"],
+            samples_per_s=ended["trained"] / duration_s if duration_s else 0.0,
+            tokens_per_s=tokens["trained"] / duration_s if duration_s else 0.0,
+            lag=self._lag_summary(),
+            rollouts=RolloutCounts(
+                started=self._num_started,
+                finished=self._num_finished,
+                **ended,
+                unfinished=self._num_started - sum(ended.values()),
+                interruptions=self._num_interruptions,
+                preemptions=self._num_preemptions,
+            ),
+            tokens=TokenCounts(generated=generated, **tokens, unfinished=generated - sum(tokens.values())),
+            discarded_by_reason=self._reasons,
+            length=LengthReport(
+                finished_mean=self._tokens_finished / self._num_finished if self._num_finished else 0.0,
+                trained_mean=tokens["trained"] / ended["trained"] if ended["trained"] else 0.0,
+            ),
+            utilisation=Utilisation(
+                generation=self.busy_engine_s() / engine_s if duration_s else 0.0,
+                training=training_s / duration_s if duration_s else 0.0,
+            ),
+            seconds=TrainerSeconds(
+                generating=rest_s if self._colocated else 0.0,
+                training=training_s,
+                publishing=publishing_s,
+                waiting_for_data=0.0 if self._colocated else rest_s,
+            ),
+            bottleneck=self._bottleneck(rest_s),
+            complete=self._stop == "done",
+        )
 
-    def _bottleneck(self, rest_s: float) -> str:
+    def _bottleneck(self, rest_s: float) -> Bottleneck:
         """Return which side limits the throughput.
 
         Colocated: the longer of the two phases. Otherwise: generation, if the trainer waits for data; training,
@@ -448,28 +423,30 @@ class RunLedger:
         if self._colocated:
             difference_s = rest_s - self._seconds["training"]
             if abs(difference_s) <= BALANCED_SHARE * self._time_s:
-                return "balanced"
-            return "generation" if difference_s > 0 else "training"
+                return Bottleneck.BALANCED
+            return Bottleneck.GENERATION if difference_s > 0 else Bottleneck.TRAINING
         if rest_s > BALANCED_SHARE * self._time_s:
-            return "generation"
+            return Bottleneck.GENERATION
         num_ahead = sum(row.ready >= row.samples for row in self.steps)
-        return "training" if 2 * num_ahead > len(self.steps) else "balanced"
+        return Bottleneck.TRAINING if 2 * num_ahead > len(self.steps) else Bottleneck.BALANCED
 
-    def _lag_summary(self) -> dict[str, float]:
+    def _lag_summary(self) -> LagReport:
         total = self._lag["total"]
-        return {
-            "mean": total.mean(),
-            "p50": total.quantile(0.50),
-            "p95": total.quantile(0.95),
-            "p99": total.quantile(0.99),
-            "max": total.max(),
-            "in_flight_mean": self._lag["in_flight"].mean(),
-            "in_queue_mean": self._lag["in_queue"].mean(),
-        }
+        return LagReport(
+            mean=total.mean(),
+            p50=total.quantile(0.50),
+            p95=total.quantile(0.95),
+            p99=total.quantile(0.99),
+            max=total.max(),
+            in_flight_mean=self._lag["in_flight"].mean(),
+            in_queue_mean=self._lag["in_queue"].mean(),
+        )
 
-    def profile_summary(self) -> dict[str, Any]:
-        """Return what figures need beyond the rows of the steps: the content of profile.json."""
-        return {
-            "lag_histogram": {part: histogram.as_list() for part, histogram in self._lag.items()},
-            **self.profile.summary(),
-        }
+    def tokens_by_lag(self) -> list[int]:
+        """Return the trained tokens of lag 0, 1, 2, ... optimizer steps (counts)."""
+        return self._lag["total"].as_list()
+
+    def figure_data(self) -> FigureData:
+        """Return what figures need beyond the rows of the steps."""
+        histogram = LagHistogram(**{part: histogram.as_list() for part, histogram in self._lag.items()})
+        return self.profile.data(histogram)

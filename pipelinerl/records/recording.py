@@ -1,66 +1,68 @@
-"""Everything that is kept of a run, in one place for both worlds: books, folder, trace."""
+"""Everything that is kept of a run, simulated or real: ledger, folder, trace."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.tables import UtilisationDecode
-from pipelinerl.records.ledger import RunLedger, StepRow
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport
 from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
+from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
 
 
 class Recorder(Protocol):
-    """What a run is told to, in either world: the books, or the books and the trace."""
+    """Receives every event and command of a run."""
 
     def event(self, time_s: float, event: Event) -> None:
-        """An event was reported to the scheduler."""
+        """Record an event that was reported to the scheduler."""
 
     def command(self, time_s: float, command: Command) -> None:
-        """The scheduler gave a command."""
+        """Record a command of the scheduler."""
 
 
 class Tee:
-    """Tells the books and the trace."""
+    """Passes events and commands on to the ledger and the trace."""
 
-    def __init__(self, accountant: RunLedger, trace: TraceWriter) -> None:
-        self._accountant = accountant
+    def __init__(self, ledger: RunLedger, trace: TraceWriter) -> None:
+        self._ledger = ledger
         self._trace = trace
 
     def event(self, time_s: float, event: Event) -> None:
-        """Keep an event."""
-        self._accountant.event(time_s, event)
+        """Record an event."""
+        self._ledger.event(time_s, event)
         self._trace.event(time_s, event)
 
     def command(self, time_s: float, command: Command) -> None:
-        """Keep a command."""
-        self._accountant.command(time_s, command)
+        """Record a command."""
+        self._ledger.command(time_s, command)
         self._trace.command(time_s, command)
 
 
 class RecordingMark(NamedTuple):
-    """A place in a recording."""
+    """A place in a recording that it can go on from; can be pickled."""
 
-    accountant: RunLedger
+    ledger: RunLedger
     trace_at: int | None
+    """Place in the trace (bytes); None without one."""
 
 
 class Recording:
-    """Keeps a run: its books, and its folder and trace if wanted.
+    """Records a run: its ledger, and its folder and trace if wanted.
 
     Args:
         config: The resolved configuration.
         out: Folder to keep the run in, or None.
         trace: Whether the folder gets a trace.
         on_step: Called with each row as soon as its step is done, for progress.
-        go_on_from: A ``mark`` of this run to go on from; what came after it is forgotten. None: a new run.
+        go_on_from: A ``mark`` of this run to go on from; later records are forgotten. None: a new run.
 
     Raises:
         ConfigError: If the folder holds a run already or cannot be written.
@@ -79,59 +81,63 @@ class Recording:
         self._on_step = on_step
         steps_done = trace_at = None
         if go_on_from is not None:
-            self._accountant, trace_at = go_on_from
-            steps_done = len(self._accountant.steps)
+            self.ledger, trace_at = go_on_from
+            steps_done = len(self.ledger.steps)
         else:
-            self._accountant = RunLedger(
+            self.ledger = RunLedger(
                 num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
             )
-        self._accountant.on_step = self._step_done
+        self.ledger.on_step = self._step_done
         self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)
         self._trace = TraceWriter(out / TRACE_FILE, config, go_on_at=trace_at) if out is not None and trace else None
 
     @property
     def recorder(self) -> Recorder:
-        """Who is to be told of every event and command."""
-        return self._accountant if self._trace is None else Tee(self._accountant, self._trace)
-
-    @property
-    def accountant(self) -> RunLedger:
-        """The books."""
-        return self._accountant
+        """Receives every event and command of the run."""
+        return self.ledger if self._trace is None else Tee(self.ledger, self._trace)
 
     def mark(self) -> RecordingMark:
-        """Return what is needed to go on from here; it can be pickled."""
-        accountant = copy.copy(self._accountant)
-        accountant.on_step = None
-        return RecordingMark(accountant, None if self._trace is None else self._trace.mark())
+        """Return the place that the recording can go on from."""
+        ledger = copy.copy(self.ledger)
+        ledger.on_step = None
+        return RecordingMark(ledger, None if self._trace is None else self._trace.mark())
 
-    def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Write what is known, close the files, and return the summary; the run may be cut short.
+    def finish(self, measured: RunMeasurements | None = None) -> RunReport:
+        """Write the files, close them, and return the report; the run may be cut short.
 
         Args:
-            extra: What else the summary is to hold.
+            measured: The numbers that the ledger cannot know.
         """
         if self._trace is not None:
             self._trace.close()
-        summary = self.summary() | (extra or {})
+        report = self.report(measured)
         if self._folder is not None:
-            self._folder.finish(summary, self._accountant.profile_summary())
-        return summary
+            self._folder.finish(report, self.ledger.figure_data())
+        return report
 
-    def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json."""
-        config, summary = self._config, self._accountant.summary()
-        scheduler = config.scheduler
-        about: dict[str, Any] = {"scheduler": scheduler.kind, "seed": config.seed, "max_lag": scheduler.max_lag}
-        if scheduler.schedule.has_rl_steps:
-            about["optimizer_steps_per_rl_step"] = scheduler.optimizer_steps_per_rl_step
-        decode = config.hardware.decode
+    def report(self, measured: RunMeasurements | None = None) -> RunReport:
+        """Return the numbers of the run so far.
+
+        Args:
+            measured: The numbers that the ledger cannot know.
+        """
+        config, totals = self._config, self.ledger.summary()
+        scheduler, decode = config.scheduler, config.hardware.decode
+        identity = RunIdentity(
+            scheduler=scheduler.kind,
+            seed=config.seed,
+            max_lag=scheduler.max_lag,
+            optimizer_steps_per_rl_step=scheduler.optimizer_steps_per_rl_step
+            if scheduler.schedule.has_rl_steps
+            else None,
+        )
+        about = {**dict(identity), **dict(totals), **dict(measured or RunMeasurements())}
         if isinstance(decode, UtilisationDecode):
-            summary["tokens_per_flash"] = summary["tokens_per_s"] * decode.flash_s
-        lags = self._accountant.profile_summary()["lag_histogram"]["total"] if config.drift is not None else [0]
+            about["tokens_per_flash"] = totals.tokens_per_s * decode.flash_s
+        lags = self.ledger.tokens_by_lag()
         if config.drift is not None and any(lags):
-            summary["ess_modelled"] = asdict(modelled_ess(config.drift, lags))
-        return about | summary
+            about["ess_modelled"] = modelled_ess(config.drift, lags)
+        return RunReport(**about).with_steps(self.ledger.steps)
 
     def _step_done(self, row: StepRow) -> None:
         if self._folder is not None:

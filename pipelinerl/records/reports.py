@@ -6,110 +6,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import (
-    ConfigDict,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import ConfigDict, PrivateAttr, model_validator
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
+from pipelinerl.rl.drift import EssBand
+from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.report import Report
 
-
-class Report(StrictModel):
-    """A table of a report; a field that is None and has a default is a key that is left out."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-
-    @model_serializer(mode="wrap")
-    def _leave_out_absent_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        return {key: value for key, value in serialize(self).items() if value is not None or fields[key].is_required()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values as JSON has them, keys in the order of the file."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], *, name: str) -> Self:
-        """Return the report that plain values hold.
-
-        Args:
-            data: As ``to_dict`` returns it.
-            name: What messages call it, usually the file.
-
-        Raises:
-            ConfigError: If a key is missing, unknown or wrong; one line that names it.
-        """
-        return cls._parsed(json.dumps(data), name)
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Return the report that a JSON file holds.
-
-        Raises:
-            ConfigError: As ``from_dict``, and if the file cannot be read.
-        """
-        try:
-            return cls._parsed(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"cannot read {path}: {reason}") from None
-
-    @classmethod
-    def _parsed(cls, text: str, name: str) -> Self:
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise ConfigError(_complaint(error.errors(include_url=False)[0], name)) from None
-
-
-def _complaint(fault: ErrorDetails, name: str) -> str:
-    """Return the line that says what pydantic found wrong in the file ``name``."""
-    key, kind, ctx = ".".join(map(str, fault["loc"])), fault["type"], fault.get("ctx", {})
-    if kind == "json_invalid":
-        return f"{name} is not valid JSON: {ctx['error']}"
-    if not key:
-        return f"{name} must hold a table, got {type(fault['input']).__name__}"
-    match kind:
-        case "missing":
-            return f"{name}: {key} is missing"
-        case "extra_forbidden":
-            return f"{name}: {key} is an unknown key"
-        case "value_error":
-            return f"{name}: {key}.{ctx['error']}"
-        case "float_type" | "finite_number":
-            rule = "a number"
-        case "int_type" | "int_from_float":
-            rule = "a whole number"
-        case "string_type":
-            rule = "a string"
-        case "bool_type":
-            rule = "true or false"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            rule = "a table"
-        case "list_type":
-            rule = "a list"
-        case "tuple_type":
-            rule = "a list"
-        case _:
-            return f"{name}: {key}: {fault['msg']}"
-    return f"{name}: {key} must be {rule}, got {json.dumps(fault['input'])}"
-
+TrainerWork = Literal["training", "publishing"]
 
 # --------------------------------------------------------------------------------------- tables of summary.json
 
@@ -202,47 +114,6 @@ class TrainerSeconds(Report):
     """The trainer publishes weights."""
     waiting_for_data: float
     """The trainer has nothing to train on; 0 where the same accelerators generate."""
-
-
-class EssModelled(Report):
-    """Effective sample size per token that a drift model gives the lags of the run (share of the tokens)."""
-
-    mean: float
-    """Mean over optimizer steps."""
-    low: float
-    """Of a step that drifts fast."""
-    high: float
-    """Of a step that drifts slowly."""
-
-
-class EssReport(Report):
-    """Effective sample size of the importance weights, normalised to (0, 1]; means over optimizer steps."""
-
-    model_config = ConfigDict(allow_inf_nan=True)
-
-    mean: float
-    """Per token, before truncation."""
-    min: float
-    """Least of an optimizer step, per token, before truncation."""
-    truncated_mean: float
-    """Per token, after truncation."""
-    sequence_mean: float
-    """Per rollout, before truncation."""
-    by_lag: dict[int, float]
-    """Per token, before truncation, by lag (optimizer steps)."""
-
-
-class MismatchReport(Report):
-    """How far the trainer's probabilities are from the engines' (nats per token); means over optimizer steps."""
-
-    model_config = ConfigDict(allow_inf_nan=True)
-
-    kl: float
-    """Kullback-Leibler divergence of the trainer's policy from the engines'."""
-    kl_at_lag_0: float | None = None
-    """The same over tokens of lag 0: what the two programs differ by. Absent without such a token."""
-    log_ratio_abs_max_at_lag_0: float | None = None
-    """Largest absolute log-ratio of a token of lag 0 (nats). Absent without such a token."""
 
 
 class Reached(Report):
@@ -339,7 +210,7 @@ class RunTotals(Report):
     """Whether all optimizer steps were done."""
     tokens_per_flash: float | None = None
     """Trained tokens per flash. Absent: the cost of a decode step is not given in flashes."""
-    ess_modelled: EssModelled | None = None
+    ess_modelled: EssBand | None = None
     """Modelled effective sample size. Absent without a drift model."""
 
 
@@ -481,7 +352,7 @@ class Timeline(Report):
 
     until_s: float
     """Where it ends (s)."""
-    trainer: list[tuple[float, float, Literal["training", "publishing"]]]
+    trainer: list[tuple[float, float, TrainerWork]]
     """Start and end (s) of each interval in which the trainer worked, and at what."""
     engines: list[EngineTimeline]
     """The first few engines."""

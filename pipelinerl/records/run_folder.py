@@ -19,19 +19,17 @@ model/             the trained model in Hugging Face format
 
 from __future__ import annotations
 
-import csv
 import json
-from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.reports import FigureData, RunReport
+from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
 
 RUN_FILE = "run.toml"
-STEPS_FILE = "steps.csv"
 SUMMARY_FILE = "summary.json"
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.jsonl.gz"
@@ -116,20 +114,17 @@ class RunFolder:
             self._steps = steps.open("a" if kept else "w", encoding="utf-8", newline="", buffering=1)
         except OSError as error:
             raise _unwritable(folder, error) from None
-        self._rows = csv.writer(self._steps, lineterminator="\n")
-        if kept:
-            return
-        self._rows.writerow([field.name for field in fields(StepRow)])
+        self._rows = StepsWriter(self._steps, header=not kept)
 
     def write_step(self, row: StepRow) -> None:
         """Append a row to steps.csv."""
-        self._rows.writerow(astuple(row))
+        self._rows.write(row)
 
-    def finish(self, summary: dict[str, Any], profile: dict[str, Any]) -> None:
-        """Write what is known at the end and close."""
+    def finish(self, report: RunReport, figures: FigureData) -> None:
+        """Write the reports at the end of the run and close."""
         self._steps.close()
-        write_json(self.folder / PROFILE_FILE, profile)
-        write_json(self.folder / SUMMARY_FILE, summary)
+        write_json(self.folder / PROFILE_FILE, figures.to_dict())
+        write_json(self.folder / SUMMARY_FILE, report.to_dict())
 
 
 def keep_lines(path: Path, number: int) -> list[str]:

@@ -30,6 +30,7 @@ from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.ess import ess_by_lag
+from pipelinerl.util.report import Report
 from pipelinerl.util.strict_model import StrictModel
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -57,9 +58,8 @@ class DriftModel(StrictModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class EssBand:
-    """A modelled effective sample size (share of the tokens)."""
+class EssBand(Report):
+    """A modelled effective sample size per token (share of the tokens)."""
 
     mean: float
     """Mean over optimizer steps."""

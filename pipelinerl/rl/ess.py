@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict
 
+from pipelinerl.util.report import Report
 from pipelinerl.util.running_mean import RunningMean
 
 # Legend of shapes: N flat tokens (or any samples); T tokens of one answer.
@@ -189,6 +190,36 @@ class RatioStats:
         return result | {f"{LAG_PREFIX}{lag}": ess for lag, ess in self.ess_by_lag().items()}
 
 
+class EssReport(Report):
+    """Effective sample size of the importance weights, normalised to (0, 1]; means over optimizer steps."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    mean: float
+    """Per token, before truncation."""
+    min: float
+    """Least of an optimizer step, per token, before truncation."""
+    truncated_mean: float
+    """Per token, after truncation."""
+    sequence_mean: float
+    """Per rollout, before truncation."""
+    by_lag: dict[int, float]
+    """Per token, before truncation, by lag (optimizer steps)."""
+
+
+class MismatchReport(Report):
+    """How far the trainer's probabilities are from the engines' (nats per token); means over optimizer steps."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    kl: float
+    """Kullback-Leibler divergence of the trainer's policy from the engines'."""
+    kl_at_lag_0: float | None = None
+    """The same over tokens of lag 0: what the two programs differ by. Absent without such a token."""
+    log_ratio_abs_max_at_lag_0: float | None = None
+    """Largest absolute log-ratio of a token of lag 0 (nats). Absent without such a token."""
+
+
 class RatioMeans:
     """The ESS and the mismatch of a run, as means over its optimizer steps; add steps, then read (can be pickled).
 
@@ -205,23 +236,25 @@ class RatioMeans:
             if name.startswith(("ess/", "mismatch/")):
                 self._by_name.setdefault(name, RunningMean()).add(value)
 
-    def summary(self) -> dict[str, Any]:
-        """Return the parts ``ess`` and ``mismatch`` of summary.json; neither if no step had an answer."""
+    def summary(self) -> tuple[EssReport, MismatchReport] | tuple[None, None]:
+        """Return ``ess`` and ``mismatch`` of summary.json; neither if no step had an answer."""
         if not self._by_name:
-            return {}
+            return None, None
         means = {name: running.mean for name, running in self._by_name.items()}
-        mismatch = {"kl": means["mismatch/kl"]}
-        if "mismatch/kl_at_lag_0" in means:
-            mismatch["kl_at_lag_0"] = means["mismatch/kl_at_lag_0"]
-            mismatch["log_ratio_abs_max_at_lag_0"] = self._by_name["mismatch/log_ratio_abs_max_at_lag_0"].max
-        ess = {
-            "mean": means["ess/token_raw"],
-            "min": self._by_name["ess/token_raw"].min,
-            "truncated_mean": means["ess/token_truncated"],
-            "sequence_mean": means["ess/sequence_raw"],
-            "by_lag": {str(lag): mean for lag, mean in sorted(ess_by_lag(means))},
-        }
-        return {"ess": ess, "mismatch": mismatch}
+        largest = self._by_name.get("mismatch/log_ratio_abs_max_at_lag_0")
+        mismatch = MismatchReport(
+            kl=means["mismatch/kl"],
+            kl_at_lag_0=means.get("mismatch/kl_at_lag_0"),
+            log_ratio_abs_max_at_lag_0=None if largest is None else largest.max,
+        )
+        ess = EssReport(
+            mean=means["ess/token_raw"],
+            min=self._by_name["ess/token_raw"].min,
+            truncated_mean=means["ess/token_truncated"],
+            sequence_mean=means["ess/sequence_raw"],
+            by_lag=dict(sorted(ess_by_lag(means))),
+        )
+        return ess, mismatch
 
 
 def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:

@@ -10,14 +10,14 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.reports import Reached, RewardReport, RunMeasurements
+from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.advantages import leave_one_out
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.rl.losses import policy_loss
@@ -151,31 +151,33 @@ class Learner:
         self._times_s.append(row.time_s)
         return metrics
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunMeasurements:
         """Return what a learning run adds to summary.json."""
         rewards = self._mean_rewards
         if not rewards:
-            return {}
-        return {
-            **self._ratio_means.summary(),
-            "reward": {
-                "first": rewards[0],
-                "last": _mean(rewards[-max(1, len(rewards) // 10) :]),
-                "max": max(rewards),
-                "reached": self._reached(rewards),
-            },
-            "weights_sha256": self.fingerprint(),
-        }
+            return RunMeasurements()
+        ess, mismatch = self._ratio_means.summary()
+        return RunMeasurements(
+            ess=ess,
+            mismatch=mismatch,
+            reward=RewardReport(
+                first=rewards[0],
+                last=_mean(rewards[-max(1, len(rewards) // 10) :]),
+                max=max(rewards),
+                reached=self._reached(rewards),
+            ),
+            weights_sha256=self.fingerprint(),
+        )
 
-    def _reached(self, rewards: Sequence[float]) -> dict[str, dict[str, float]]:
+    def _reached(self, rewards: Sequence[float]) -> dict[str, Reached]:
         """Return when the mean reward of the last few steps first was at each level."""
-        reached: dict[str, dict[str, float]] = {}
+        reached: dict[str, Reached] = {}
         for step in range(REACHED_STEPS, len(rewards) + 1):
             mean = _mean(rewards[step - REACHED_STEPS : step])
             for level in LEVELS:
                 if mean >= level and f"{level:g}" not in reached:
                     samples = float(step * self._batch_size)
-                    reached[f"{level:g}"] = {"time_s": self._times_s[step - 1], "samples": samples}
+                    reached[f"{level:g}"] = Reached(time_s=self._times_s[step - 1], samples=samples)
         return reached
 
     def fingerprint(self) -> str:

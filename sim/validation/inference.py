@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.steps import StepRow
 from sim.run import simulate
 from sim.validation.reconstruct import (
     LARGEST_MEAN,

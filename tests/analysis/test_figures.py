@@ -30,7 +30,8 @@ from analysis.report import save_figures
 from analysis.style import ACTIVITY_COLORS, METHOD_HUES, series_styles, tone
 from backends.step_metrics import StepMetrics
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.ledger import RunLedger, StepRow
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.records.steps import COLUMNS, StepRow
 from pipelinerl.scheduler.events import WeightsPublished
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
@@ -411,7 +412,8 @@ def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
     for step in (1, 2):
         metrics.trained(np.log([1.0, 1.0, 2.0]), [0, 0, 0])
         metrics.trainer_said({"loss": 0.1, "gradient_norm": float("inf")})  # may overflow: no figure shows it
-        row = StepRow(step, 10.0 * step, 5.0, 1.0, 4.0, BATCH, 1000, 0.0, 0, 0.0, 0.0, 8, 0, 0.5, 15.0)
+        numbers = (step, 10.0 * step, 5.0, 1.0, 4.0, BATCH, 1000, 0.0, 0, 0.0, 0.0, 8, 0, 0.5, 15.0)
+        row = StepRow(**dict(zip(COLUMNS, numbers, strict=True)))
         books.event(10.0 * step, WeightsPublished(step, 1.0))
         lines.append({"step": step, **metrics.take(row, books)})
     run = read_run(write_real_run(tmp_path / "run", lines))

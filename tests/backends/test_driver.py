@@ -52,7 +52,7 @@ def test_a_pipeline_run_keeps_its_books_under_every_weight_update(tmp_path, weig
     check_ledger(tmp_path / "run", config, summary)
     assert parts.trainer.version == config.optimizer_steps
     assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
-    assert summary["complete"]
+    assert summary.complete
 
 
 def test_an_in_flight_update_shows_in_the_spans(tmp_path):
@@ -77,7 +77,7 @@ def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(tmp_pat
     summary = run(config, out, parts_of(config))
     again = [row.command for row in records(out) if isinstance(row.command, StartRollout) and row.command.kept_tokens]
     assert again
-    assert summary["rollouts"]["interruptions"] >= len(again)
+    assert summary.rollouts.interruptions >= len(again)
     check_ledger(out, config, summary)
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_publishes_now_and_then_keeps_its_books(tmp_path, every, weig
     assert len(versions) > 1
     for last, version in pairwise(versions):  # once in K steps, or made up for later
         assert version // every > last // every
-    assert summary["lag"]["max"] <= every
+    assert summary.lag.max <= every
 
 
 def test_micro_batches_stream_into_one_step(tmp_path):
@@ -132,20 +132,20 @@ def test_no_trained_token_is_older_than_max_lag(tmp_path, on_stale):
     config = config_of(max_lag=1, on_stale=on_stale, steps=8)
     summary = run(config, tmp_path / "run", parts_of(config))
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["lag"]["max"] <= 1
+    assert summary.lag.max <= 1
 
 
 def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
     """Weights are exp(-DRIFT * lag), so within one lag all are equal: ESS 1; conventional G=1 has lag 0 only."""
     config = config_of(kind="conventional")
     summary = run(config, tmp_path / "run", parts_of(config))
-    assert summary["ess"]["mean"] == summary["ess"]["min"] == pytest.approx(1.0, abs=1e-12)
-    assert summary["mismatch"]["kl"] == summary["mismatch"]["log_ratio_abs_max_at_lag_0"] == 0.0
+    assert summary.ess.mean == summary.ess.min == pytest.approx(1.0, abs=1e-12)
+    assert summary.mismatch.kl == summary.mismatch.log_ratio_abs_max_at_lag_0 == 0.0
     mixed = config_of(steps=10, longest=40, slots=16)
     summary = run(mixed, tmp_path / "mixed", parts_of(mixed))
-    assert all(ess == pytest.approx(1.0, abs=1e-5) for ess in summary["ess"]["by_lag"].values())  # float32 inside
-    largest = summary["lag"]["max"] * DRIFT
-    assert math.exp(-largest) < summary["ess"]["mean"] <= 1.0
+    assert all(ess == pytest.approx(1.0, abs=1e-5) for ess in summary.ess.by_lag.values())  # float32 inside
+    largest = summary.lag.max * DRIFT
+    assert math.exp(-largest) < summary.ess.mean <= 1.0
 
 
 # ------------------------------------------------------------------------------------------ faults
@@ -158,7 +158,7 @@ def test_a_run_survives_the_loss_of_an_engine(tmp_path, weight_update):
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["engine_restarts"] == 1
+    assert summary.engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
 
 
@@ -180,7 +180,7 @@ def test_a_reward_that_raises_fails_its_rollout_and_the_run_goes_on(tmp_path):
     parts = parts_of(config, task=Letters(raises_every=3))
     summary = run(config, tmp_path / "run", parts)
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["rollouts"]["failed"] > 0
+    assert summary.rollouts.failed > 0
 
 
 def test_a_reward_that_is_not_a_number_fails_its_rollout(tmp_path):
@@ -190,7 +190,7 @@ def test_a_reward_that_is_not_a_number_fails_its_rollout(tmp_path):
 
     config = config_of(steps=3)
     summary = run(config, tmp_path / "run", parts_of(config, task=Nan()))
-    assert summary["rollouts"]["failed"] > 0
+    assert summary.rollouts.failed > 0
 
 
 def test_a_reward_that_takes_for_ever_fails_its_rollout(tmp_path):
@@ -202,7 +202,7 @@ def test_a_reward_that_takes_for_ever_fails_its_rollout(tmp_path):
     config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
     parts = parts_of(config, task=Slow(), trainer=FakeTrainer(train_batch_size=8, train_s=0.1))
     summary = run(config, tmp_path / "run", parts)
-    assert summary["rollouts"]["failed"] > 0
+    assert summary.rollouts.failed > 0
 
 
 def test_a_prompt_that_is_too_long_fails_its_rollouts(tmp_path):
@@ -212,7 +212,7 @@ def test_a_prompt_that_is_too_long_fails_its_rollouts(tmp_path):
 
     config = config_of(steps=3, train={"task": {"name": "arithmetic", "max_prompt_tokens": 100}})
     summary = run(config, tmp_path / "run", parts_of(config, task=Long()))
-    assert summary["rollouts"]["failed"] > 0
+    assert summary.rollouts.failed > 0
 
 
 def test_a_run_whose_rewards_all_fail_is_stalled(tmp_path):
@@ -227,7 +227,7 @@ def test_an_engine_that_is_lost_asleep_is_started_again(tmp_path):
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["engine_restarts"] == 1
+    assert summary.engine_restarts == 1
 
 
 class Exporter(FakeTrainer):
@@ -248,7 +248,7 @@ def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(tmp_path, k
     parts = parts_of(config)
     parts.trainer = Exporter(train_batch_size=8, do=parts.engines[1].die)
     summary = run(config, tmp_path / "run", parts)
-    assert "success_after" in summary["evaluation"]
+    assert summary.evaluation.success_after is not None
     assert parts.engines[1].num_started == 2
 
 
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(tmp_pat
     with pytest.raises(RunFailedError, match="--resume evaluates again"):
         run(config, out, parts)
     assert (out / "model" / "fake.json").exists()
-    assert "success_after" in run(config, out, parts_of(config), resume=True)["evaluation"]
+    assert run(config, out, parts_of(config), resume=True).evaluation.success_after is not None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no reward today"), SystemExit("no reward at all")])
@@ -273,7 +273,7 @@ def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(tmp_path, e
 
     config = config_of(steps=2, train={"evaluation": {"problems": 8}})
     summary = run(config, tmp_path / "run", parts_of(config, task=Moody()))
-    assert summary["evaluation"] == {"success_before": 0.5, "success_after": 0.5}
+    assert summary.evaluation.to_dict() == {"success_before": 0.5, "success_after": 0.5}
 
 
 def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(tmp_path):
@@ -287,7 +287,7 @@ def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waitin
 
     config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
     summary = run(config, tmp_path / "run", parts_of(config, task=Hangs()))
-    assert summary["rollouts"]["failed"] >= 8
+    assert summary.rollouts.failed >= 8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
     over.set()
 
@@ -345,7 +345,7 @@ def test_an_interrupted_run_goes_on_between_two_publications(tmp_path):
     interrupted(config, tmp_path / "run", at=6)
     summary = run(config, tmp_path / "run", parts_of(config), resume=True)
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["lag"]["max"] <= 3
+    assert summary.lag.max <= 3
 
 
 def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
@@ -460,7 +460,7 @@ def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(tmp_pa
     interrupted(config, out, at=3)
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
     summary = run(config, out, parts_of(config), resume=True)
-    assert summary["evaluation"].keys() == {"success_before", "success_after"}
+    assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
 
 
 def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_path, monkeypatch):
@@ -562,4 +562,4 @@ def test_the_books_are_right_whatever_dies(
     summary = run(config, out, parts)
     check_ledger(out, config, summary)
     if max_lag is not None:
-        assert summary["lag"]["max"] <= max_lag
+        assert summary.lag.max <= max_lag

@@ -263,7 +263,7 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
 
     parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
     summary = run(config, tmp_path / "run", parts)
-    assert summary["complete"]
+    assert summary.complete
 
 
 # ------------------------------------------------------------------------------------------- checkpoints

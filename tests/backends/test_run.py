@@ -24,6 +24,7 @@ from real_run import EXAMPLE, Process  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from pipelinerl.cli import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
@@ -74,20 +75,20 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
     run = Process(fitted, out, setting)
     status, stdout, stderr = run.end()
     assert status == 0, stderr
-    summary = json.loads(stdout)
-    assert summary["evaluation"]["success_before"] <= 0.40
-    assert summary["evaluation"]["success_after"] >= 0.90
+    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
+    assert summary.evaluation.success_before <= 0.40
+    assert summary.evaluation.success_after >= 0.90
     check_ledger(out, load_run(EXAMPLE, [setting]), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
     if kind == "pipeline":
         assert longest_idle_s(out) < shortest_update_interval_s(out)
         check_that_vllm_loads_what_was_trained(out / "model", tmp_path / "again")
-    assert summary["mismatch"]["log_ratio_abs_max_at_lag_0"] < 1e-3
-    by_lag = summary["ess"]["by_lag"]
+    assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
+    by_lag = summary.ess.by_lag
     if kind == "conventional":  # no answer of lag 0 was begun by older weights
-        assert by_lag["0"] == pytest.approx(1.0, abs=1e-6)
-        assert by_lag["0"] > by_lag["1"] > by_lag["3"]
+        assert by_lag[0] == pytest.approx(1.0, abs=1e-6)
+        assert by_lag[0] > by_lag[1] > by_lag[3]
     assert {path.name for path in (out / "model").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     for command in (["replay", str(out)], ["plot", str(out)]):
         result = CliRunner().invoke(app, command)
@@ -120,10 +121,10 @@ def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_rais
     run.kill("VLLM::EngineCore")
     status, stdout, stderr = run.end()
     assert status == 0, stderr
-    summary = json.loads(stdout)
+    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     check_ledger(out, load_run(EXAMPLE, ["optimizer_steps=40"]), summary)
-    assert summary["engine_restarts"] == 1
-    assert summary["rollouts"]["failed"] > 0
+    assert summary.engine_restarts == 1
+    assert summary.rollouts.failed > 0
     assert "engine 0 lost" in stderr
     assert "no reward today" in stderr
     assert "reference model died: phase=logprobs replica=0" in stderr
@@ -158,5 +159,5 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_trainer_was_killed(unfitted, t
     run = Process(unfitted, out, *sets, resume=True)
     status, stdout, stderr = run.end()
     assert status == 0, stderr
-    check_ledger(out, load_run(EXAMPLE, ["optimizer_steps=60"]), json.loads(stdout))
+    check_ledger(out, load_run(EXAMPLE, ["optimizer_steps=60"]), RunReport.from_dict(json.loads(stdout), name="stdout"))
     assert run.left_over() == []

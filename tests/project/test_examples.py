@@ -74,9 +74,9 @@ def test_the_quickstart_generates_as_fast_as_its_engines_can():
     step_s = 7.05e-3 + 32 * 1.065e-5 + 32 * context * 2.282e-8
     rollout_s = (mean + 1) * step_s + 0.010 + 32 * (200 * 2.57e-5 + 200**2 * 3.4e-10)
     summary = summary_of(QUICKSTART)
-    running = 1 - 99 * 1.02 / summary["duration_s"]
+    running = 1 - 99 * 1.02 / summary.duration_s
     expected = 4 * 32 * mean / rollout_s * running
-    assert summary["tokens"]["generated"] / summary["duration_s"] == pytest.approx(expected, rel=0.02)
+    assert summary.tokens.generated / summary.duration_s == pytest.approx(expected, rel=0.02)
 
 
 def test_the_quickstart_commands_do_what_their_comments_say():
@@ -84,10 +84,10 @@ def test_the_quickstart_commands_do_what_their_comments_say():
     pipeline, conventional, bounded = (
         summary_of(QUICKSTART, *overrides) for overrides in ((), (CONVENTIONAL,), ("scheduler.max_lag=1",))
     )
-    assert conventional["lag"]["max"] == 3
-    assert bounded["lag"]["max"] == 1
-    assert bounded["tokens_per_s"] < pipeline["tokens_per_s"]
-    assert bounded["rollouts"]["discarded"] == 0
+    assert conventional.lag.max == 3
+    assert bounded.lag.max == 1
+    assert bounded.tokens_per_s < pipeline.tokens_per_s
+    assert bounded.rollouts.discarded == 0
 
 
 # ------------------------------------------------------------------- the paper's case study (appendix A)
@@ -103,9 +103,9 @@ def test_the_pipeline_of_the_case_study_makes_16_9_tokens_per_flash():
 def test_conventional_rl_of_the_case_study_makes_10_7_tokens_per_flash():
     """A.4: 1/(1/18.3 + 1/26.02) = 10.74 for G = 134, here for one RL step; lag 0 to 133."""
     summary = summary_of(APPENDIX_A, CONVENTIONAL, "scheduler.optimizer_steps_per_rl_step=134", "optimizer_steps=134")
-    assert summary["tokens_per_flash"] == pytest.approx(10.7, rel=0.03)
-    assert summary["lag"]["max"] == 133
-    assert summary["lag"]["mean"] == pytest.approx(66.5, rel=0.01)
+    assert summary.tokens_per_flash == pytest.approx(10.7, rel=0.03)
+    assert summary.lag.max == 133
+    assert summary.lag.mean == pytest.approx(66.5, rel=0.01)
 
 
 @pytest.mark.slow
@@ -113,11 +113,11 @@ def test_the_case_study_comes_out_as_in_the_paper():
     """16.9 within 2 %, 10.7 within 3 %, so their ratio, 1.57, within 5 %. Largest lag 132 by the formula, 1 more for
     the busy trainer, and a few for fluctuations."""
     pipeline, conventional = (summary_of(APPENDIX_A, *overrides) for overrides in ((), (CONVENTIONAL,)))
-    assert pipeline["tokens_per_flash"] == pytest.approx(16.9, rel=0.02)
-    assert conventional["tokens_per_flash"] == pytest.approx(10.7, rel=0.03)
-    assert pipeline["tokens_per_flash"] / conventional["tokens_per_flash"] == pytest.approx(1.57, rel=0.05)
-    assert pipeline["lag"]["p99"] <= 132 <= pipeline["lag"]["max"] <= 140
-    assert conventional["lag"]["max"] == 133
+    assert pipeline.tokens_per_flash == pytest.approx(16.9, rel=0.02)
+    assert conventional.tokens_per_flash == pytest.approx(10.7, rel=0.03)
+    assert pipeline.tokens_per_flash / conventional.tokens_per_flash == pytest.approx(1.57, rel=0.05)
+    assert pipeline.lag.p99 <= 132 <= pipeline.lag.max <= 140
+    assert conventional.lag.max == 133
 
 
 # ------------------------------------------------------------------------ the paper's main run (section 5)
@@ -155,7 +155,7 @@ def test_the_levels_of_the_example_by_name_are_ordered_and_agree_on_the_winner()
     """Same answers in all: the run lasts longer from level to level, and the pipeline is ahead in each."""
     levels = ("optimistic", "central", "pessimistic")
     pipeline, conventional = (
-        [summary_of(BY_NAME, *overrides, f"hardware.level={level}")["duration_s"] for level in levels]
+        [summary_of(BY_NAME, *overrides, f"hardware.level={level}").duration_s for level in levels]
         for overrides in ((), (CONVENTIONAL,))
     )
     assert pipeline == sorted(pipeline)
@@ -166,9 +166,9 @@ def test_the_levels_of_the_example_by_name_are_ordered_and_agree_on_the_winner()
 def test_a_better_gpu_is_faster():
     """More memory bandwidth generates faster; fewer FLOP/s train more slowly."""
     h200, h100, h20 = (summary_of(BY_NAME, f"hardware.gpu={gpu}") for gpu in ("H200", "H100", "H20"))
-    assert h200["duration_s"] < h100["duration_s"] < h20["duration_s"]
-    assert h100["bottleneck"] == "generation"
-    assert h20["utilisation"]["training"] > 0.85 > h100["utilisation"]["training"]
+    assert h200.duration_s < h100.duration_s < h20.duration_s
+    assert h100.bottleneck == "generation"
+    assert h20.utilisation.training > 0.85 > h100.utilisation.training
 
 
 # ---------------------------------------------------------------------------------- all of them

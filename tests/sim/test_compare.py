@@ -19,6 +19,7 @@ import pytest
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.reports import RunReport
 from sim import compare as module
 from sim import parallel
 from sim.compare import Cell, compare, default_comparison, plan_cells
@@ -286,7 +287,7 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
     alone = {cell.folder: simulate(cell.config) for cell in cells}
     for cell in cells:
         folder = out / cell.folder
-        assert json.loads((folder / "summary.json").read_text()) == alone[cell.folder]
+        assert json.loads((folder / "summary.json").read_text()) == alone[cell.folder].to_dict()
         assert load_run(folder / "run.toml") == cell.config
         assert sorted(path.name for path in folder.iterdir()) == [
             "profile.json",
@@ -294,7 +295,7 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
             "steps.csv",
             "summary.json",
         ]
-    rates = {folder: summary["tokens_per_s"] for folder, summary in alone.items()}
+    rates = {folder: summary.tokens_per_s for folder, summary in alone.items()}
     assert result == {
         "baseline": "conventional",
         "scenarios": [
@@ -305,7 +306,7 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
                         "name": arm,
                         "folder": f"{folder}/{arm}",
                         "speedup": rates[f"{folder}/{arm}"] / rates[f"{folder}/conventional"],
-                        "summary": alone[f"{folder}/{arm}"],
+                        "summary": alone[f"{folder}/{arm}"].to_dict(),
                     }
                     for arm in ("pipeline", "conventional")
                 ],
@@ -372,10 +373,10 @@ def test_a_run_that_cannot_be_written_fails_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_a_full_disk_fails_the_run_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(config: RunConfig, out: Path | None) -> dict[str, Any]:
+    def full(config: RunConfig, out: Path | None) -> RunReport:
         if config.scheduler.kind == "conventional":
             raise OSError(28, "No space left on device")
-        return {"tokens_per_s": 5.0}
+        return simulate(config)
 
     monkeypatch.setattr(module, "simulate", full)
     result = compare(run(arms=[PIPELINE, CONVENTIONAL], baseline="pipeline"))

@@ -107,16 +107,16 @@ def test_sequences_in_progress_are_arrival_rate_times_time_in_system():
     times_s = [left.get(rollout_id, end_s) - time_s for rollout_id, time_s in started.items()]
     rate, time_in_system_s = len(started) / end_s, sum(times_s) / len(times_s)
 
-    profile = run.profile_summary()
+    figures = run.figure_data()
     area = 0.0
-    for engine in profile["timeline"]["engines"]:
-        widths = np.diff([*engine["time_s"], profile["timeline"]["until_s"]])
-        area += float(widths @ engine["in_progress"])
-    window = profile["generation_window"]
-    assert profile["timeline"]["until_s"] == end_s
-    assert window["width_s"] * 200 == pytest.approx(end_s)
+    for engine in figures.timeline.engines:
+        widths = np.diff([*engine.time_s, figures.timeline.until_s])
+        area += float(widths @ engine.in_progress)
+    window = figures.generation_window
+    assert figures.timeline.until_s == end_s
+    assert window.width_s * 200 == pytest.approx(end_s)
     assert area / end_s == pytest.approx(rate * time_in_system_s)
-    assert sum(window["in_progress"]) / 200 == pytest.approx(rate * time_in_system_s)
+    assert sum(window.in_progress) / 200 == pytest.approx(rate * time_in_system_s)
 
 
 def test_full_slots_obey_littles_law_in_steady_state():
@@ -201,7 +201,7 @@ def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picoseco
     wave = to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)
     rl_step = 2 * wave + to_ticks(0.02 + 0.05) + to_ticks(1.5) + 4 * to_ticks(0.5 + 3e-4 / 3 * 24 * 90)
     between = to_ticks(weights_s) + to_ticks(2.5)
-    assert to_ticks(run.summary()["duration_s"]) == 3 * rl_step + 2 * between
+    assert to_ticks(run.summary().duration_s) == 3 * rl_step + 2 * between
 
 
 def test_generation_of_conventional_rl_lasts_as_long_as_its_slowest_engine():
@@ -265,14 +265,14 @@ def test_conventional_mean_lag_is_half_of_g_minus_one(rl_step):
         length=fixed(10),
         scheduler={"kind": "conventional", "optimizer_steps_per_rl_step": rl_step},
     )
-    lag = run.summary()["lag"]
-    assert lag["mean"] == (rl_step - 1) / 2
-    assert lag["max"] == rl_step - 1
+    lag = run.summary().lag
+    assert lag.mean == (rl_step - 1) / 2
+    assert lag.max == rl_step - 1
 
 
 def test_conventional_rl_at_g_one_is_on_policy():
     run = play(9, batch=4, slots=3, length=uniform(30), scheduler={"kind": "conventional"}, hardware=trains_in(5.0))
-    assert run.profile_summary()["lag_histogram"]["total"] == [run.summary()["tokens_trained"]]
+    assert run.figure_data().lag_histogram.total == [run.summary().tokens_trained]
 
 
 # --------------------------------------------------------------------------------- one-step-off RL
@@ -304,7 +304,7 @@ def test_one_step_off_batch_i_is_trained_at_lag_g_plus_i(group_size, micro_batch
     assert [row.lag_max for row in run.steps] == expected
     trained = [rollout_id for _, entry in run.of(StartTraining) for rollout_id in entry.rollout_ids]
     assert trained == list(range(11 * 8))
-    assert run.summary()["rollouts"]["started"] == 11 * 8
+    assert run.summary().rollouts.started == 11 * 8
 
 
 @pytest.mark.parametrize("rl_step", [1, 2, 4])
@@ -317,9 +317,9 @@ def test_one_step_off_lag_is_g_to_2_g_minus_1(rl_step):
         length=fixed(10),
         scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": rl_step, "max_lag": 2 * rl_step - 1},
     )
-    lag = run.summary()["lag"]
-    assert lag["mean"] == (3 * rl_step - 1) / 2 - rl_step * rl_step / 32
-    assert lag["max"] == 2 * rl_step - 1
+    lag = run.summary().lag
+    assert lag.mean == (3 * rl_step - 1) / 2 - rl_step * rl_step / 32
+    assert lag.max == 2 * rl_step - 1
 
 
 @pytest.mark.parametrize("token_s", [1e-6, 3e-4])
@@ -349,7 +349,7 @@ def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token
     train = 2 * to_ticks(0.01 + token_s * 48 * 90)
     first = max(generate, train)
     later = max(to_ticks(0.2 + pause_s) + generate, to_ticks(publish_s) + train)
-    assert to_ticks(run.summary()["duration_s"]) == generate + first + 2 * later + train
+    assert to_ticks(run.summary().duration_s) == generate + first + 2 * later + train
     assert len(run.of(PublishWeights)) == 2
 
 
@@ -366,8 +366,8 @@ def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
     )
     summary = run.summary()
     assert [row.lag_mean for row in run.steps] == [0, 1, 2, 3, 2, 3, 2, 3, 2]
-    assert summary["discarded_by_reason"]["no_signal"] > 0
-    assert summary["rollouts"]["started"] == 9 * 8 + summary["discarded_by_reason"]["no_signal"]
+    assert summary.discarded_by_reason["no_signal"] > 0
+    assert summary.rollouts.started == 9 * 8 + summary.discarded_by_reason["no_signal"]
 
 
 # ------------------------------------------------------------------------- lag when generation limits
@@ -381,7 +381,7 @@ def test_mean_lag_is_a_third_of_g_for_uniform_lengths():
     out. sd 0.24 %, so 3 % is 12 sd.
     """
     run = play(900, batch=32, slots=64, engines=16, length=uniform(256))
-    assert run.summary()["bottleneck"] == "generation"
+    assert run.summary().bottleneck == "generation"
     assert run.lag_mean(200) == pytest.approx(64 / 3, rel=0.03)
 
 
@@ -463,9 +463,9 @@ def test_a_bounded_queue_keeps_lag_flat_when_the_trainer_limits(on_full):
         scheduler={"ready_queue_size": 64, "on_full": on_full},
         hardware=trains_in(1.5 * 32 * 129.5 / 256),
     )
-    assert run.summary()["bottleneck"] == "training"
+    assert run.summary().bottleneck == "training"
     assert run.lag_mean(450) == pytest.approx(run.lag_mean(150, 300), rel=0.03)
-    discarded = run.summary()["discarded_by_reason"]["queue_full"]
+    discarded = run.summary().discarded_by_reason["queue_full"]
     assert (discarded > 0, max(row.ready for row in run.steps) <= 64) == ((on_full == "drop_oldest",) * 2)
 
 
@@ -626,9 +626,9 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
             "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
         },
     )
-    assert oldest_trained(run) == run.summary()["lag"]["max"] <= scheduler["max_lag"]
+    assert oldest_trained(run) == run.summary().lag.max <= scheduler["max_lag"]
     if scheduler["on_stale"] == "train":
-        assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
+        assert run.summary().rollouts.discarded == run.summary().rollouts.aborted == 0
 
 
 # ----------------------------------------------------------------------------------- partial rollouts
@@ -674,7 +674,7 @@ def test_what_goes_on_after_an_rl_step_is_prefilled_again_with_the_tokens_it_has
     ended = [entry.spans for _, entry in costly.of(RolloutFinished)]
     carried_over = [20 + end for spans in ended for end in spans.ends[:-1]]
     assert len(carried_over) > 100
-    extra_s = costly.summary()["duration_s"] - free.summary()["duration_s"]
+    extra_s = costly.summary().duration_s - free.summary().duration_s
     assert extra_s > 1e-3 * (20 * 40 + sum(carried_over))  # what was still unfinished at the end comes on top
 
 
@@ -684,8 +684,8 @@ def test_engines_stand_still_while_the_same_accelerators_train():
     starts_s = [time_s for time_s, _ in run.of(StartTraining)]
     for time_s, _ in run.of(RolloutFinished):
         assert not any(start_s + 1 < time_s < start_s + 500 for start_s in starts_s)
-    generating_s = run.summary()["duration_s"] - 20 * 500
-    busy_s = run.summary()["utilisation"]["generation"] * run.summary()["duration_s"]
+    generating_s = run.summary().duration_s - 20 * 500
+    busy_s = run.summary().utilisation.generation * run.summary().duration_s
     assert generating_s <= busy_s <= generating_s + 20  # a decode step per RL step
 
 
@@ -694,8 +694,8 @@ def test_partial_rollouts_do_not_wait_for_the_longest_answer():
     scheduler = {"kind": "conventional"}
     drained = play(20, batch=8, slots=40, length=uniform(100), scheduler=scheduler, hardware=trains_in(500.0))
     without, partly = (
-        drained.summary()["duration_s"] - 10_000,
-        run_of_partial_rollouts(0.0).summary()["duration_s"] - 10_000,
+        drained.summary().duration_s - 10_000,
+        run_of_partial_rollouts(0.0).summary().duration_s - 10_000,
     )
     assert partly < 0.4 * without
 
@@ -728,9 +728,9 @@ def test_no_token_of_a_partial_rollout_is_older_than_max_lag(
             "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
         },
     )
-    assert oldest_trained(run) == run.summary()["lag"]["max"] <= max_lag
-    assert run.summary()["rollouts"]["discarded"] == run.summary()["rollouts"]["aborted"] == 0
-    tokens = run.summary()["tokens"]
+    assert oldest_trained(run) == run.summary().lag.max <= max_lag
+    assert run.summary().rollouts.discarded == run.summary().rollouts.aborted == 0
+    tokens = run.summary().tokens
     assert tokens["generated"] == tokens["trained"] + tokens["unfinished"]
 
 
@@ -749,7 +749,7 @@ def test_only_publications_cost_the_trainer_time(every, num_publications):
         hardware={**trains_in(20.0), "weights": {"publish_s": 4.0}},
     )
     assert [entry.version for _, entry in run.of(PublishWeights)] == [*range(every, 12, every)]
-    assert run.summary()["duration_s"] == 5 + 12 * 20 + 4 * num_publications
+    assert run.summary().duration_s == 5 + 12 * 20 + 4 * num_publications
 
 
 @pytest.mark.parametrize(
@@ -807,7 +807,7 @@ def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(eve
         num_started += count
         num_taken = (version + every) * 8
     assert budgets == [budget] * (24 // every)
-    assert oldest_trained(run) == run.summary()["lag"]["max"] == budget // 8 - 1
+    assert oldest_trained(run) == run.summary().lag.max == budget // 8 - 1
 
 
 def run_within(max_lag, on_stale):
@@ -836,7 +836,7 @@ def test_dropping_what_is_stale_shortens_what_is_trained_on():
     drawn = np.mean([workload.group(group, group).lengths for group in range(1200)])
 
     def trained(run):
-        return run.summary()["length"]["trained_mean"]
+        return run.summary().length.trained_mean
 
     assert trained(unbounded) == pytest.approx(drawn, rel=0.015)
     assert trained(waiting) == pytest.approx(drawn, rel=0.015)
@@ -851,7 +851,7 @@ def test_a_requeued_prompt_is_tried_again_and_a_dropped_one_is_not():
         run = play(40, batch=8, slots=16, length=uniform(60), scheduler={"max_lag": 1, "on_stale": on_stale}, seed=1)
         prompts = [entry.prompt_id for _, entry in run.of(StartRollout)]
         tries[on_stale] = sorted({prompts.count(prompt_id) for prompt_id in prompts})
-        assert run.summary()["discarded_by_reason"]["stale"] + run.summary()["rollouts"]["aborted"] > 0
+        assert run.summary().discarded_by_reason["stale"] + run.summary().rollouts.aborted > 0
     assert tries["drop"] == [1]
     assert tries["requeue"][0] == 1
     assert len(tries["requeue"]) > 1
@@ -873,7 +873,7 @@ def test_groups_without_a_signal_are_replaced_for_as_long_as_it_takes(success_ra
         workload={"group_size": 4, "success_rate": success_rate},
     )
     summary = run.summary()
-    trained, discarded = summary["rollouts"]["trained"] // 4, summary["discarded_by_reason"]["no_signal"] // 4
+    trained, discarded = summary.rollouts.trained // 4, summary.discarded_by_reason["no_signal"] // 4
     share = 1 - success_rate**4 - (1 - success_rate) ** 4
     num_groups = trained + discarded
     assert trained == 1200
@@ -910,8 +910,8 @@ def test_infinitely_fast_hardware_does_the_same_in_no_time(kind):
         for step_s in (1e-12, 1.0)
     ]
     assert scaled(runs[0].entries, 1) == scaled(runs[1].entries, 10**12)
-    assert runs[0].summary()["lag"] == runs[1].summary()["lag"]
-    assert runs[0].summary()["duration_s"] < 1e-8
+    assert runs[0].summary().lag == runs[1].summary().lag
+    assert runs[0].summary().duration_s < 1e-8
 
 
 def test_a_batch_that_fills_all_slots_lags_only_until_the_weights_arrive():
@@ -972,10 +972,10 @@ def test_recompute_and_abort_cost_the_prefill_of_what_is_in_progress():
     keep, recompute, abort = (run_with(kind, prefill_s=1e-3) for kind in ("keep", "recompute", "abort"))
     restarts = [entry for _, entry in abort.of(StartRollout) if entry.kept_tokens]
     extra_s = 1e-3 * sum(20 + entry.kept_tokens for entry in restarts)
-    assert len(restarts) == abort.summary()["rollouts"]["interruptions"] > 300
+    assert len(restarts) == abort.summary().rollouts.interruptions > 300
     assert extra_s > 10
     for run in (recompute, abort):
-        assert run.summary()["duration_s"] - keep.summary()["duration_s"] == pytest.approx(extra_s)
+        assert run.summary().duration_s - keep.summary().duration_s == pytest.approx(extra_s)
 
 
 def test_a_pause_costs_its_seconds():
@@ -983,13 +983,13 @@ def test_a_pause_costs_its_seconds():
     without, with_pause = (run_with("keep", prefill_s=0.0, pause_s=pause_s) for pause_s in (0.0, 1000.0))
     num_loads = len(with_pause.of(WeightsLoaded))
     assert num_loads > 20
-    assert with_pause.summary()["duration_s"] - without.summary()["duration_s"] == 1000 * num_loads
+    assert with_pause.summary().duration_s - without.summary().duration_s == 1000 * num_loads
 
 
 def test_waiting_drains_the_engines_and_keeps_every_rollout_on_one_version():
     """Slots stay empty until the longest answer ends: much slower; never two spans, while ``keep`` has many."""
     keep, wait = (run_with(kind, prefill_s=1e-3, engines=2) for kind in ("keep", "wait"))
-    assert wait.summary()["tokens_per_s"] < 0.8 * keep.summary()["tokens_per_s"]
+    assert wait.summary().tokens_per_s < 0.8 * keep.summary().tokens_per_s
     num_spans = [[len(entry.spans.versions) for _, entry in run.of(RolloutFinished)] for run in (keep, wait)]
     assert max(num_spans[0]) > 2
     assert set(num_spans[1]) == {1}
@@ -1087,8 +1087,8 @@ def test_a_small_cache_is_never_overfull_and_preempts():
     run = play(12, **sizes, hardware={"kv_cache_tokens": 200}, make=watched_engine(200, seen))
     roomy = play(12, **sizes)
     assert seen["fullest"] == 200
-    assert run.summary()["rollouts"]["preemptions"] == seen["preempted"] > 20
-    assert run.summary()["duration_s"] > 1.2 * roomy.summary()["duration_s"]
+    assert run.summary().rollouts.preemptions == seen["preempted"] > 20
+    assert run.summary().duration_s > 1.2 * roomy.summary().duration_s
     workload = Workload(run.config.workload, seed=0)
     for _, entry in run.of(RolloutFinished):
         assert entry.spans.num_tokens == workload.group(entry.rollout_id, entry.rollout_id).lengths[0]

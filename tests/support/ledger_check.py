@@ -30,11 +30,10 @@ def check_ledger(out, config, summary):
     assert sorted(set(versions) | {0}) == list(range(config.optimizer_steps + 1))
     times = [row.time_s for row in rows]
     assert times == sorted(times)
-    counts = summary["rollouts"]
-    ended = counts["trained"] + counts["discarded"] + counts["aborted"] + counts["failed"] + counts["unfinished"]
-    assert counts["started"] == ended
-    tokens = summary["tokens"]
-    assert tokens["generated"] == sum(tokens[k] for k in ("trained", "discarded", "aborted", "failed", "unfinished"))
+    counts = summary.rollouts
+    assert counts.started == counts.trained + counts.discarded + counts.aborted + counts.failed + counts.unfinished
+    tokens = summary.tokens
+    assert tokens.generated == tokens.trained + tokens.discarded + tokens.aborted + tokens.failed + tokens.unfinished
     with (out / "steps.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, config.optimizer_steps + 1))
     lines = (out / "metrics.jsonl").read_text().splitlines()

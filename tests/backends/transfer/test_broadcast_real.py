@@ -37,6 +37,7 @@ from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import EngineLostError  # noqa: E402
+from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
@@ -160,11 +161,11 @@ def test_a_run_with_two_engines_by_broadcast_survives_a_killed_one(
     finally:
         cluster.shutdown()
     assert status == 0, stderr
-    summary = json.loads(stdout)
+    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     check_ledger(tmp_path / "run", load_run(EXAMPLE, list(sets)), summary)
-    assert 1 <= summary["engine_restarts"] <= 2  # one, unless it died in the middle of a transfer
+    assert 1 <= summary.engine_restarts <= 2  # one, unless it died in the middle of a transfer
     assert "lost" in stderr
-    assert "success_after" in summary["evaluation"]
-    assert summary["mismatch"]["log_ratio_abs_max_at_lag_0"] < 1e-3
+    assert summary.evaluation.success_after is not None
+    assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
     loaded = {row.event.engine for row in records(tmp_path / "run") if isinstance(row.event, WeightsLoaded)}
     assert loaded == {0, 1}

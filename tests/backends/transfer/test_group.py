@@ -156,7 +156,7 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(t
     parts.trainer.when("train", 3, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_ledger(tmp_path / "run", config, summary)
-    assert summary["engine_restarts"] == 1
+    assert summary.engine_restarts == 1
     assert [engine.num_started for engine in engines] == [1, 2]
     assert [1, "trainer"] in wire.groups
     assert (wire.groups[0], wire.groups[-1]) == (EVERYONE, EVERYONE)
@@ -170,7 +170,7 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_p
     parts.trainer.when(what, version, engines[1].die)
     summary = run(config, tmp_path / "run", parts)
     check_ledger(tmp_path / "run", config, summary)
-    assert 1 <= summary["engine_restarts"] <= 2
+    assert 1 <= summary.engine_restarts <= 2
     assert engines[1].num_started == 2
     assert wire.groups[-1] == EVERYONE
 

@@ -32,6 +32,7 @@ from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.derive import derive_decode, derive_training
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.trace import Trace
 from sim.batch import rollout_batch_s, train_step_s
 from sim.run import simulate
@@ -208,9 +209,9 @@ def test_a_simulated_trace_gives_back_the_hardware_it_was_made_with(pipeline_fol
 def test_what_was_calibrated_simulates_as_the_run_did(pipeline_folder: Path) -> None:
     result = calibrate_trace(pipeline_folder)
     again = simulate(run_of({**RUN, "hardware": result.table}))
-    before = json.loads((pipeline_folder / "summary.json").read_text())
-    assert again["tokens_per_s"] == pytest.approx(before["tokens_per_s"], rel=0.01)
-    assert again["lag"]["mean"] == pytest.approx(before["lag"]["mean"], rel=0.05)
+    before = RunReport.read(pipeline_folder / "summary.json")
+    assert again.tokens_per_s == pytest.approx(before.tokens_per_s, rel=0.01)
+    assert again.lag.mean == pytest.approx(before.lag.mean, rel=0.05)
 
 
 def test_a_conventional_trace_gives_decode_from_its_drains_and_the_phase_switch(tmp_path: Path) -> None:

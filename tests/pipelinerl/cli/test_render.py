@@ -12,6 +12,7 @@ from command_line import Command
 
 from pipelinerl.cli.render_comparison import print_comparison
 from pipelinerl.cli.render_run import duration, print_summary
+from pipelinerl.records.reports import RunReport
 
 
 @pytest.mark.parametrize(
@@ -39,15 +40,17 @@ def summary(command: Command, tiny: Path) -> dict[str, Any]:
 
 
 def test_an_incomplete_run_says_so(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(summary, "run")
+    report = RunReport.from_dict(summary, name="run")
+    print_summary(report, "run")
     assert "ended early" not in capsys.readouterr().out
-    print_summary(summary | {"complete": False}, "run")
+    print_summary(report.model_copy(update={"complete": False}), "run")
     assert "no: the run ended early" in capsys.readouterr().out
 
 
 def test_a_run_of_no_time_at_all_has_a_table(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     seconds = dict.fromkeys(summary["seconds"], 0.0)
-    print_summary(summary | {"duration_s": 0.0, "seconds": seconds}, "run")
+    report = RunReport.from_dict({**summary, "duration_s": 0.0, "seconds": seconds}, name="run")
+    print_summary(report, "run")
     assert "none" in capsys.readouterr().out
 
 
@@ -59,7 +62,7 @@ def one_arm(name: str, scenario: str, summary: dict[str, Any], baseline: str = "
 def test_names_are_printed_as_they_are(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Square brackets are markup to rich, which drops what it knows and raises at a lone [/]."""
     print_comparison(one_arm("[red]x", "[/] y", summary, baseline="[bold]z"), "[blue]run.toml")
-    print_summary(summary, "[/]run.toml")
+    print_summary(RunReport.from_dict(summary, name="run"), "[/]run.toml")
     shown = capsys.readouterr().out
     for name in ("[red]x", "[/] y", "[blue]run.toml: speed-up over [bold]z", "[/]run.toml: pipeline"):
         assert name in shown

@@ -786,7 +786,7 @@ def test_paths_of_a_run_file_are_relative_to_it(tmp_path):
     assert isinstance(tables.decode, RooflineDecode)
     assert tables.decode.peak_flops == 5e14
     assert tomllib.loads(dump_run(config))["hardware"]["gpu"] == str(tmp_path / "mine.toml")
-    assert simulate(config)["samples_trained"] == 2
+    assert simulate(config).samples_trained == 2
 
 
 def test_the_simulator_charges_attention_by_squared_length():
@@ -799,7 +799,7 @@ def test_the_simulator_charges_attention_by_squared_length():
         "workload": {"prompt_tokens": 4, "length": {"kind": "fixed", "max": 6}},
         "hardware": hardware,
     }
-    assert simulate(parse_run(tables))["duration_s"] == pytest.approx(100.0, abs=1e-6)
+    assert simulate(parse_run(tables)).duration_s == pytest.approx(100.0, abs=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- the page

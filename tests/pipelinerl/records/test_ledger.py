@@ -105,7 +105,7 @@ def test_every_key_of_the_summary_by_hand():
 
     Engine 0 is busy from 0 to 16 less 0.5 + 0.5, engine 1 from 0 to 13 less 0.25 and from 16 to 19: 30.75 of 38.
     """
-    assert books_of(STORY, num_engines=2).summary() == {
+    assert books_of(STORY, num_engines=2).summary().to_dict() == {
         "optimizer_steps": 3,
         "duration_s": 19.0,
         "samples_trained": 6,
@@ -144,7 +144,7 @@ def test_every_key_of_the_summary_by_hand():
 
 def test_every_column_of_the_steps_by_hand():
     """Step 2 begins at 8: 1 s publishing, 2 s training, 3 s of waiting. Step 3: 14 to 19."""
-    columns = list(zip(*([getattr(row, name) for name in row.__slots__] for row in rows_of(STORY)), strict=True))
+    columns = list(zip(*([value for _, value in row] for row in rows_of(STORY)), strict=True))
     assert columns == [
         (1, 2, 3),  # step
         (8.0, 14.0, 19.0),  # time_s
@@ -183,7 +183,7 @@ def test_every_key_of_the_profile_by_hand():
     Version-0 tokens 0..3 of rollouts 2 and 3 and 4..7 of 2 are at lag 1; rollout 4 is at 2, 2, 2, 1, 1, 1, 1,
     rollout 5 at 1, 1, 0, 0. So position 0: (0 + 0 + 1 + 1 + 2 + 1)/6, position 3: (0 + 0 + 1 + 1 + 1 + 0)/6.
     """
-    profile = books_of(STORY, num_engines=2).profile_summary()
+    profile = books_of(STORY, num_engines=2).figure_data().to_dict()
     assert profile["lag_histogram"] == {"total": [18, 18, 3], "in_flight": [22, 17], "in_queue": [32, 7]}
     assert profile["lag_by_position"] == {
         "width_tokens": 1,
@@ -226,7 +226,7 @@ def test_the_generation_window_spreads_tokens_over_the_time_of_their_rollout():
     At 5 s rollouts 1, 2 and 3 are in progress, at 6/6, 10/10 and 8/8 tokens per second. At 18 s only rollout 6 is,
     at 3/3. In all there are 4 + 6 + 10 + 8 + 7 + 4 + 3 rollout seconds.
     """
-    window = books_of(STORY, num_engines=2).profile_summary()["generation_window"]
+    window = books_of(STORY, num_engines=2).figure_data().to_dict()["generation_window"]
     assert window["start_s"] == 0.0
     assert window["width_s"] == pytest.approx(0.095)
     at = {second: int(second / 0.095) for second in (5, 18)}
@@ -263,7 +263,7 @@ def test_an_aborting_update_interrupts_and_the_tokens_kept_count_once():
             (6.0, TrainingFinished(2, 1.0), Stop(StopReason.DONE), RolloutAborted(1, 0, spans((0, 2), (1, 3)))),
         ]
     )
-    summary = books.summary()
+    summary = books.summary().to_dict()
     assert keys(summary, "rollouts") == {
         "started": 3,
         "finished": 2,
@@ -279,12 +279,21 @@ def test_an_aborting_update_interrupts_and_the_tokens_kept_count_once():
 
 def test_an_interrupted_rollout_that_is_discarded_was_aborted():
     """It never finished, so it counts for no reason of discarding; its finished sibling (4 tokens) does."""
-    summary = books_of(
-        [
-            (0.0, start(0), start(1), start(2)),
-            (4.0, *ended(0, (0, 4)), RolloutAborted(1, 0, spans((0, 3))), DiscardRollouts((0, 1), DiscardReason.STALE)),
-        ]
-    ).summary()
+    summary = (
+        books_of(
+            [
+                (0.0, start(0), start(1), start(2)),
+                (
+                    4.0,
+                    *ended(0, (0, 4)),
+                    RolloutAborted(1, 0, spans((0, 3))),
+                    DiscardRollouts((0, 1), DiscardReason.STALE),
+                ),
+            ]
+        )
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "rollouts") == {"started": 3, "finished": 1, "discarded": 1, "aborted": 1, "unfinished": 1}
     assert keys(summary, "tokens") == {"generated": 7, "discarded": 4, "aborted": 3}
     assert keys(summary, "discarded_by_reason") == {"stale": 1}
@@ -292,23 +301,36 @@ def test_an_interrupted_rollout_that_is_discarded_was_aborted():
 
 @pytest.mark.parametrize("reason", DiscardReason)
 def test_a_discard_counts_under_its_reason(reason):
-    summary = books_of(
-        [(0.0, start(0), start(1)), (1.0, *ended(0, (0, 1)), *ended(1, (0, 5)), DiscardRollouts((1,), reason))]
-    ).summary()
+    summary = (
+        books_of(
+            [(0.0, start(0), start(1)), (1.0, *ended(0, (0, 1)), *ended(1, (0, 5)), DiscardRollouts((1,), reason))]
+        )
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "discarded_by_reason") == {reason.value: 1}
     assert keys(summary, "tokens") == {"generated": 6, "discarded": 5, "unfinished": 1}
 
 
 def test_an_abort_on_command_is_an_end_and_one_that_came_too_late_is_none():
     """Rollout 0 is aborted with 2 tokens; rollout 1 finishes first, then is discarded; 2 is unfinished at the stop."""
-    summary = books_of(
-        [
-            (0.0, start(0), start(1), start(2)),
-            (2.0, AbortRollout(0, 0), AbortRollout(1, 0), AbortRollout(2, 0)),
-            (2.5, RolloutAborted(0, 0, spans((0, 2))), *ended(1, (0, 3)), DiscardRollouts((1,), DiscardReason.STALE)),
-            (3.0, Stop(StopReason.STALLED), RolloutAborted(2, 0, spans((0, 4)))),
-        ]
-    ).summary()
+    summary = (
+        books_of(
+            [
+                (0.0, start(0), start(1), start(2)),
+                (2.0, AbortRollout(0, 0), AbortRollout(1, 0), AbortRollout(2, 0)),
+                (
+                    2.5,
+                    RolloutAborted(0, 0, spans((0, 2))),
+                    *ended(1, (0, 3)),
+                    DiscardRollouts((1,), DiscardReason.STALE),
+                ),
+                (3.0, Stop(StopReason.STALLED), RolloutAborted(2, 0, spans((0, 4)))),
+            ]
+        )
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "rollouts") == {
         "started": 3,
         "finished": 1,
@@ -335,7 +357,7 @@ def test_the_books_do_not_grow_with_the_rollouts_that_have_ended(monkeypatch):
             history.append((n + 0.5, DiscardRollouts((late, unwanted), DiscardReason.STALE)))
             history.append((n + 0.6, StartTraining((trained,), n, True), TrainingFinished(n + 1, 0.0)))
         books = books_of(history)
-        assert books.summary()["rollouts"]["unfinished"] == 0
+        assert books.summary().to_dict()["rollouts"]["unfinished"] == 0
         parts = (getattr(books, name) for name in RunLedger.__slots__)
         return sum(len(one) for one in parts if isinstance(one, dict | set))
 
@@ -357,20 +379,24 @@ def test_a_reward_that_comes_with_the_end_is_booked_as_one_that_follows():
     books = [books_of(finished(*scored)) for scored in (at_once, apart)]
     assert books[0].steps == books[1].steps
     assert books[0].steps[0].reward_mean == 0.75
-    assert books[0].summary() == books[1].summary()
+    assert books[0].summary().to_dict() == books[1].summary().to_dict()
 
 
 def test_a_failure_loses_the_tokens_that_are_known():
     """Rollout 0 fails in generation (unknown tokens), 1 in scoring (6); 2 of the same group is aborted (1 token)."""
-    summary = books_of(
-        [
-            (0.0, start(0), start(1), start(2), start(3)),
-            (5.0, RolloutFinished(1, 0, spans((0, 6)))),
-            (6.0, RolloutFailed(0, 0), RolloutFailed(1), AbortRollout(2, 0)),
-            (7.0, RolloutAborted(2, 0, spans((0, 1)))),
-            (8.0, *ended(3, (0, 3)), DiscardRollouts((3,), DiscardReason.SIBLING_FAILED)),
-        ]
-    ).summary()
+    summary = (
+        books_of(
+            [
+                (0.0, start(0), start(1), start(2), start(3)),
+                (5.0, RolloutFinished(1, 0, spans((0, 6)))),
+                (6.0, RolloutFailed(0, 0), RolloutFailed(1), AbortRollout(2, 0)),
+                (7.0, RolloutAborted(2, 0, spans((0, 1)))),
+                (8.0, *ended(3, (0, 3)), DiscardRollouts((3,), DiscardReason.SIBLING_FAILED)),
+            ]
+        )
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "rollouts") == {"started": 4, "finished": 2, "failed": 2, "aborted": 1, "discarded": 1}
     assert keys(summary, "tokens") == {"generated": 10, "failed": 6, "aborted": 1, "discarded": 3}
     assert keys(summary, "discarded_by_reason") == {"sibling_failed": 1}
@@ -378,9 +404,11 @@ def test_a_failure_loses_the_tokens_that_are_known():
 
 
 def test_a_rollout_without_a_token_ends_like_any_other():
-    summary = books_of(
-        [(0.0, start(0), start(1)), (1.0, AbortRollout(0, 0)), (2.0, RolloutAborted(0, 0, NO_TOKENS))]
-    ).summary()
+    summary = (
+        books_of([(0.0, start(0), start(1)), (1.0, AbortRollout(0, 0)), (2.0, RolloutAborted(0, 0, NO_TOKENS))])
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "rollouts") == {"started": 2, "aborted": 1, "unfinished": 1}
     assert keys(summary, "tokens") == {}
 
@@ -402,7 +430,7 @@ def test_micro_batches_make_one_step():
     books = books_of(MICRO_BATCHES)
     [row] = books.steps
     assert (row.samples, row.tokens, row.train_s, row.wait_s, row.reward_mean) == (2, 6, 3.0, 3.0, 0.5)
-    assert books.summary()["tokens_trained"] == 6
+    assert books.summary().to_dict()["tokens_trained"] == 6
 
 
 def test_a_micro_batch_without_its_step_is_not_trained():
@@ -410,7 +438,7 @@ def test_a_micro_batch_without_its_step_is_not_trained():
     cut = books_of(
         [*MICRO_BATCHES, (7.0, *ended(2, (0, 5)), StartTraining((2,), 1, False)), (9.0, TrainingFinished(1, 2.0))]
     )
-    summary, profile = cut.summary(), cut.profile_summary()
+    summary, profile = cut.summary().to_dict(), cut.figure_data().to_dict()
     assert keys(summary, "tokens") == {"generated": 11, "trained": 6, "unfinished": 5}
     assert keys(summary, "rollouts") == {"started": 3, "finished": 3, "trained": 2, "unfinished": 1}
     assert summary["lag"]["max"] == 0
@@ -421,16 +449,20 @@ def test_a_micro_batch_without_its_step_is_not_trained():
 
 def test_colocated_accelerators_generate_when_they_do_not_train_or_publish():
     """0 to 6 generation, 6 to 9 training, 9 to 10 publishing, 10 to 12 generation; nobody waits for data."""
-    summary = books_of(
-        [
-            (0.0, start(0)),
-            (6.0, *ended(0, (0, 6)), StartTraining((0,), 0, True)),
-            (9.0, TrainingFinished(1, 3.0), PublishWeights(1, WeightUpdate.KEEP)),
-            (10.0, WeightsPublished(1, 1.0), WeightsLoaded(0, 1, 1.0), start(1)),
-            (12.0, *ended(1, (1, 2))),
-        ],
-        colocated=True,
-    ).summary()
+    summary = (
+        books_of(
+            [
+                (0.0, start(0)),
+                (6.0, *ended(0, (0, 6)), StartTraining((0,), 0, True)),
+                (9.0, TrainingFinished(1, 3.0), PublishWeights(1, WeightUpdate.KEEP)),
+                (10.0, WeightsPublished(1, 1.0), WeightsLoaded(0, 1, 1.0), start(1)),
+                (12.0, *ended(1, (1, 2))),
+            ],
+            colocated=True,
+        )
+        .summary()
+        .to_dict()
+    )
     assert summary["seconds"] == {"generating": 8.0, "training": 3.0, "publishing": 1.0, "waiting_for_data": 0.0}
     assert summary["utilisation"] == {"generation": 8 / 12, "training": 3 / 12}
     assert summary["bottleneck"] == "generation"
@@ -466,7 +498,7 @@ def one_step(*, waits_s, trains_s, num_ahead=0):
 )
 def test_the_bottleneck_is_the_side_the_other_waits_for(history, colocated, bottleneck):
     """More than 5 % of waiting; else a whole batch ahead after most steps. Colocated: the longer phase by 5 %."""
-    assert books_of(history, colocated=colocated).summary()["bottleneck"] == bottleneck
+    assert books_of(history, colocated=colocated).summary().to_dict()["bottleneck"] == bottleneck
 
 
 @pytest.mark.parametrize(("oldest", "quantiles"), [(1, [0, 1, 2, 3]), (2, [1, 2, 3, 3])])
@@ -479,7 +511,7 @@ def test_quantiles_are_the_least_lags_that_reach_their_share(oldest, quantiles):
     history = [(0.0, *(start(k) for k in range(4)))]
     history += [(1.0, *ended(k, (0, tokens))) for k, tokens in enumerate(num_tokens)]
     history += [(2.0 + k, StartTraining((k,), k, True), TrainingFinished(k + 1, 0.0)) for k in range(4)]
-    lag = books_of(history, longest=50).summary()["lag"]
+    lag = books_of(history, longest=50).summary().to_dict()["lag"]
     assert [lag[key] for key in ("p50", "p95", "p99", "max")] == quantiles
     assert lag["mean"] == lag["in_queue_mean"] == (45 + 2 * 4 + 3 * oldest) / sum(num_tokens)
 
@@ -495,7 +527,7 @@ def test_lag_by_position_has_at_most_64_bins_and_null_where_no_token_is():
         ],
         longest=130,
     )
-    assert books.profile_summary()["lag_by_position"] == {
+    assert books.figure_data().to_dict()["lag_by_position"] == {
         "width_tokens": 3,
         "lag_mean": [3 / 4, 1 / 3, 0.0, *[None] * 41],
         "tokens": [4, 3, 1, *[0] * 41],
@@ -523,7 +555,7 @@ def test_lag_by_position_has_at_most_64_bins_and_null_where_no_token_is():
 def test_an_engine_is_busy_while_it_works_on_a_rollout(history, busy_s):
     """Ten seconds long each, so that busy seconds are tenths; the publication is only there to end the history."""
     books = books_of([*history, (10.0, WeightsPublished(1, 0.0))])
-    assert books.summary()["utilisation"]["generation"] == busy_s / 10
+    assert books.summary().to_dict()["utilisation"]["generation"] == busy_s / 10
 
 
 # ------------------------------------------------------------------------------- nothing, and cut short
@@ -532,7 +564,7 @@ def test_an_engine_is_busy_while_it_works_on_a_rollout(history, busy_s):
 @pytest.mark.parametrize("colocated", [False, True])
 def test_an_empty_run_is_all_zeros(colocated):
     books = books_of([], colocated=colocated)
-    summary, profile = books.summary(), books.profile_summary()
+    summary, profile = books.summary().to_dict(), books.figure_data().to_dict()
     numbers = [
         value for table in summary.values() for value in (table.values() if isinstance(table, dict) else [table])
     ]
@@ -545,9 +577,13 @@ def test_an_empty_run_is_all_zeros(colocated):
 
 def test_a_run_cut_short_counts_what_is_there():
     """At 5 s: rollout 0 trained on for 1 s of a 3 s step, so not yet trained; 1 in progress since 2 s."""
-    summary = books_of(
-        [(0.0, start(0)), (2.0, start(1)), (4.0, *ended(0, (0, 4)), StartTraining((0,), 0, True)), (5.0, start(2))]
-    ).summary()
+    summary = (
+        books_of(
+            [(0.0, start(0)), (2.0, start(1)), (4.0, *ended(0, (0, 4)), StartTraining((0,), 0, True)), (5.0, start(2))]
+        )
+        .summary()
+        .to_dict()
+    )
     assert keys(summary, "rollouts") == {"started": 3, "finished": 1, "unfinished": 3}
     assert keys(summary, "tokens") == {"generated": 4, "unfinished": 4}
     assert summary["utilisation"] == {"generation": 1.0, "training": 0.0}
@@ -571,7 +607,7 @@ def in_rounds(*, rounds, slots=2):
 
 def test_the_generation_window_ends_when_three_times_the_first_rollouts_have_ended():
     """Two slots: the sixth rollout ends at 3 s. Two rollouts and two tokens per second all the time."""
-    window = books_of(in_rounds(rounds=9)).profile_summary()["generation_window"]
+    window = books_of(in_rounds(rounds=9)).figure_data().to_dict()["generation_window"]
     assert window["width_s"] == 3.0 / 200
     assert window["in_progress"] == pytest.approx([2.0] * 200)
     assert window["tokens_per_s"] == pytest.approx([2.0] * 200)
@@ -584,7 +620,7 @@ def test_a_rollout_in_the_window_that_was_interrupted_counts_once_to_its_end():
         (2.0, RolloutAborted(0, 0, spans((0, 2))), start(0, 0, 2)),
         (4.0, *ended(0, (0, 4)), *ended(1, (0, 4)), StartTraining((0, 1), 0, True), TrainingFinished(1, 0.0)),
     ]
-    window = books_of(history).profile_summary()["generation_window"]
+    window = books_of(history).figure_data().to_dict()["generation_window"]
     assert window["in_progress"] == pytest.approx([2.0] * 200)
     assert window["tokens_per_s"] == pytest.approx([2.0] * 200)
 
@@ -602,7 +638,7 @@ def test_an_interruption_is_no_end_for_the_window():
         (9.0, *ended(3, (0, 1)), StartTraining((0,), 0, True)),
         (10.0, TrainingFinished(1, 1.0)),
     ]
-    assert books_of(history).profile_summary()["generation_window"]["width_s"] == 8.0 / 200
+    assert books_of(history).figure_data().to_dict()["generation_window"]["width_s"] == 8.0 / 200
 
 
 def test_the_window_of_a_colocated_run_is_its_first_generation_phase():
@@ -617,14 +653,14 @@ def test_the_window_of_a_colocated_run_is_its_first_generation_phase():
         (12.0, *ended(2, (2, 1)), StartTraining((2,), 2, True)),
         (13.0, TrainingFinished(3, 1.0), Stop(StopReason.DONE)),
     ]
-    profile = books_of(history, colocated=True).profile_summary()
+    profile = books_of(history, colocated=True).figure_data().to_dict()
     assert profile["generation_window"]["width_s"] == 4.0 / 200
     assert profile["timeline"]["until_s"] == 10.0  # the second publication
     assert profile["timeline"]["engines"][0]["time_s"] == [0.0, 4.0, 7.0, 9.0]
 
 
 def test_the_timeline_is_the_first_twelve_steps():
-    timeline = books_of(in_rounds(rounds=14)).profile_summary()["timeline"]
+    timeline = books_of(in_rounds(rounds=14)).figure_data().to_dict()["timeline"]
     assert timeline["until_s"] == 12.0
     assert len(timeline["trainer"]) == 12
 
@@ -644,7 +680,7 @@ def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
         (18.0, *ended(2, (0, 6)), StartTraining((1,), 1, True)),
         (19.0, TrainingFinished(2, 1.0), Stop(StopReason.DONE)),
     ]
-    timeline = books_of(history).profile_summary()["timeline"]
+    timeline = books_of(history).figure_data().to_dict()["timeline"]
     assert timeline["until_s"] == 12.0
     assert timeline["trainer"] == [[6.0, 12.0, "training"]]
     assert timeline["engines"][0]["time_s"] == [0.0, 2.0, 4.0, 8.0, 12.0]
@@ -654,7 +690,7 @@ def test_a_full_timeline_ends_where_its_points_do(monkeypatch):
 def test_a_full_window_ends_where_its_rollouts_do(monkeypatch):
     """Room for four rollouts: the fifth starts at 2 s, so the window is the first two rounds."""
     monkeypatch.setattr(pipelinerl.records.figure_data, "WINDOW_ROLLOUTS", 4)
-    window = books_of(in_rounds(rounds=9)).profile_summary()["generation_window"]
+    window = books_of(in_rounds(rounds=9)).figure_data().to_dict()["generation_window"]
     assert window["width_s"] == 2.0 / 200
     assert window["in_progress"] == pytest.approx([2.0] * 200)
 
@@ -745,7 +781,7 @@ ENDS = ("trained", "discarded", "aborted", "failed", "unfinished")
 
 def check_identities(books):
     """What holds for every run, whole or cut short."""
-    summary, profile, rows = books.summary(), books.profile_summary(), books.steps
+    summary, profile, rows = books.summary().to_dict(), books.figure_data().to_dict(), books.steps
     lag, tokens, rollouts = summary["lag"], summary["tokens"], summary["rollouts"]
     assert rollouts["started"] == sum(rollouts[end] for end in ENDS)
     assert tokens["generated"] == sum(tokens[end] for end in ENDS)
@@ -776,7 +812,7 @@ def check_identities(books):
 def test_the_books_of_a_run_balance(tables):
     books = Kept(tables)
     check_identities(books)
-    summary, rows = books.summary(), books.steps
+    summary, rows = books.summary().to_dict(), books.steps
     assert summary["complete"]
     assert summary["rollouts"]["trained"] == summary["optimizer_steps"] * books.config.scheduler.train_batch_size
     assert rows[-1].time_s == summary["duration_s"]
@@ -792,8 +828,8 @@ def test_the_books_of_a_run_balance(tables):
 def test_the_books_of_a_run_cut_short_balance(tables, stop_after):
     books = Kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
     check_identities(books)
-    assert books.summary()["optimizer_steps"] == stop_after
-    assert not books.summary()["complete"]
+    assert books.summary().to_dict()["optimizer_steps"] == stop_after
+    assert not books.summary().to_dict()["complete"]
 
 
 @pytest.mark.slow
@@ -818,7 +854,7 @@ def test_the_sums_are_those_of_the_single_rollouts(tables):
                     for span, token_version in enumerate(answer.versions):
                         num_tokens = answer.ends[span] - (answer.ends[span - 1] if span else 0)
                         trained += [(entry.version - token_version, entry.version - version_then)] * num_tokens
-    summary = books.summary()
+    summary = books.summary().to_dict()
     assert summary["tokens"]["generated"] == sum(generated.values())
     assert summary["tokens"]["trained"] == len(trained)
     assert summary["lag"]["max"] == max(lag for lag, _ in trained)
@@ -851,13 +887,13 @@ def test_the_books_of_a_written_trace_are_those_of_the_run(tmp_path, kind, weigh
             },
         }
     )
-    summary = simulate(config, out=tmp_path / "run", trace=True)
+    report = simulate(config, out=tmp_path / "run", trace=True)
     books = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=40)
     for record in Trace(tmp_path / "run" / "trace.jsonl.gz").records():
         if record.event is not None:
             books.event(record.time_s, record.event)
         else:
             books.command(record.time_s, record.command)
-    recomputed = books.summary()
-    assert recomputed == {key: summary[key] for key in recomputed}
-    assert books.profile_summary() == json.loads((tmp_path / "run" / "profile.json").read_text())
+    recomputed = books.summary().to_dict()
+    assert recomputed == {key: value for key, value in report.to_dict().items() if key in recomputed}
+    assert books.figure_data().to_dict() == json.loads((tmp_path / "run" / "profile.json").read_text())

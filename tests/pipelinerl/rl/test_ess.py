@@ -216,9 +216,9 @@ def test_without_answers_there_is_nothing_to_log() -> None:
 def test_a_run_is_the_mean_of_its_steps() -> None:
     """Two steps by hand; what only one of them has is the mean, or the largest, over that one."""
     run = RatioMeans()
-    assert run.summary() == {}
+    assert run.summary() == (None, None)
     run.add({})  # a step without an answer
-    assert run.summary() == {}
+    assert run.summary() == (None, None)
     run.add(
         {
             "reward/mean": 0.5,
@@ -231,9 +231,9 @@ def test_a_run_is_the_mean_of_its_steps() -> None:
             "mismatch/truncated_share": 0.125,
         }
     )
-    without_floor = run.summary()
-    assert without_floor["mismatch"] == {"kl": 0.5}
-    assert list(without_floor["ess"]["by_lag"]) == ["2", "10"]
+    ess, mismatch = run.summary()
+    assert mismatch.to_dict() == {"kl": 0.5}
+    assert list(ess.by_lag) == [2, 10]
     run.add(
         {
             "ess/token_raw": 0.25,
@@ -246,16 +246,15 @@ def test_a_run_is_the_mean_of_its_steps() -> None:
             "mismatch/log_ratio_abs_max_at_lag_0": 0.0625,
         }
     )
-    assert run.summary() == {
-        "ess": {
-            "mean": 0.5,
-            "min": 0.25,
-            "truncated_mean": 0.625,
-            "sequence_mean": 0.375,
-            "by_lag": {"0": 1.0, "2": 0.375, "10": 0.25},
-        },
-        "mismatch": {"kl": 0.375, "kl_at_lag_0": 0.125, "log_ratio_abs_max_at_lag_0": 0.0625},
+    ess, mismatch = run.summary()
+    assert ess.to_dict() == {
+        "mean": 0.5,
+        "min": 0.25,
+        "truncated_mean": 0.625,
+        "sequence_mean": 0.375,
+        "by_lag": {"0": 1.0, "2": 0.375, "10": 0.25},
     }
+    assert mismatch.to_dict() == {"kl": 0.375, "kl_at_lag_0": 0.125, "log_ratio_abs_max_at_lag_0": 0.0625}
 
 
 @settings(deadline=None)

@@ -206,7 +206,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path):
     assert names == ["metrics.jsonl", "profile.json", "run.toml", "steps.csv", "summary.json", "trace.jsonl.gz"]
     for name in names:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
-    assert simulate(config_with("seed=1"))["weights_sha256"] != simulate(config_with())["weights_sha256"]
+    assert simulate(config_with("seed=1")).weights_sha256 != simulate(config_with()).weights_sha256
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, upd
     trace = Trace(tmp_path / "trace.jsonl.gz")
     assert replay(trace).difference is None
     again = relearn(trace)
-    assert again.fingerprint() == summary["weights_sha256"]
+    assert again.fingerprint() == summary.weights_sha256
     assert again.answers.versions == set(range(6))
 
 
@@ -255,10 +255,10 @@ SMALL_CACHE = ("hardware.kv_cache_tokens=60", "policy.learning_rate=1e-2", "opti
 def test_preempted_rollouts_are_learned_again_to_the_last_bit(tmp_path, update, seed):
     """The trace says where each lost its keys and values; under ``keep`` those of older versions are then gone."""
     summary = learned(config_with(f"seed={seed}", f"scheduler.weight_update={update}", *SMALL_CACHE), tmp_path)
-    assert summary["rollouts"]["preemptions"] > 10
+    assert summary.rollouts.preemptions > 10
     trace = Trace(tmp_path / "trace.jsonl.gz")
     assert replay(trace).difference is None
-    assert relearn(trace).fingerprint() == summary["weights_sha256"]
+    assert relearn(trace).fingerprint() == summary.weights_sha256
 
 
 def test_a_trace_that_does_not_say_what_was_preempted_is_one_line(tmp_path):
@@ -282,19 +282,19 @@ def test_without_lag_pipeline_and_conventional_learn_the_same(tmp_path):
     conventional = learned(config_with("scheduler.kind=conventional"), tmp_path / "conventional")
     rewards = [[row["reward_mean"] for row in rows_of(tmp_path / name)] for name in ("pipeline", "conventional")]
     assert rewards[0] == rewards[1]
-    assert pipeline["weights_sha256"] == conventional["weights_sha256"]
+    assert pipeline.weights_sha256 == conventional.weights_sha256
     for summary in (pipeline, conventional):
-        assert summary["ess"]["min"] == pytest.approx(1, abs=1e-6)
-        assert summary["ess"]["sequence_mean"] == pytest.approx(1, abs=1e-6)
+        assert summary.ess.min == pytest.approx(1, abs=1e-6)
+        assert summary.ess.sequence_mean == pytest.approx(1, abs=1e-6)
 
 
 def test_conventional_steps_have_an_ess_of_1_at_lag_0_and_less_behind(tmp_path):
     steps = "scheduler.optimizer_steps_per_rl_step=3"
     summary = learned(config_with("scheduler.kind=conventional", steps, "policy.learning_rate=1e-2"), tmp_path)
-    by_lag = summary["ess"]["by_lag"]
-    assert list(by_lag) == ["0", "1", "2"]
-    assert by_lag["0"] == pytest.approx(1, abs=1e-6)
-    assert 1 > by_lag["1"] > by_lag["2"] > 0
+    by_lag = summary.ess.by_lag
+    assert list(by_lag) == [0, 1, 2]
+    assert by_lag[0] == pytest.approx(1, abs=1e-6)
+    assert 1 > by_lag[1] > by_lag[2] > 0
 
 
 def test_the_books_and_the_metrics_tell_of_the_same_rewards_and_lengths(tmp_path):
@@ -307,8 +307,8 @@ def test_the_books_and_the_metrics_tell_of_the_same_rewards_and_lengths(tmp_path
         assert line["lag/max"] == float(row["lag_max"])
         assert 0 < line["ess/token_raw"] <= line["ess/token_truncated"] + 1e-9 <= 1 + 1e-9
         assert f"ess/lag_{row['lag_max']}" in line
-    assert summary["ess"]["min"] == min(line["ess/token_raw"] for line in lines)
-    assert summary["reward"]["first"] == lines[0]["reward/mean"]
+    assert summary.ess.min == min(line["ess/token_raw"] for line in lines)
+    assert summary.reward.first == lines[0]["reward/mean"]
 
 
 def test_each_step_trains_exactly_the_batch_the_scheduler_chose(tmp_path, monkeypatch):
@@ -346,13 +346,13 @@ def test_micro_batches_add_up_to_the_same_step():
 @pytest.mark.parametrize("kind", ["reinforce", "plain", "sequence", "ppo", "cispo", "gspo", "topr"])
 def test_every_loss_runs(kind):
     summary = simulate(config_with(f"policy.loss.kind={kind}", "optimizer_steps=3"))
-    assert summary["optimizer_steps"] == 3
+    assert summary.optimizer_steps == 3
 
 
 @pytest.mark.parametrize("task", ["addition", "reverse", "chain"])
 def test_every_task_runs(task):
     summary = simulate(config_with(f"policy.task={task}", "policy.size=4", "optimizer_steps=2"))
-    assert 0 <= summary["reward"]["last"] <= 1
+    assert 0 <= summary.reward.last <= 1
 
 
 def test_what_is_given_up_is_forgotten():
@@ -377,8 +377,8 @@ def test_it_learns():
     task = ["policy.task=reverse", "policy.size=4", "policy.width=32", "scheduler.train_batch_size=32"]
     start = ["policy.warm_start.steps=150", "policy.warm_start.batch_size=64"]
     summary = simulate(config_with(*task, *start, "policy.learning_rate=2e-3", "optimizer_steps=100"))
-    assert summary["reward"]["first"] < 0.9
-    assert summary["reward"]["last"] > 0.95
+    assert summary.reward.first < 0.9
+    assert summary.reward.last > 0.95
 
 
 # ----------------------------------------------------------------------------------------- the KL study

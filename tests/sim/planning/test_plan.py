@@ -23,7 +23,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.steps import StepRow
 from pipelinerl.theory.steady_state import Estimate
 from sim import parallel
 from sim.parallel import run_all_on_ray
@@ -399,7 +399,7 @@ def test_the_recommended_run_file_loads_and_gives_what_the_plan_says(folder: Pat
     assert config.cluster.model_dump(mode="json") == best["cluster"]
     assert config.scheduler.model_dump(mode="json") == best["scheduler"]
     assert config.hardware == run().hardware
-    assert simulate(config)["tokens_per_s"] == pytest.approx(best["tokens_per_s"], rel=0.1)
+    assert simulate(config).tokens_per_s == pytest.approx(best["tokens_per_s"], rel=0.1)
 
 
 def test_everything_that_is_told_is_told_with_its_band_hours_and_cost(result: dict[str, Any]) -> None:

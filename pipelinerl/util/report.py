@@ -1,0 +1,95 @@
+"""A table of a JSON report as a type, shared by its writer and its readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic_core import ErrorDetails
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.strict_model import StrictModel
+
+
+class Report(StrictModel):
+    """A table of a report; a field that is None and has a default is a key that is left out."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    @model_serializer(mode="wrap")
+    def _leave_out_absent_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {key: value for key, value in serialize(self).items() if value is not None or fields[key].is_required()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values as JSON has them, keys in the order of the file."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, name: str) -> Self:
+        """Return the report that plain values hold.
+
+        Args:
+            data: As ``to_dict`` returns it.
+            name: What messages call it, usually the file.
+
+        Raises:
+            ConfigError: If a key is missing, unknown or wrong; one line that names it.
+        """
+        return cls._parsed(json.dumps(data), name)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the report that a JSON file holds.
+
+        Raises:
+            ConfigError: As ``from_dict``, and if the file cannot be read.
+        """
+        try:
+            return cls._parsed(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"cannot read {path}: {reason}") from None
+
+    @classmethod
+    def _parsed(cls, text: str, name: str) -> Self:
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise ConfigError(_complaint(error.errors(include_url=False)[0], name)) from None
+
+
+def _complaint(fault: ErrorDetails, name: str) -> str:
+    """Return the line that says what pydantic found wrong in the file ``name``."""
+    key, kind, ctx = ".".join(map(str, fault["loc"])), fault["type"], fault.get("ctx", {})
+    if kind == "json_invalid":
+        return f"{name} is not valid JSON: {ctx['error']}"
+    if not key:
+        return f"{name} must hold a table, got {type(fault['input']).__name__}"
+    match kind:
+        case "missing":
+            return f"{name}: {key} is missing"
+        case "extra_forbidden":
+            return f"{name}: {key} is an unknown key"
+        case "value_error":
+            return f"{name}: {key}.{ctx['error']}"
+        case "float_type" | "finite_number":
+            rule = "a number"
+        case "int_type" | "int_from_float":
+            rule = "a whole number"
+        case "string_type":
+            rule = "a string"
+        case "bool_type":
+            rule = "true or false"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            rule = "a table"
+        case "list_type":
+            rule = "a list"
+        case "tuple_type":
+            rule = "a list"
+        case _:
+            return f"{name}: {key}: {fault['msg']}"
+    return f"{name}: {key} must be {rule}, got {json.dumps(fault['input'])}"
