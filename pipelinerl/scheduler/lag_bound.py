@@ -1,8 +1,8 @@
 """The bound ``max_lag`` on every trained token, kept by waiting (``on_stale = "train"``): the rules and their proof.
 
 Let m be ``max_lag``, B the train batch, v the version that the next batch is trained at, and e the oldest version on
-any engine. The *bound* x of a group is a version that none of its tokens is older than: e when it is admitted, later the
-oldest version that its engines report, which is not smaller. A group is in time for the batches at versions up to
+any engine. The *bound* x of a group is a version that none of its tokens is older than: e when it is admitted, later
+the oldest version that its engines report, which is not smaller. A group is in time for the batches at versions up to
 x + m. A group is *live* from its admission until it is taken for training or cancelled. Let L(x) be the number of
 live rollouts with a bound of at most x.
 
@@ -31,8 +31,8 @@ engines reach a version above v - K, and the gate admits at least B (m - K + 2) 
 afterwards L(x) <= B max(0, x + m - (v + G) + 1) for every x. Claim 1 holds for all v in between, since v does not
 change while the gate admits. In order of age, the live rollouts with a bound of at most x fit into the batches up to
 version x + m. So if all live groups were ready, taking the G B oldest would be safe. There are as many: when all
-engines have loaded v, the gate admits B (m + 1) >= G B, since m >= G - 1. The last RL step is always safe, as nothing that it
-leaves has to be trained.
+engines have loaded v, the gate admits B (m + 1) >= G B, since m >= G - 1. The last RL step is always safe, as nothing
+that it leaves has to be trained.
 
 Cancelled groups leave L, so filtering never uses up the allowance. Right after a publication has arrived at v, the gate
 admits up to B (m + 1) live rollouts; each step takes B of them while v rises by one; so B (m + 1), less those carried
