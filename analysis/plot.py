@@ -12,6 +12,7 @@ from analysis.planning import save_plan
 from analysis.read import read_comparison, read_run, read_runs
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
 
 
@@ -36,7 +37,9 @@ def draw(folders: Sequence[Path], figures: Path | None = None) -> list[Path]:
         if found and len(folders) > 1:
             raise ConfigError(f"DIR... must be runs or a single {what}, got {len(folders)} with {found[0]}")
         if found:
-            return save_plan(found[0], figures) if file == PLAN_FILE else _draw_comparison(found[0], figures)
+            if file == PLAN_FILE:
+                return save_plan(PlanReport.read(found[0] / PLAN_FILE), figures)
+            return _draw_comparison(found[0], figures)
     return report.save_figures(read_runs(folders), figures)
 
 

@@ -29,19 +29,19 @@ def plan(
 
     config = load_run(run, overrides, seed)
     with stage_bars() as on_progress:
-        result = search_plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
+        report = search_plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
     if as_json:
-        print_json(result)
+        print_json(report.to_dict())
     else:
         from pipelinerl.cli.render_plan import print_plan
 
-        print_plan(result, run.name)
+        print_plan(report, run.name)
     if out is not None:
-        from analysis.plot import draw
+        from analysis.planning import save_plan
+        from pipelinerl.records.run_folder import FIGURES_FOLDER
 
-        draw([out])
-    search = result["search"]
-    if not search["complete"]:
-        for failure in search["failures"] or ["interrupted; the simulations that had ended are kept"]:
+        save_plan(report, out / FIGURES_FOLDER)
+    if not report.search.complete:
+        for failure in report.search.failures or ["interrupted; the simulations that had ended are kept"]:
             complain(failure)
-    raise typer.Exit(0 if search["complete"] else 1)
+    raise typer.Exit(0 if report.search.complete else 1)

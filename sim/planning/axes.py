@@ -1,144 +1,340 @@
-"""The lists of ``[plan]``: which of their values no candidate can have, and which nothing came of, and why.
+"""The choices that candidates differ in, as one table: an ``Axis`` for every list of ``[plan]``.
 
-A value that arithmetic rules out (engines of 3 on 4 accelerators that all generate) is a fault of the run file. One
-that only turns out not to fit (memory, limits) or to be the same as another is told beside the result.
+To add a choice, add its list to ``PlanConfig``, its ``Axis`` here, and, if not every kind of schedule has it, its name
+to ``ScheduleKind.axes`` of those that do. Candidates, their labels, and all that is said of listed values follow.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.errors import ConfigError
-from pipelinerl.scheduler.kinds import ScheduleKind
-from sim.planning.candidates import Candidate, Rejected, Screened, engine_sizes
-from sim.planning.search_space import Space
+from pipelinerl.scheduler.kinds import PARTIAL_ROLLOUTS, ScheduleKind
+from sim.planning.search_space import SearchSpace
+
+BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 1)) if size <= 1024)
+"""H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""
+ENGINE_SIZES = (1, 2, 4, 8)
+"""Sizes of an engine tried by default (accelerators)."""
+RL_STEPS = (2, 4, 8, 16, 32, 64)
+"""G tried by default (optimizer steps per RL step)."""
+NUM_SPLITS = 32
+"""Pieces that the accelerators are divided into by default (count)."""
+
+Choice = dict[str, Any]
+"""A value for every axis, by the name of the axis."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """A list of ``[plan]``."""
-
-    value: Callable[[Candidate], Any]
-    """What a candidate has of it."""
-    common: bool = False
-    """Whether every kind of schedule has it; else those that name it among their ``axes``."""
-
-
-_KEYS = {
-    "schedulers": _Key(lambda one: one.family, common=True),
-    "tensor_parallel": _Key(lambda one: one.config.cluster.tensor_parallel, common=True),
-    "train_batch_size": _Key(lambda one: one.config.scheduler.train_batch_size, common=True),
-    "generation_batch_size": _Key(lambda one: one.config.scheduler.generation_batch_size, common=True),
-    "generation_accelerators": _Key(lambda one: one.config.cluster.generation_accelerators),
-    "optimizer_steps_per_rl_step": _Key(lambda one: one.config.scheduler.optimizer_steps_per_rl_step),
-    "ready_queue_size": _Key(lambda one: one.config.scheduler.ready_queue_size),
-    "max_lag": _Key(lambda one: one.config.scheduler.max_lag),
-}
-
-
-def check_lists(space: Space, candidates: Sequence[Candidate]) -> None:
-    """Raise ConfigError if some listed value is one that no candidate can have, a line per value: key, rule, value.
-
-    Lists that the run file leaves out hold what fits; a list that no kind of scheduler tried reads is not looked at.
-    """
-    faults = []
-    for key, values, used in _lists(space, candidates):
-        for value in values:
-            rule = None if value in used else _rule(key, value, space)
-            if rule is not None:
-                faults.append(f"plan.{key} must hold {rule}, got {value}")
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
-def not_tried(
-    space: Space, candidates: Sequence[Candidate], kept: Sequence[Screened], rejected: Sequence[Rejected]
-) -> list[dict[str, Any]]:
-    """Return the listed values that are in none of the candidates that the screening kept.
-
-    Returns:
-        A row per value: ``key``, ``value``, and in words ``why``.
-    """
-    rows = []
-    left = [one.candidate for one in kept]
-    listed = {key: (values, used) for key, values, used in _lists(space, candidates)}
-    for key, (values, used) in listed.items():
-        there = {_KEYS[key].value(one) for one in left if _has(key, one.schedule)}
-        for value in values:
-            if value in there:
-                continue
-            if value in used:
-                reasons = Counter(
-                    one.reason.value
-                    for one in rejected
-                    if _has(key, one.candidate.schedule) and _KEYS[key].value(one.candidate) == value
-                )
-                parts = [f"{count:,} {reason}" for reason, count in reasons.most_common()]
-                why = f"no candidate with it fits: {'; '.join(parts) if len(parts) > 1 else next(iter(reasons))}"
-            else:
-                why = _same_as(key, space)
-            rows.append({"key": f"plan.{key}", "value": value, "why": why})
-    for key in _KEYS:
-        values = getattr(space.plan, key)
-        if values is not None and key not in listed:
-            rows.append({"key": f"plan.{key}", "value": values, "why": "none of plan.schedulers has it"})
-    return rows
-
-
-def _lists(space: Space, candidates: Sequence[Candidate]) -> list[tuple[str, list[Any], set[Any]]]:
-    """Return every list that the run file gives and something tried reads, with the values that candidates have."""
-    lists = []
-    for key, one in _KEYS.items():
-        values = getattr(space.plan, key)
-        if values is not None and any(_has(key, schedule) for schedule in space.plan.schedules):
-            used = {one.value(candidate) for candidate in candidates if _has(key, candidate.schedule)}
-            lists.append((key, list(dict.fromkeys(values)), used))
-    return lists
-
-
-def _has(key: str, schedule: ScheduleKind) -> bool:
-    """Return whether a kind of schedule has a list of ``[plan]``."""
-    return _KEYS[key].common or key in schedule.axes
-
-
-def _rule(key: str, value: Any, space: Space) -> str | None:
-    """Return what a value that no candidate has would have to be; None if there is nothing wrong with it."""
-    config, plan = space.config, space.plan
-    colocated = {schedule.colocated for schedule in plan.schedules}
-    total, batches = config.cluster.accelerators, plan.train_batch_size or [config.scheduler.train_batch_size]
-    match key:
-        case "tensor_parallel":
-            rules = [f"divisors of cluster.accelerators={total}"] if True in colocated else []
-            if False in colocated and plan.generation_accelerators is not None:
-                rules.append(f"divisors of a number of plan.generation_accelerators={plan.generation_accelerators}")
-            elif False in colocated:
-                rules.append(f"sizes below cluster.accelerators={total}, as others have to train")
-            return " or ".join(rules)
-        case "generation_accelerators" if value >= total:
-            return f"numbers below cluster.accelerators={total}, as the others train"
-        case "generation_accelerators":
-            return f"multiples of an engine, {' or '.join(map(str, engine_sizes(space)))} accelerators"
-        case "optimizer_steps_per_rl_step" if value > config.optimizer_steps:
-            return f"numbers of at most optimizer_steps={config.optimizer_steps}"
-        case "ready_queue_size" if value < min(batches):
-            return f"sizes of at least the train_batch_size, {min(batches)}"
-        case "train_batch_size" if plan.ready_queue_size is not None and value > max(plan.ready_queue_size):
-            return f"sizes of at most the largest plan.ready_queue_size, {max(plan.ready_queue_size)}"
-        case "max_lag" if value < config.scheduler.publish_every - 1:
-            return f"bounds of at least scheduler.publish_every - 1 = {config.scheduler.publish_every - 1}"
+def _nothing_wrong(_value: Any, _space: SearchSpace) -> str | None:
     return None
 
 
-def _same_as(key: str, space: Space) -> str:
-    """Return why a value that is all right is in no candidate."""
-    match key:
-        case "schedulers":
-            return "no split of the accelerators into engines and, where others train, a trainer is left"
-        case "generation_batch_size":
-            return "the same as a smaller one, whose slots are never all full"
-        case "max_lag":
-            return f"tried as the lag limit, {space.limits.lag}"
+def _left_out(_space: SearchSpace) -> str:
     return "nothing that goes with it is left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One choice that candidates differ in."""
+
+    name: str
+    """Its list in ``[plan]``."""
+    table: Literal["cluster", "scheduler"]
+    """Its table in a run file."""
+    key: str
+    """Its key in that table."""
+    values: Callable[[SearchSpace, Choice], Sequence[Any]]
+    """Returns the values that go with a choice of the axes before it; one value if the kind does not have the axis."""
+    shown: Callable[[Any, SearchSpace], str]
+    """Returns its part of a candidate's label; empty where the value needs no mention."""
+    every_kind: bool = False
+    """Whether every kind of schedule has it; else those that name it among their ``axes``."""
+    another_way: bool = False
+    """Whether another value is another way to run, and not another size of the same."""
+    rule: Callable[[Any, SearchSpace], str | None] = _nothing_wrong
+    """Returns what a listed value that goes with no choice would have to be; None if the value itself is correct."""
+    unused_because: Callable[[SearchSpace], str] = _left_out
+    """Returns why a correct listed value is in no candidate."""
+
+    def applies_to(self, schedule: ScheduleKind) -> bool:
+        """Return whether a kind of schedule has this choice."""
+        return self.every_kind or self.name in schedule.axes
+
+    def listed(self, space: SearchSpace) -> list[Any] | None:
+        """Return the list of the run file; None if it is left out."""
+        values: list[Any] | None = getattr(space.plan, self.name)
+        return values
+
+
+def schedule_of(choice: Choice) -> ScheduleKind:
+    """Return the kind of schedule of a choice."""
+    return find_schedule(choice[SCHEDULE.name], key="plan.schedulers")
+
+
+# ------------------------------------------------------------------------------------------------- values to try
+
+
+def _schedules(space: SearchSpace, _choice: Choice) -> Sequence[str]:
+    return list(dict.fromkeys(space.plan.schedulers))
+
+
+def engine_sizes(space: SearchSpace) -> Sequence[int]:
+    """Return the sizes of an engine to try (accelerators), whether or not a split goes with them."""
+    plan, own, hardware = space.plan, space.config.cluster.tensor_parallel, space.config.hardware
+    if plan.tensor_parallel is not None:
+        return plan.tensor_parallel
+    if hardware.decode is not None or hardware.kv_cache_tokens is not None:
+        return [own]
+    return sorted({own, *(n for n in ENGINE_SIZES if space.accelerators % n == 0 and space.memory.heads_divide(n))})
+
+
+def _engine_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
+    colocated = schedule_of(choice).colocated
+    return [size for size in engine_sizes(space) if not colocated or space.accelerators % size == 0]
+
+
+def train_batch_sizes(space: SearchSpace) -> Sequence[int]:
+    """Return the numbers of sequences per optimizer step to try."""
+    return space.plan.train_batch_size or [space.config.scheduler.train_batch_size]
+
+
+def _splits(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
+    """Return numbers of accelerators that generate, all multiples of an engine, with some left to train."""
+    total, engine, own = space.accelerators, choice[ENGINE.name], space.config.cluster.generation_accelerators
+    if schedule_of(choice).colocated:
+        return [own]  # not read
+    values: Sequence[int] | None = space.plan.generation_accelerators
+    if values is None:
+        unit = math.ceil(max(1, total / NUM_SPLITS) / engine) * engine
+        values = sorted({*range(unit, total, unit), *([] if own is None else [own])})
+    return [value for value in values if value < total and value % engine == 0]
+
+
+def _rl_steps(space: SearchSpace, choice: Choice) -> Sequence[int]:
+    if not schedule_of(choice).has_rl_steps:
+        return [space.config.scheduler.optimizer_steps_per_rl_step]
+    listed = space.plan.optimizer_steps_per_rl_step or RL_STEPS
+    return [steps for steps in listed if steps <= space.config.optimizer_steps]
+
+
+def _generation_batch_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
+    """Return numbers of sequences per engine; of those that an RL step cannot fill, only the smallest."""
+    schedule, engine = schedule_of(choice), choice[ENGINE.name]
+    sizes: Sequence[int] | None = space.plan.generation_batch_size
+    if sizes is None:
+        held, context = space.memory.cache_tokens(engine), space.answers.context
+        own = space.config.scheduler.generation_batch_size
+        sizes = sorted(size for size in {*BATCH_SIZES, own} if size * context <= held or size == BATCH_SIZES[0])
+    if not schedule.has_rl_steps or schedule.carries_over:
+        return sizes
+    generating = space.accelerators if schedule.colocated else choice[SPLIT.name]
+    fillable = math.ceil(choice[TRAIN_BATCH.name] * choice[RL_STEP.name] * engine / generating)
+    enough = next((size for size in sizes if size >= fillable), None)
+    return sizes if enough is None else [size for size in sizes if size <= enough]
+
+
+def _ready_queues(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
+    """Return sizes of the ready queue; the scheduler takes none below a batch."""
+    batch, own = choice[TRAIN_BATCH.name], space.config.scheduler.ready_queue_size
+    if not READY_QUEUE.applies_to(schedule_of(choice)):
+        return [None]
+    if space.plan.ready_queue_size is None:
+        return [own if (own or 0) >= batch else None]
+    return [size for size in space.plan.ready_queue_size if size >= batch]
+
+
+def _max_lags(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
+    """Return bounds on the lag; the scheduler takes none below ``publish_every`` - 1."""
+    limit, listed = space.limits.lag, space.plan.max_lag
+    if listed is None or not MAX_LAG.applies_to(schedule_of(choice)):
+        return [limit]
+    bounds = [lag for lag in listed if lag >= space.config.scheduler.publish_every - 1]
+    return sorted({lag if limit is None else min(lag, limit) for lag in bounds})
+
+
+# ------------------------------------------------------------------- rules that a value itself has to keep
+
+
+def _engine_rule(_value: int, space: SearchSpace) -> str:
+    colocated = {schedule.colocated for schedule in space.plan.schedules}
+    splits = space.plan.generation_accelerators
+    rules = [f"divisors of cluster.accelerators={space.accelerators}"] if True in colocated else []
+    if False in colocated and splits is not None:
+        rules.append(f"divisors of a number of plan.generation_accelerators={splits}")
+    elif False in colocated:
+        rules.append(f"sizes below cluster.accelerators={space.accelerators}, as others have to train")
+    return " or ".join(rules)
+
+
+def _split_rule(value: int, space: SearchSpace) -> str:
+    if value >= space.accelerators:
+        return f"numbers below cluster.accelerators={space.accelerators}, as the others train"
+    return f"multiples of an engine, {' or '.join(map(str, engine_sizes(space)))} accelerators"
+
+
+def _rl_step_rule(value: int, space: SearchSpace) -> str | None:
+    most = space.config.optimizer_steps
+    return f"numbers of at most optimizer_steps={most}" if value > most else None
+
+
+def _ready_queue_rule(value: int, space: SearchSpace) -> str | None:
+    least = min(train_batch_sizes(space))
+    return f"sizes of at least the train_batch_size, {least}" if value < least else None
+
+
+def _train_batch_rule(value: int, space: SearchSpace) -> str | None:
+    queues = space.plan.ready_queue_size
+    if queues is None or value <= max(queues):
+        return None
+    return f"sizes of at most the largest plan.ready_queue_size, {max(queues)}"
+
+
+def _max_lag_rule(value: int, space: SearchSpace) -> str | None:
+    least = space.config.scheduler.publish_every - 1
+    return f"bounds of at least scheduler.publish_every - 1 = {least}" if value < least else None
+
+
+# ----------------------------------------------------------------------------------------------------- the table
+
+SCHEDULE = Axis(
+    name="schedulers",
+    table="scheduler",
+    key="kind",
+    every_kind=True,
+    another_way=True,
+    values=_schedules,
+    shown=lambda value, _: find_schedule(value, key="plan.schedulers").name,
+    unused_because=lambda _: "no split of the accelerators into engines and, where others train, a trainer is left",
+)
+ENGINE = Axis(
+    name="tensor_parallel",
+    table="cluster",
+    key="tensor_parallel",
+    every_kind=True,
+    another_way=True,
+    values=_engine_sizes,
+    shown=lambda value, _: f"TP={value}" if value > 1 else "",
+    rule=_engine_rule,
+)
+TRAIN_BATCH = Axis(
+    name="train_batch_size",
+    table="scheduler",
+    key="train_batch_size",
+    every_kind=True,
+    values=lambda space, _: train_batch_sizes(space),
+    shown=lambda value, space: f"B={value}" if value != space.config.scheduler.train_batch_size else "",
+    rule=_train_batch_rule,
+)
+SPLIT = Axis(
+    name="generation_accelerators",
+    table="cluster",
+    key="generation_accelerators",
+    another_way=True,
+    values=_splits,
+    shown=lambda value, space: f"{value}/{space.accelerators - value}",
+    rule=_split_rule,
+)
+RL_STEP = Axis(
+    name="optimizer_steps_per_rl_step",
+    table="scheduler",
+    key="optimizer_steps_per_rl_step",
+    another_way=True,
+    values=_rl_steps,
+    shown=lambda value, _: f"G={value}",
+    rule=_rl_step_rule,
+)
+GENERATION_BATCH = Axis(
+    name="generation_batch_size",
+    table="scheduler",
+    key="generation_batch_size",
+    every_kind=True,
+    values=_generation_batch_sizes,
+    shown=lambda value, _: f"H={value}",
+    unused_because=lambda _: "the same as a smaller one, whose slots are never all full",
+)
+READY_QUEUE = Axis(
+    name="ready_queue_size",
+    table="scheduler",
+    key="ready_queue_size",
+    values=_ready_queues,
+    shown=lambda value, space: f"queue={value}" if value != space.config.scheduler.ready_queue_size else "",
+    rule=_ready_queue_rule,
+)
+MAX_LAG = Axis(
+    name="max_lag",
+    table="scheduler",
+    key="max_lag",
+    values=_max_lags,
+    shown=lambda value, space: f"max_lag={value}" if space.plan.max_lag is not None else "",
+    rule=_max_lag_rule,
+    unused_because=lambda space: f"tried as the lag limit, {space.limits.lag}",
+)
+AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, MAX_LAG)
+"""Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
+_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, READY_QUEUE, MAX_LAG)
+_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, READY_QUEUE, MAX_LAG)
+
+
+def all_choices(space: SearchSpace) -> list[Choice]:
+    """Return every combination of values that go together; those of the run file are among them by default."""
+    choices: list[Choice] = [{}]
+    for axis in AXES:
+        choices = [{**choice, axis.name: value} for choice in choices for value in axis.values(space, choice)]
+    return choices
+
+
+def choice_of(config: RunConfig) -> Choice:
+    """Return the choice that a run file makes."""
+    scheduler = config.scheduler
+    kind = PARTIAL_ROLLOUTS.name if scheduler.partial_rollouts else scheduler.kind
+    return {axis.name: getattr(getattr(config, axis.table), axis.key) for axis in AXES} | {SCHEDULE.name: kind}
+
+
+def label_of(choice: Choice, space: SearchSpace) -> str:
+    """Return what tables call a choice."""
+    schedule = schedule_of(choice)
+    parts = [axis.shown(choice[axis.name], space) for axis in _LABEL_ORDER if axis.applies_to(schedule)]
+    return " ".join(part for part in parts if part)
+
+
+def listed_axes(space: SearchSpace) -> Iterator[tuple[Axis, list[Any]]]:
+    """Yield every list that the run file gives and some kind of schedule tried has, without repeated values."""
+    for axis in _REPORT_ORDER:
+        values = axis.listed(space)
+        if values is not None and any(axis.applies_to(schedule) for schedule in space.plan.schedules):
+            yield axis, list(dict.fromkeys(values))
+
+
+def ignored_axes(space: SearchSpace) -> Iterator[tuple[Axis, list[Any]]]:
+    """Yield every list that the run file gives and no kind of schedule tried has."""
+    read = [axis.name for axis, _ in listed_axes(space)]
+    for axis in _REPORT_ORDER:
+        values = axis.listed(space)
+        if values is not None and axis.name not in read:
+            yield axis, values
+
+
+def values_of(axis: Axis, choices: Sequence[Choice]) -> set[Any]:
+    """Return the values of an axis in choices whose kind of schedule has it."""
+    return {choice[axis.name] for choice in choices if axis.applies_to(schedule_of(choice))}
+
+
+def check_lists(space: SearchSpace, choices: Sequence[Choice]) -> None:
+    """Raise ConfigError if some listed value is one that no candidate can have, a line per value: key, rule, value.
+
+    Lists that the run file leaves out hold what fits; a list that no kind of schedule tried has is not looked at.
+    """
+    faults = []
+    for axis, values in listed_axes(space):
+        used = values_of(axis, choices)
+        for value in values:
+            rule = None if value in used else axis.rule(value, space)
+            if rule is not None:
+                faults.append(f"plan.{axis.name} must hold {rule}, got {value}")
+    if faults:
+        raise ConfigError("\n".join(faults))

@@ -1,28 +1,34 @@
-"""Why a plan is as it is: its bottleneck, what more GPUs would give, and which coefficient decides."""
+"""Explanations of a plan: bottlenecks, the effect of more GPUs and of each coefficient, and what was left out."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, assert_never
 
 from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.records.ledger import BALANCED_SHARE
-from pipelinerl.theory.steady_state import LengthStatistics
-from sim.planning.candidates import Candidate, Screened, Screener, way
-from sim.planning.search_space import Limits, Space
+from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
+from sim.planning.axes import MAX_LAG, Axis, Choice, ignored_axes, listed_axes, schedule_of, values_of
+from sim.planning.candidates import Candidate, Rejected, Screened, Screener
+from sim.planning.search_space import Limits, Reason, SearchSpace
+
+MOST_ACCELERATORS = 4096
+"""Accelerators up to which a size that fits is looked for (count)."""
 
 
 class Simulated(Protocol):
-    """What a verdict reads of a simulation."""
+    """The numbers of a simulation that an explanation reads."""
 
     @property
     def candidate(self) -> Candidate:
-        """What was simulated."""
+        """The simulated candidate."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -38,7 +44,7 @@ class Simulated(Protocol):
 
 
 def bottleneck(outcome: Simulated, screener: Screener) -> str:
-    """Return one line: what holds a run up, from its simulation, and what more GPUs would give, from the screening."""
+    """Return one line: the bottleneck in the simulation, and the gain from more GPUs by the screening."""
     candidate, waiting = outcome.candidate, outcome.waiting
     more = unit_of(candidate.config)
     if candidate.config.colocated:
@@ -48,7 +54,7 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
     if waiting > BALANCED_SHARE:
-        bounded = "max_lag" in candidate.schedule.axes and max_lag is not None
+        bounded = max_lag is not None and MAX_LAG.applies_to(candidate.schedule)
         freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
         if freer > max(generation, BALANCED_SHARE):
             return (
@@ -78,7 +84,7 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
 
 
 def unit_of(config: RunConfig) -> int:
-    """Return how many GPUs 'more' means: a node of 8 in whole engines, or an engine of a small cluster."""
+    """Return the number of GPUs that 'more GPUs' adds: a node of 8 in whole engines, or an engine if few are there."""
     engine = config.cluster.tensor_parallel
     return engine * math.ceil(8 / engine) if config.cluster.accelerators >= 32 else engine
 
@@ -88,7 +94,7 @@ def _gpus(more: int, kind: str = "") -> str:
 
 
 def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie: float) -> str:
-    """Return one line: how much slower, and what held it up; or, where it was as fast, its lag."""
+    """Return one line: its loss in throughput and its bottleneck; or, where it was as fast, its lag."""
     slower = 1 - loser.tokens_per_s / winner.tokens_per_s
     lags = f"its mean lag is {loser.lag_mean:.1f} instead of {winner.lag_mean:.1f}"
     if slower <= tie:
@@ -97,16 +103,17 @@ def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie:
 
 
 def sensitivity(
-    space: Space, recommended: Candidate, pool: Sequence[Candidate], factors: Mapping[str, float], *, least: float
-) -> list[dict[str, Any]]:
+    space: SearchSpace, recommended: Candidate, pool: Sequence[Candidate], factors: Mapping[str, float], *, least: float
+) -> list[CoefficientEffects]:
     """Return what each coefficient, moved alone to its optimistic or pessimistic value, changes.
 
-    The screening answers, each candidate corrected by what its simulation gave (by the mean of all, if it has none).
+    The screening answers, each candidate corrected by the ratio that its simulation gave (by the mean ratio, if it has
+    none).
 
     Args:
         space: The run file and its limits.
-        recommended: What is recommended with all coefficients as they are.
-        pool: What else could be.
+        recommended: The recommendation with all coefficients as they are.
+        pool: The candidates that may take its place.
         factors: Simulated over screened throughput, by label.
         least: Relative difference in throughput that makes another decision.
 
@@ -115,7 +122,7 @@ def sensitivity(
         the recommendation over what it is as things are, and what would be recommended instead, if anything else
         is faster by more than ``least``.
     """
-    config, answers, limits = space.config, space.answers, space.limits
+    config = space.config
     if not config.hardware.by_name:
         return []
     usual = sum(factors.values()) / len(factors)
@@ -124,29 +131,32 @@ def sensitivity(
         return screened.tokens_per_s * factors.get(screened.candidate.label, usual)
 
     def moved(changed: Mapping[str, float]) -> tuple[float, str | None]:
-        """Return the rate of the recommendation, and what is faster and differs from it, if anything."""
-        screener = Screener(config, answers, {"coefficients": {**config.hardware.coefficients, **changed}})
+        """Return the rate of the recommendation, and the label of another decision that is faster, if any."""
+        coefficients = {**config.hardware.coefficients, **changed}
+        screener = Screener(config, space.answers, {"coefficients": coefficients})
         here = screener.screen(recommended)
-        left = [one for one in _screened(pool, screener) if _keeps(one, limits)]
+        left = [one for one in _screened(pool, screener) if _keeps(one, space.limits)]
         best = max(left, key=rate, default=here)
-        differs = way(best.candidate) != way(recommended) and rate(best) > (1 + least) * rate(here)
+        differs = best.candidate.way != recommended.way and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
 
-    base, already = moved({})  # what was not simulated may look faster as things are: no coefficient makes that so
+    base, already = moved({})  # a candidate not simulated may look faster as things are: no coefficient makes that so
     stated = stated_coefficients(config)
     rows = []
     for name, entry in coefficient_table().items():
         if name in stated:
             continue  # known: it has no other value
-        effects: dict[str, Any] = {}
+        row = CoefficientEffects(coefficient=name)
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             if entry[level.value] != entry[config.hardware.level.value]:
                 now, instead = moved({name: entry[level.value]})
-                changes = instead if instead != already else None
-                effects[level.value] = {"value": entry[level.value], "throughput": now / base, "instead": changes}
-        if any(abs(one["throughput"] - 1) >= 5e-4 or one["instead"] for one in effects.values()):
-            rows.append((max(abs(one["throughput"] - 1) for one in effects.values()), {"coefficient": name, **effects}))
-    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+                effect = CoefficientEffect(
+                    value=entry[level.value], throughput=now / base, instead=instead if instead != already else None
+                )
+                row = row.model_copy(update={level.value: effect})
+        if row.largest >= 5e-4 or row.changes_decision:
+            rows.append(row)
+    return sorted(rows, key=lambda row: -row.largest)
 
 
 def _screened(pool: Sequence[Candidate], screener: Screener) -> Iterator[Screened]:
@@ -157,31 +167,29 @@ def _screened(pool: Sequence[Candidate], screener: Screener) -> Iterator[Screene
 
 
 def _keeps(screened: Screened, limits: Limits) -> bool:
-    hours = screened.candidate.gpu_hours(screened.seconds)
-    return limits.broken(screened.estimate.lag_mean, hours) is None
+    return limits.broken(screened.estimate.lag_mean, screened.gpu_hours) is None
 
 
-def split_curve(config: RunConfig, answers: LengthStatistics, recommended: Candidate) -> dict[str, list[float]]:
-    """Return the screened throughput of the recommendation at every split and level, or nothing if it is colocated."""
+def split_curve(space: SearchSpace, recommended: Candidate) -> SplitCurve:
+    """Return the screened throughput of the recommendation at every split and level; empty if it is colocated."""
     if recommended.config.colocated:
-        return {}
-    cluster = recommended.config.cluster
+        return SplitCurve()
+    config, cluster = space.config, recommended.config.cluster
     unit = cluster.tensor_parallel
     step = unit * max(1, cluster.accelerators // unit // 64)
     splits = range(step, cluster.accelerators, step)
-    curve: dict[str, list[float]] = {"generation_accelerators": [float(split) for split in splits]}
-    levels = list(Level) if config.hardware.by_name else [config.hardware.level]
-    for level in levels:
-        screener = Screener(config, answers, {"level": level})
+    curve = {}
+    for level in list(Level) if config.hardware.by_name else [config.hardware.level]:
+        screener = Screener(config, space.answers, {"level": level})
         curve[level.value] = [
             screener.screen(_with(recommended, generation_accelerators=split)).tokens_per_s for split in splits
         ]
-    return curve
+    return SplitCurve(generation_accelerators=[float(split) for split in splits], **curve)
 
 
 def _with(candidate: Candidate, *, generation_accelerators: int) -> Candidate:
     cluster = candidate.config.cluster.model_copy(update={"generation_accelerators": generation_accelerators})
-    return Candidate(candidate.family, candidate.config.model_copy(update={"cluster": cluster}), candidate.label)
+    return replace(candidate, config=candidate.config.model_copy(update={"cluster": cluster}))
 
 
 def _gain(candidate: Candidate, screener: Screener, **changes: int | None) -> float:
@@ -196,5 +204,80 @@ def _gain(candidate: Candidate, screener: Screener, **changes: int | None) -> fl
         if name in changes
     }
     changed = config.model_copy(update={"cluster": cluster.model_copy(update=added), "scheduler": scheduler})
-    more = screener.screen(Candidate(candidate.family, changed, candidate.label))
+    more = screener.screen(replace(candidate, config=changed))
     return more.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
+
+
+# ------------------------------------------------------------------------------------------- what was left out
+
+
+def not_tried(
+    space: SearchSpace, choices: Sequence[Choice], kept: Sequence[Screened], rejected: Sequence[Rejected]
+) -> list[NotTried]:
+    """Return the listed values that are in none of the candidates that the screening kept, each with the reason."""
+    rows = []
+    for axis, values in listed_axes(space):
+        used, left = values_of(axis, choices), values_of(axis, [one.candidate.choice for one in kept])
+        for value in values:
+            if value in used and value not in left:
+                rows.append(_row(axis, value, _rejections(axis, value, rejected)))
+            elif value not in left:
+                rows.append(_row(axis, value, axis.unused_because(space)))
+    return rows + [_row(axis, values, "none of plan.schedulers has it") for axis, values in ignored_axes(space)]
+
+
+def _row(axis: Axis, value: Any, why: str) -> NotTried:
+    return NotTried(key=f"plan.{axis.name}", value=value, why=why)
+
+
+def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
+    """Return why the candidates with a value were all rejected."""
+    mine = [one for one in rejected if axis.applies_to(schedule_of(one.choice)) and one.choice[axis.name] == value]
+    counts = Counter(one.reason for one in mine).most_common()
+    reasons = "; ".join(f"{count:,} {reason.value}" for reason, count in counts)
+    return f"no candidate with it fits: {reasons if len(counts) > 1 else counts[0][0].value}"
+
+
+def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
+    """Return a line per kind of schedule: the candidates that each limit rejects, and what would let one in."""
+    lines = []
+    for family in dict.fromkeys(one.family for one in rejected):
+        mine = [one for one in rejected if one.family == family]
+        counts = Counter(one.reason for one in mine)
+        parts = [
+            f"{count:,} by {reason.value} ({_relaxed(reason, [one for one in mine if one.reason is reason], space)})"
+            for reason, count in counts.most_common()
+        ]
+        lines.append(f"plan: no feasible {family} among {counts.total():,}: {'; '.join(parts)}")
+    return "\n".join(lines) or "plan: there is no candidate; the lists of [plan] leave none for this cluster"
+
+
+def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> str:
+    """Return what would let in one of the candidates that are rejected for a reason."""
+    memory, accelerators = space.memory, space.accelerators
+    needed = [one.needed for one in mine if one.needed is not None]
+    match reason:
+        case Reason.HEADS:
+            whole = [size for size in range(1, accelerators + 1) if memory.heads_divide(size)]
+            return f"tensor_parallel of {', '.join(map(str, whole))} would do"
+        case Reason.ENGINE_MEMORY:
+            sizes = (size for size in range(1, MOST_ACCELERATORS + 1) if memory.heads_divide(size))
+            size = next((size for size in sizes if memory.engine_fits(size)), None)
+            there = f", and there are {accelerators}" if size is not None and size > accelerators else ""
+            return f"fits from tensor_parallel={size} on{there}" if size else "no tensor_parallel would do"
+        case Reason.TRAINER_MEMORY:
+            fewest = next((n for n in range(1, MOST_ACCELERATORS + 1) if memory.trainer_fits(n)), None)
+            if fewest:
+                return f"fits from {fewest} training accelerators on"
+            packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
+            return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
+        case Reason.MEAN_LAG:
+            return f"mean_lag_limit={min(needed):.2g} would do"
+        case Reason.ESS:
+            return f"min_ess={max(needed):.2g} would do"
+        case Reason.LAG:
+            return f"lag_limit={min(needed)} would do"
+        case Reason.GPU_HOURS | Reason.BUDGET:
+            return f"{reason.value}={math.ceil(min(needed)):,} would do"
+        case _:
+            assert_never(reason)

@@ -1,9 +1,9 @@
-"""Search for the best way to run: screen every candidate, simulate the best, and say why one of them is recommended.
+"""Search for the best way to run: screen every candidate, simulate the best, and explain the recommendation.
 
-Theory of operation. ``candidates`` lists and screens; the best by screened throughput and by the screened Pareto
-front of throughput against lag go on, with at least two of every family. Each is simulated event by event for
-``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, is taken for the steady state
-of the rest of the run. What comes out is ranked: the fastest within the limits, and of those within 3 % of it the one
+Theory of operation. ``axes`` lists the choices and ``candidates`` screens them; the best by screened throughput and by
+the screened Pareto front of throughput against lag go on, with at least two of every kind of schedule. Each is
+simulated event by event for ``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, stands
+for the rest of the run. The outcomes are ranked: the fastest within the limits, and of those within 3 % of it the one
 with the least mean lag. The front-runners are simulated again with the optimistic and the pessimistic coefficients.
 """
 
@@ -18,27 +18,32 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
-from sim.planning.axes import check_lists, not_tried
-from sim.planning.candidates import (
-    Candidate,
-    Rejected,
-    Screened,
-    Screener,
-    enumerate_candidates,
-    own_candidate,
-    screen_all,
-    way,
+from pipelinerl.records.plan_report import (
+    CandidateNumbers,
+    CoefficientEffects,
+    Decision,
+    OwnRun,
+    PlannedCandidate,
+    PlannedRun,
+    PlanReport,
+    RunnerUp,
+    ScreenedColumns,
+    SearchReport,
 )
-from sim.planning.explain import bottleneck, sensitivity, split_curve, why_it_lost
-from sim.planning.infeasible import why_nothing_is_left
-from sim.planning.search_space import space_of
-from sim.planning.simulate import Job, OnProgress, Outcome, Runner, checked
+from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
+from sim.planning.axes import all_choices, check_lists
+from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.explain import bottleneck, not_tried, sensitivity, split_curve, why_infeasible, why_it_lost
+from sim.planning.search_space import SearchSpace
+from sim.planning.simulate import Job, OnProgress, Outcome, Runner
 
 TIE = 0.03
 """Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
 CHANGE = 2 * TIE
-"""Relative difference that makes another decision: what is recommended may itself be ``TIE`` below the best."""
+"""Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
+
+Bands = dict[Level, list[Outcome]]
+"""Simulations with the other coefficients, by level."""
 
 
 def plan(
@@ -48,20 +53,20 @@ def plan(
     workers: int | None = None,
     ray_address: str | None = None,
     on_progress: OnProgress = lambda *_: None,
-) -> dict[str, Any]:
+) -> PlanReport:
     """Search for the best way to run.
 
     On Ctrl-C the simulations that have ended are kept, and the best of them is recommended.
 
     Args:
-        config: The run file; its ``plan`` table says what to search and what to keep to.
+        config: The run file; its ``plan`` table holds the lists to search and the limits.
         out: Folder for plan.json and recommended.toml.
         workers: Processes (count). None: one per core.
         ray_address: Simulate on this Ray cluster instead.
-        on_progress: Told how it goes.
+        on_progress: Called with the stage, the number of simulations done, and their number.
 
     Returns:
-        The content of plan.json (docs/planning.md explains its keys).
+        The report, which is the content of plan.json.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -75,20 +80,19 @@ def plan(
     if out is not None:
         check_vacant(out)
     search = _Search(config)
-    jobs = [search.job(candidate, config.hardware.level) for candidate in search.survivors()]
     runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
-    outcomes = runner.run("simulations", jobs)
-    result, recommended = search.result(outcomes, runner)
+    outcomes = runner.run("simulations", [search.job(one, config.hardware.level) for one in search.survivors()])
+    report, recommended = search.report(outcomes, runner)
     if out is not None:
         make_folder(out)
-        write_json(out / PLAN_FILE, result)
-        header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {result['recommended']['verdict']}\n\n"
-        (out / RECOMMENDED_FILE).write_text(header + dump_run(checked(recommended)), encoding="utf-8")
-    return result
+        write_json(out / PLAN_FILE, report.to_dict())
+        header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
+        (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
+    return report
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return which points no other beats: none has a first value as high and a second as low, and one of them better.
+    """Return the points that no other beats: none has both values as good, and one of them better.
 
     Args:
         points: Throughput and lag of each.
@@ -104,7 +108,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
-    """Return the candidates to simulate: two of each family, then fast ones and ones of the Pareto front in turn.
+    """Return the candidates to simulate: two of each kind, then fast ones and ones of the Pareto front in turn.
 
     Args:
         kept: Candidates with their steady states.
@@ -126,45 +130,40 @@ def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
 
 
 class _Search:
-    """One search: what was screened, and what follows from the simulations."""
+    """One search: the screening, and the report that follows from the simulations."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.space = space_of(config)
-        self.plan, self.limits, self.answers = self.space.plan, self.space.limits, self.space.answers
-        self.candidates = list(enumerate_candidates(self.space))
-        check_lists(self.space, self.candidates)
-        self.screener = Screener(config, self.answers)
-        self.kept, self.rejected = screen_all(self.candidates, self.space, self.screener)
+        self.space = SearchSpace.of(config)
+        self.plan, self.limits = self.space.plan, self.space.limits
+        self.choices = all_choices(self.space)
+        check_lists(self.space, self.choices)
+        self.screener = Screener(config, self.space.answers)
+        candidates = (candidate_of(choice, self.space) for choice in self.choices)
+        self.kept, self.rejected = screen_all(candidates, self.limits, self.screener)
         if not self.kept:
-            raise ConfigError(why_nothing_is_left(self.rejected, self.space))
-        self.own = own_candidate(config)
+            raise ConfigError(why_infeasible(self.rejected, self.space))
+        self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
 
     def survivors(self) -> list[Candidate]:
-        """Return what to simulate: the best of the screening, and the run file as it is where it can run."""
-        own = [self.own] if self._can_run(self.own) else []
+        """Return the candidates to simulate: the best of the screening, and the run file as it is where it can run."""
+        misfit = self.space.memory.misfit(
+            tensor_parallel=self.config.cluster.tensor_parallel, training_accelerators=self.config.training_accelerators
+        )
+        own = [self.own] if misfit is None else []
         number = max(1, self.plan.simulate - len(own))
         return [*own, *(one.candidate for one in choose_survivors(self.kept, number))]
 
     def job(self, candidate: Candidate, level: Level, *, share: float = 1.0) -> Job:
         """Return a simulation of a share of ``simulate_steps``, but of an RL step at least."""
-        own = candidate.config.scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else 2
-        return Job(candidate, level, min(self.config.optimizer_steps, max(own, round(self.steps * share))))
-
-    def _can_run(self, candidate: Candidate) -> bool:
-        try:
-            config = checked(candidate)
-        except ConfigError:
-            return False
-        memory = self.space.memory
-        engine = config.cluster.tensor_parallel
-        in_memory = memory.engine_fits(engine) and memory.trainer_fits(config.training_accelerators)
-        return in_memory and memory.heads_divide(engine)
+        scheduler = candidate.config.scheduler
+        least = scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else 2
+        return Job(candidate, level, min(self.config.optimizer_steps, max(least, round(self.steps * share))))
 
     def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes of the kinds asked for that keep to the limits, best first."""
-        left = [one for one in outcomes if one.candidate.family in self.plan.schedulers and self._keeps(one)]
+        left = [one for one in outcomes if self._is_asked_for(one) and self._keeps(one)]
         order: list[Outcome] = []
         while left:
             most = max(one.tokens_per_s for one in left)
@@ -173,96 +172,89 @@ class _Search:
             left.remove(best)
         return order
 
+    def _is_asked_for(self, outcome: Outcome) -> bool:
+        return outcome.candidate.family in self.plan.schedulers
+
     def _keeps(self, outcome: Outcome) -> bool:
         lag = self.limits.lag
         in_lag = lag is None or outcome.lag_max <= lag
         return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
-    def result(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[dict[str, Any], Candidate]:
-        """Return the content of plan.json, and what is recommended.
+    def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
+        """Return the content of plan.json, and the recommended candidate.
 
         Raises:
             ConfigError: If no simulated candidate keeps to the limits.
             RunFailedError: If no simulation ended.
         """
-        tried = [one for one in outcomes if one.candidate.family in self.plan.schedulers]
+        tried = [one for one in outcomes if self._is_asked_for(one)]
         if not tried:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
         ranked = self.ranked(tried)
         if not ranked:
-            raise ConfigError(why_nothing_is_left(self.rejected + self._simulated_out(tried), self.space))
+            raise ConfigError(why_infeasible(self.rejected + self._simulated_out(tried), self.space))
         best = ranked[0]
-        others = [one for one in ranked if way(one.candidate) != way(best.candidate)]
+        other = next((one for one in ranked if one.candidate.way != best.candidate.way), None)
         families = {
             family: next((one for one in ranked if one.candidate.family == family), None)
             for family in dict.fromkeys(self.plan.schedulers)
         }
         own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
-        front_runners = [best, *others[:1], *(one for one in families.values() if one), *([own] if own else [])]
-        bands = self._bands([one.candidate for one in front_runners], runner)
-        factors = {
-            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
-        }
-        pool = [one.candidate for one in choose_survivors(self.kept, 100)]
-        return {
-            "run": {
-                "accelerators": self.config.cluster.accelerators,
-                "optimizer_steps": self.config.optimizer_steps,
-                "price_per_gpu_hour": self.limits.price,
-                "lag_limit": self.limits.lag,
+        front_runners = [one.candidate for one in (best, other, *families.values(), own) if one is not None]
+        bands = self._bands(front_runners, runner)
+        front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
+        report = PlanReport(
+            run=PlannedRun(
+                accelerators=self.config.cluster.accelerators,
+                optimizer_steps=self.config.optimizer_steps,
+                price_per_gpu_hour=self.limits.price,
+                lag_limit=self.limits.lag,
+            ),
+            search=self._search_report(outcomes, runner),
+            recommended=PlannedCandidate(**self._described(best, bands)),
+            runner_up=None if other is None else self._runner_up(other, best, bands),
+            families={
+                family: None if one is None else PlannedCandidate(**self._described(one, bands))
+                for family, one in families.items()
             },
-            "search": {
-                "candidates": len(self.candidates),
-                "kept": len(self.kept),
-                "simulated": len(outcomes),
-                "simulated_steps": self.steps,
-                "complete": not runner.interrupted and not runner.failures,
-                "failures": sorted(runner.failures),
-                "not_tried": not_tried(self.space, self.candidates, self.kept, self.rejected),
-            },
-            "recommended": self._described(best, bands),
-            "runner_up": None
-            if not others
-            else {**self._described(others[0], bands), "why": why_it_lost(others[0], best, self.screener, tie=TIE)},
-            "families": {
-                family: None if one is None else self._described(one, bands) for family, one in families.items()
-            },
-            "own": None
-            if own is None
-            else {
-                **self._described(own, bands),
-                "keeps_to_limits": self._keeps(own),
-                "among_schedulers": own.candidate.family in self.plan.schedulers,
-                "recommended_over_own": best.tokens_per_s / own.tokens_per_s,
-            },
-            "decisions": self._decisions(bands, best),
-            "simulated": [self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
-            "front": [
-                ranked[index].candidate.label
-                for index in pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
-            ],
-            "screened": _screened(self.kept),
-            "sensitivity": sensitivity(self.space, best.candidate, pool, factors, least=CHANGE),
-            "splits": split_curve(self.config, self.answers, best.candidate),
-        }, best.candidate
+            own=None if own is None else self._own(own, best, bands),
+            decisions=self._decisions(bands, best),
+            simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
+            front=[ranked[index].candidate.label for index in front],
+            screened=_screened(self.kept),
+            sensitivity=self._sensitivity(best.candidate, outcomes),
+            splits=split_curve(self.space, best.candidate),
+        )
+        return report, best.candidate
+
+    def _search_report(self, outcomes: Sequence[Outcome], runner: Runner) -> SearchReport:
+        return SearchReport(
+            candidates=len(self.choices),
+            kept=len(self.kept),
+            simulated=len(outcomes),
+            simulated_steps=self.steps,
+            complete=not runner.interrupted and not runner.failures,
+            failures=sorted(runner.failures),
+            not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
+        )
 
     def _simulated_out(self, outcomes: Sequence[Outcome]) -> list[Rejected]:
-        """Return those that the screening took for feasible and the simulation does not."""
-        out = []
+        """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
+        rejected = []
         for one in outcomes:
             reason = self.limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
             if reason is not None:
-                out.append(Rejected(one.candidate, reason, self.screener.screen(one.candidate)))
-        return out
+                rejected.append(self.screener.screen(one.candidate).rejected(reason, self.limits))
+        return rejected
 
-    def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> dict[Level, list[Outcome]]:
-        """Simulate the front-runners, and what the screening prefers there, with the other coefficients."""
+    def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> Bands:
+        """Simulate the front-runners, and the best of the screening there, with the other coefficients."""
         if not self.config.hardware.by_name:
             return {}
         jobs = []
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
-            screener = Screener(self.config, self.answers, {"level": level})
-            kept, _ = screen_all([one.candidate for one in self.kept], self.space, screener)
+            screener = Screener(self.config, self.space.answers, {"level": level})
+            kept, _ = screen_all([one.candidate for one in self.kept], self.limits, screener)
             preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
             unique = {one.label: one for one in (*candidates, *preferred)}
             jobs += [self.job(one, level, share=0.5) for one in unique.values()]
@@ -271,60 +263,76 @@ class _Search:
             level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)
         }
 
-    def _decisions(self, bands: dict[Level, list[Outcome]], best: Outcome) -> dict[str, Any]:
-        """Return what would be recommended with the coefficients of each level, among what was simulated there.
+    def _decisions(self, bands: Bands, best: Outcome) -> dict[Level, Decision]:
+        """Return the recommendation with the coefficients of each level, among the candidates simulated there.
 
         The decision stays where the recommendation is as fast as that within ``CHANGE``, or the same way to run.
         """
-        decisions: dict[str, Any] = {}
+        decisions = {}
         for level, outcomes in bands.items():
             ranked = self.ranked(outcomes)
             here = next((one for one in outcomes if one.candidate.label == best.candidate.label), None)
             if ranked and here is not None:
                 faster = ranked[0].tokens_per_s / here.tokens_per_s - 1
-                same = way(ranked[0].candidate) == way(best.candidate) or faster <= CHANGE
-                decisions[level.value] = {"label": ranked[0].candidate.label, "faster": faster, "same": same}
+                same = ranked[0].candidate.way == best.candidate.way or faster <= CHANGE
+                decisions[level] = Decision(label=ranked[0].candidate.label, faster=faster, same=same)
         return decisions
 
-    def _described(self, outcome: Outcome, bands: dict[Level, list[Outcome]]) -> dict[str, Any]:
-        """Return an outcome with its choices, band and verdict."""
+    def _runner_up(self, other: Outcome, best: Outcome, bands: Bands) -> RunnerUp:
+        return RunnerUp(**self._described(other, bands), why=why_it_lost(other, best, self.screener, tie=TIE))
+
+    def _own(self, own: Outcome, best: Outcome, bands: Bands) -> OwnRun:
+        return OwnRun(
+            **self._described(own, bands),
+            keeps_to_limits=self._keeps(own),
+            among_schedulers=self._is_asked_for(own),
+            recommended_over_own=best.tokens_per_s / own.tokens_per_s,
+        )
+
+    def _described(self, outcome: Outcome, bands: Bands) -> dict[str, Any]:
+        """Return the fields of ``PlannedCandidate``."""
         label, config = outcome.candidate.label, outcome.candidate.config
         levels = {outcome.level: outcome} | {
             level: one for level, outcomes in bands.items() for one in outcomes if one.candidate.label == label
         }
-        return self._numbers(outcome) | {
-            "cluster": config.cluster.model_dump(mode="json"),
-            "scheduler": config.scheduler.model_dump(mode="json"),
-            "band": {level.value: self._numbers(levels[level]) for level in Level if level in levels},
+        return dict(self._numbers(outcome)) | {
+            "cluster": config.cluster,
+            "scheduler": config.scheduler,
+            "band": {level: self._numbers(levels[level]) for level in Level if level in levels},
             "verdict": bottleneck(outcome, self.screener),
         }
 
-    def _numbers(self, outcome: Outcome) -> dict[str, Any]:
+    def _numbers(self, outcome: Outcome) -> CandidateNumbers:
         steps, price = self.config.optimizer_steps, self.limits.price
-        cost = None if price is None else outcome.gpu_hours * price / steps * 1000
-        return {
-            "label": outcome.candidate.label,
-            "family": outcome.candidate.family,
-            "tokens_per_s": outcome.tokens_per_s,
-            "step_s": outcome.step_s,
-            "hours": outcome.seconds / 3600,
-            "gpu_hours": outcome.gpu_hours,
-            "cost_per_1000_steps": cost,
-            "lag_mean": outcome.lag_mean,
-            "lag_max": outcome.lag_max,
-            "ess": outcome.ess,
-            "training": outcome.training,
-            "publishing": outcome.publishing,
-            "waiting": outcome.waiting,
+        return CandidateNumbers(
+            label=outcome.candidate.label,
+            family=outcome.candidate.family,
+            tokens_per_s=outcome.tokens_per_s,
+            step_s=outcome.step_s,
+            hours=outcome.seconds / 3600,
+            gpu_hours=outcome.gpu_hours,
+            cost_per_1000_steps=None if price is None else outcome.gpu_hours * price / steps * 1000,
+            lag_mean=outcome.lag_mean,
+            lag_max=outcome.lag_max,
+            ess=outcome.ess,
+            training=outcome.training,
+            publishing=outcome.publishing,
+            waiting=outcome.waiting,
+        )
+
+    def _sensitivity(self, recommended: Candidate, outcomes: Sequence[Outcome]) -> list[CoefficientEffects]:
+        factors = {
+            one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
         }
+        pool = [one.candidate for one in choose_survivors(self.kept, 100)]
+        return sensitivity(self.space, recommended, pool, factors, least=CHANGE)
 
 
-def _screened(kept: Sequence[Screened]) -> dict[str, list[Any]]:
-    """Return every candidate that may keep to the limits, a column per number."""
-    return {
-        "label": [one.candidate.label for one in kept],
-        "family": [one.candidate.family for one in kept],
-        "tokens_per_s": [float(f"{one.tokens_per_s:.4g}") for one in kept],
-        "lag_mean": [float(f"{one.estimate.lag_mean:.4g}") for one in kept],
-        "lag_max": [one.estimate.lag_max for one in kept],
-    }
+def _screened(kept: Sequence[Screened]) -> ScreenedColumns:
+    return ScreenedColumns(
+        label=[one.candidate.label for one in kept],
+        family=[one.candidate.family for one in kept],
+        tokens_per_s=[float(f"{one.tokens_per_s:.4g}") for one in kept],
+        lag_mean=[float(f"{one.estimate.lag_mean:.4g}") for one in kept],
+        lag_max=[int(one.estimate.lag_max) for one in kept],
+    )

@@ -1,10 +1,11 @@
-"""What a plan is about: the run file, its answers, what fits into memory, and the limits every candidate keeps to."""
+"""The search space of a plan: the run file, its answers, the memory, and the limits that candidates keep to."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 import numpy as np
 
@@ -25,30 +26,44 @@ SAMPLE_SIZE = 8192
 
 
 class Reason(StrEnum):
-    """Why a candidate is out."""
+    """Why a candidate is rejected."""
 
     HEADS = "the attention heads do not divide by tensor_parallel"
+    """The accelerators of an engine would not get as many whole heads each."""
     ENGINE_MEMORY = "weights and the longest rollout do not fit into an engine"
+    """An engine could never finish the longest rollout."""
     TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
+    """Weights, gradients, optimizer states and activations are larger."""
     LAG = "lag_limit"
+    """Some batch has a larger lag in any case."""
     MEAN_LAG = "mean_lag_limit"
+    """Its mean lag is larger."""
     ESS = "min_ess"
+    """The drift model gives its lag a smaller effective sample size."""
     GPU_HOURS = "gpu_hours"
+    """The run takes more."""
     BUDGET = "budget"
+    """The run costs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every candidate has to keep to; None: no limit."""
+    """The limits that every candidate keeps to; None: no limit."""
 
     lag: int | None
+    """Largest lag of any trained token (optimizer steps)."""
     mean_lag: float | None
+    """Mean lag (optimizer steps)."""
     min_ess: float | None
+    """Effective sample size, normalised."""
     drift: DriftModel | None
+    """Gives a lag its effective sample size."""
     gpu_hours: float | None
+    """GPU-hours of the whole run."""
     budget: float | None
+    """Cost of the whole run (USD)."""
     price: float | None
-    """Of a GPU-hour (USD), where known."""
+    """Price of a GPU-hour (USD), where known."""
 
     def ess(self, lag_mean: float) -> float | None:
         """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
@@ -73,9 +88,21 @@ class Limits:
             return Reason.BUDGET
         return None
 
+    def needed(self, reason: Reason, lag_mean: float, gpu_hours: float) -> float:
+        """Return the value of a limit that a candidate with this mean lag and these GPU-hours would keep to."""
+        match reason:
+            case Reason.MEAN_LAG:
+                return lag_mean
+            case Reason.ESS:
+                return self.ess(lag_mean) or 0.0
+            case Reason.GPU_HOURS:
+                return gpu_hours
+            case _:
+                return gpu_hours * (self.price or 0.0)
+
 
 class Memory:
-    """What fits where.
+    """Tells what fits into the memory of engines and trainer.
 
     Args:
         config: The run file; without ``hardware.gpu`` and ``hardware.model`` only its ``kv_cache_tokens`` limits.
@@ -107,6 +134,14 @@ class Memory:
     def heads_divide(self, tensor_parallel: int) -> bool:
         """Return whether every accelerator of an engine gets as many whole heads, as far as that is known."""
         return self.model is None or self.model.divides_by(tensor_parallel)
+
+    def misfit(self, *, tensor_parallel: int, training_accelerators: int) -> Reason | None:
+        """Return why engines of this size, or a trainer on so many accelerators, cannot run; None if they can."""
+        if not self.heads_divide(tensor_parallel):
+            return Reason.HEADS
+        if not self.engine_fits(tensor_parallel):
+            return Reason.ENGINE_MEMORY
+        return None if self.trainer_fits(training_accelerators) else Reason.TRAINER_MEMORY
 
     def trainer_fits(self, accelerators: int) -> bool:
         """Return whether weights, gradients, optimizer states and activations fit."""
@@ -162,8 +197,8 @@ def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """Everything that candidates are made from and judged by."""
+class SearchSpace:
+    """Everything that candidates are made from and compared with."""
 
     config: RunConfig
     plan: PlanConfig
@@ -171,14 +206,19 @@ class Space:
     memory: Memory
     limits: Limits
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the search space of a run file.
 
-def space_of(config: RunConfig) -> Space:
-    """Return the space of a run file.
+        Raises:
+            ConfigError: If a file it names is wrong, GPU or model are unknown, or there is a budget and no price.
+        """
+        plan = config.plan or PlanConfig()
+        answers, longest = answers_of(config)
+        memory = Memory(config, longest)
+        return cls(config, plan, answers, memory, limits_of(config, plan, memory.gpu))
 
-    Raises:
-        ConfigError: If a file it names is wrong, GPU or model are unknown, or there is a budget and no price.
-    """
-    plan = config.plan or PlanConfig()
-    answers, longest = answers_of(config)
-    memory = Memory(config, longest)
-    return Space(config, plan, answers, memory, limits_of(config, plan, memory.gpu))
+    @property
+    def accelerators(self) -> int:
+        """Accelerators of the cluster (count)."""
+        return self.config.cluster.accelerators

@@ -1,4 +1,4 @@
-"""Simulations of candidates, in parallel, and what each says of the whole run."""
+"""Simulations of candidates, in parallel, each extended to the whole run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.rl.drift import modelled_ess
@@ -17,7 +16,7 @@ from sim.planning.candidates import Candidate
 from sim.stepbooks import Step, simulate_steps
 
 OnProgress = Callable[[str, int, int], None]
-"""Told what is going on, and how many of how many are done."""
+"""Called with the stage, the number done, and the number in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,17 @@ class Job:
     steps: int
     """Optimizer steps to simulate (count)."""
 
+    @property
+    def config(self) -> RunConfig:
+        """The run to simulate."""
+        config = self.candidate.config
+        hardware = config.hardware.model_copy(update={"level": self.level} if config.hardware.by_name else {})
+        return config.model_copy(update={"optimizer_steps": self.steps, "hardware": hardware})
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a simulation says of the whole run."""
+    """The whole run of a candidate, extended from its simulation."""
 
     candidate: Candidate
     level: Level
@@ -54,8 +60,6 @@ class Outcome:
     """Share in which it does neither."""
     ess: float | None = None
     """Effective sample size that the run file's drift model gives the lags of the steady state."""
-    failure: str | None = None
-    """What went wrong; then the numbers are 0."""
 
     @property
     def gpu_hours(self) -> float:
@@ -72,64 +76,43 @@ class Runner:
         self.interrupted = False
 
     def run(self, what: str, jobs: Sequence[Job]) -> list[Outcome]:
-        """Return what ended, in the order of the jobs."""
+        """Return the outcomes of the simulations that ended, by level and label."""
         if self.interrupted or not jobs:
             return []
         # Those with the most in progress take longest: they go first.
         jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
-        outcomes: dict[tuple[str, Level], Outcome] = {}
+        outcomes: dict[tuple[str, str], Outcome] = {}
         try:
             self._on_progress(what, 0, len(jobs))
             with closing(self._results(jobs)) as results:
-                for outcome in results:
-                    if outcome.failure is None:
-                        outcomes[outcome.candidate.label, outcome.level] = outcome
+                for result in results:
+                    if isinstance(result, str):
+                        self.failures.append(result)
                     else:
-                        self.failures.append(f"{outcome.candidate.label}: {outcome.failure}")
+                        outcomes[result.level.value, result.candidate.label] = result
                     self._on_progress(what, len(outcomes) + len(self.failures), len(jobs))
         except RunFailedError as error:
             self.failures.append(str(error))
         except KeyboardInterrupt:
             self.interrupted = True
-        keys = sorted(outcomes, key=lambda key: (key[1].value, key[0]))
-        return [outcomes[key] for key in keys]
+        return [outcomes[key] for key in sorted(outcomes)]
 
-    def _results(self, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
+    def _results(self, jobs: Sequence[Job]) -> Generator[Outcome | str, None, None]:
         if self._ray_address is not None:
             return run_all_on_ray(simulate_job, jobs, address=self._ray_address)
         return run_all(simulate_job, jobs, workers=self._workers)
-
-
-def checked(candidate: Candidate, *, level: Level | None = None, steps: int | None = None) -> RunConfig:
-    """Return the run of a candidate, checked as a whole.
-
-    Args:
-        candidate: What to run.
-        level: Replaces the level of the hardware coefficients.
-        steps: Replaces the optimizer steps.
-
-    Raises:
-        ConfigError: If the choices do not fit together.
-    """
-    data = candidate.config.model_dump(mode="json", exclude_none=True)
-    if level is not None and candidate.config.hardware.by_name:
-        data["hardware"]["level"] = level.value
-    if steps is not None:
-        data["optimizer_steps"] = steps
-    return parse_run(data, name=candidate.label)
 
 
 def _slots(job: Job) -> int:
     return job.candidate.config.scheduler.generation_batch_size
 
 
-def simulate_job(job: Job) -> Outcome:
-    """Simulate one candidate and extend its steady state to the whole run."""
+def simulate_job(job: Job) -> Outcome | str:
+    """Simulate one candidate and extend its steady state to the whole run; return what failed, if anything, as text."""
     try:
-        rows = simulate_steps(checked(job.candidate, level=job.level, steps=job.steps))
+        return extended(job, simulate_steps(job.config))
     except PipelineRLError as error:
-        return Outcome(job.candidate, job.level, *(0.0,) * 4, 0, *(0.0,) * 3, failure=str(error))
-    return extended(job, rows)
+        return f"{job.candidate.label}: {error}"
 
 
 def extended(job: Job, rows: Sequence[Step]) -> Outcome:

@@ -1,0 +1,254 @@
+"""What a plan reports, typed: the content of plan.json, for who writes and who reads it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from pipelinerl.config.run import ClusterConfig
+from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.hardware.coefficients import Level
+from pipelinerl.util.report import Report
+
+
+class PlannedRun(Report):
+    """The part of the run file and its limits that the numbers refer to."""
+
+    accelerators: int
+    """Accelerators of the cluster (count)."""
+    optimizer_steps: int
+    """Optimizer steps of the whole run (count)."""
+    price_per_gpu_hour: float | None
+    """Price of a GPU-hour (USD), where known."""
+    lag_limit: int | None
+    """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
+
+
+class NotTried(Report):
+    """A value listed in ``[plan]`` of which no candidate was left."""
+
+    key: str
+    """Key of the list."""
+    value: int | str | list[int]
+    """The value; the whole list if no kind of scheduler tried reads it."""
+    why: str
+    """The reason in words."""
+
+
+class SearchReport(Report):
+    """The search in numbers."""
+
+    candidates: int
+    """Combinations of the listed values (count)."""
+    kept: int
+    """Candidates that the screening kept (count)."""
+    simulated: int
+    """Candidates whose simulation ended (count)."""
+    simulated_steps: int
+    """Optimizer steps of each simulation (count)."""
+    complete: bool
+    """Whether every simulation ended."""
+    failures: list[str]
+    """Simulations that failed, a line each."""
+    not_tried: list[NotTried]
+    """Listed values of which no candidate was left."""
+
+
+class CandidateNumbers(Report):
+    """What a simulation says of the whole run of one candidate."""
+
+    label: str
+    """How tables call the candidate."""
+    family: str
+    """Its kind of scheduler."""
+    tokens_per_s: float
+    """Trained tokens per second over the whole run."""
+    step_s: float
+    """Seconds per optimizer step in the steady state."""
+    hours: float
+    """Hours of the whole run."""
+    gpu_hours: float
+    """GPU-hours of the whole run."""
+    cost_per_1000_steps: float | None
+    """Cost of 1000 optimizer steps (USD), where the price is known."""
+    lag_mean: float
+    """Mean lag of a trained token in the steady state (optimizer steps)."""
+    lag_max: int
+    """Largest lag of any trained token (optimizer steps)."""
+    ess: float | None
+    """Modelled effective sample size, with a drift model."""
+    training: float
+    """Share of the trainer's time in which it trains."""
+    publishing: float
+    """Share in which it publishes weights."""
+    waiting: float
+    """Share in which it does neither."""
+
+
+class PlannedCandidate(CandidateNumbers):
+    """A candidate with its choices, its band and its bottleneck."""
+
+    cluster: ClusterConfig
+    """Its table ``[cluster]``."""
+    scheduler: SchedulerConfig
+    """Its table ``[scheduler]``."""
+    band: dict[Level, CandidateNumbers]
+    """The same candidate by level of the hardware coefficients."""
+    verdict: str
+    """Its bottleneck, and what more GPUs would give."""
+
+    @property
+    def band_tokens_per_s(self) -> tuple[float, float]:
+        """Least and largest throughput of the band (tokens/s)."""
+        rates = [one.tokens_per_s for one in self.band.values()] or [self.tokens_per_s]
+        return min(rates), max(rates)
+
+
+class RunnerUp(PlannedCandidate):
+    """The best candidate that differs from the recommendation in kind, split, size of engine or G."""
+
+    why: str
+    """Why it is not recommended."""
+
+
+class OwnRun(PlannedCandidate):
+    """The run file as it is."""
+
+    keeps_to_limits: bool
+    """Whether it keeps to the limits of ``[plan]``."""
+    among_schedulers: bool
+    """Whether its kind of scheduler is in ``plan.schedulers``."""
+    recommended_over_own: float
+    """Throughput of the recommendation over its own (ratio of tokens/s)."""
+
+
+class Decision(Report):
+    """What would be recommended with other hardware coefficients, among what was simulated with them."""
+
+    label: str
+    """The candidate."""
+    faster: float
+    """Its gain in throughput there over the recommendation (relative)."""
+    same: bool
+    """Whether the decision stays as it is."""
+
+
+class ScreenedColumns(Report):
+    """The candidates that the screening kept, a column per number."""
+
+    label: list[str]
+    """How tables call each candidate."""
+    family: list[str]
+    """Kinds of scheduler."""
+    tokens_per_s: list[float]
+    """Screened throughput (tokens/s), to 4 digits."""
+    lag_mean: list[float]
+    """Screened mean lag (optimizer steps), to 4 digits."""
+    lag_max: list[int]
+    """Screened largest lag (optimizer steps)."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len({len(column) for column in self.__dict__.values()}) > 1:
+            raise ValueError("columns must be equally long")
+        return self
+
+
+class CoefficientEffect(Report):
+    """What one coefficient changes at one end of its range."""
+
+    value: int | float
+    """The coefficient there."""
+    throughput: float
+    """Throughput of the recommendation over what it is with all coefficients as they are (ratio)."""
+    instead: str | None
+    """What would be recommended instead, if anything else."""
+
+
+class CoefficientEffects(Report):
+    """What one coefficient, moved alone, changes."""
+
+    coefficient: str
+    """Its name."""
+    optimistic: CoefficientEffect | None = None
+    """At its optimistic value, if that is another."""
+    pessimistic: CoefficientEffect | None = None
+    """At its pessimistic value, if that is another."""
+
+    @property
+    def effects(self) -> list[CoefficientEffect]:
+        """The ends that differ from the value in use."""
+        return [one for one in (self.optimistic, self.pessimistic) if one is not None]
+
+    @property
+    def largest(self) -> float:
+        """The largest relative change of the throughput."""
+        return max((abs(one.throughput - 1) for one in self.effects), default=0.0)
+
+    @property
+    def changes_decision(self) -> bool:
+        """Whether something else would be recommended at one end."""
+        return any(one.instead for one in self.effects)
+
+
+class SplitCurve(Report):
+    """Screened throughput of the recommendation at every split (tokens/s); empty if it is colocated."""
+
+    generation_accelerators: list[float] | None = None
+    """Accelerators that generate (count)."""
+    optimistic: list[float] | None = None
+    """With the optimistic coefficients."""
+    central: list[float] | None = None
+    """With the central coefficients."""
+    pessimistic: list[float] | None = None
+    """With the pessimistic coefficients."""
+
+    @property
+    def levels(self) -> dict[Level, list[float]]:
+        """Throughput by level of the coefficients (tokens/s)."""
+        curves = {level: getattr(self, level.value) for level in Level}
+        return {level: curve for level, curve in curves.items() if curve is not None}
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        splits, curves = self.generation_accelerators, self.levels.values()
+        if (splits is None) != (not curves) or any(len(curve) != len(splits or ()) for curve in curves):
+            raise ValueError("columns must be equally long")
+        return self
+
+
+class PlanReport(Report):
+    """The content of plan.json."""
+
+    run: PlannedRun
+    """The part of the run file that the numbers refer to."""
+    search: SearchReport
+    """The search in numbers."""
+    recommended: PlannedCandidate
+    """The recommendation."""
+    runner_up: RunnerUp | None
+    """The best candidate that differs from it in kind, split, size of engine or G."""
+    families: dict[str, PlannedCandidate | None]
+    """The best candidate by kind of scheduler; null if none of a kind keeps to the limits."""
+    own: OwnRun | None
+    """The run file as it is, if it can run."""
+    decisions: dict[Level, Decision]
+    """What would be recommended, by level of the coefficients."""
+    simulated: list[CandidateNumbers]
+    """Every simulated candidate, the fastest first."""
+    front: list[str]
+    """Labels of the Pareto front of throughput against mean lag, by rising lag."""
+    screened: ScreenedColumns
+    """Every candidate that the screening kept."""
+    sensitivity: list[CoefficientEffects]
+    """What each coefficient changes, the largest effect first."""
+    splits: SplitCurve
+    """Screened throughput of the recommendation at every split."""
+
+    @model_validator(mode="after")
+    def _check_front(self) -> Self:
+        unknown = set(self.front) - {one.label for one in self.simulated}
+        if unknown:
+            raise ValueError(f"front must hold labels of simulated candidates, got {sorted(unknown)}")
+        return self
