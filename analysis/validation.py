@@ -1,14 +1,14 @@
-"""What ``validate`` keeps: the report, its table, and the figure of predicted against measured."""
+"""The folder of ``validate --out``: the report, its table, and the figure of predicted against measured."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from analysis.canvas import house_style, make_panels
 from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
 from pipelinerl.cli.render_validation import validation_markdown
 from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
+from pipelinerl.records.validation_report import ValidationReport
 
 TABLE_FILE = "validation.md"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
@@ -16,7 +16,7 @@ COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
 FIGURE_FILE = "validation.png"
 
 
-def save_validation(report: dict[str, Any], folder: Path) -> None:
+def save_validation(report: ValidationReport, folder: Path) -> None:
     """Write validation.json, the table as Markdown, and the figure.
 
     Args:
@@ -27,13 +27,13 @@ def save_validation(report: dict[str, Any], folder: Path) -> None:
         ConfigError: If the folder cannot be made.
     """
     make_folder(folder)
-    write_json(folder / VALIDATION_FILE, report)
+    write_json(folder / VALIDATION_FILE, report.model_dump(mode="json"))
     (folder / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
     save_validation_figure(report, folder / FIGURES_FOLDER)
 
 
 @house_style
-def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
+def save_validation_figure(report: ValidationReport, folder: Path) -> Path:
     """Draw predicted over measured for every row with a relative error, one line each, grouped by system.
 
     Args:
@@ -43,18 +43,18 @@ def save_validation_figure(report: dict[str, Any], folder: Path) -> Path:
     Returns:
         The path of the figure.
     """
-    rows = [row for row in report["rows"] if row["quantity"] != "staleness"]
+    rows = [row for row in report.rows if row.is_relative]
     figure, panels = make_panels(PAGE_IN, 1.0 + 0.14 * len(rows))
     axes = panels[0, 0]
     axes.axvspan(0.7, 1.3, color=PALE, linewidth=0)
     axes.axvline(1.0, color=MUTED, linewidth=0.8)
-    families = list(dict.fromkeys(row["family"] for row in rows))
+    families = list(dict.fromkeys(row.family for row in rows))
     for place, row in enumerate(rows):
-        color = COLORS[families.index(row["family"]) % len(COLORS)]
-        low, middle, high = (row[key] / row["measured"] for key in ("low", "predicted", "high"))
+        color = COLORS[families.index(row.family) % len(COLORS)]
+        low, middle, high = (value / row.measured for value in (row.low, row.predicted, row.high))
         axes.plot([low, high], [place, place], color=color, linewidth=1.0)
         axes.plot([middle], [place], "o", color=color)
-    axes.set_yticks(range(len(rows)), [row["id"] for row in rows])
+    axes.set_yticks(range(len(rows)), [row.id for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
     ticks = [0.5, 0.7, 1.0, 1.3, 2.0, 3.0]

@@ -26,7 +26,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
-from pipelinerl.hardware.tables import HardwareConfig
+from pipelinerl.hardware.tables import HardwareConfig, TimedTable
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
 
@@ -258,8 +258,7 @@ def calibrate_numbers(
 def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
     """Return the parts of ``[hardware]`` that make training last ``factor`` times as long."""
     if run.hardware.training is not None:
-        times = run.hardware.training.model_dump(exclude_none=True)
-        return {"training": {name: value * factor if name.endswith("_s") else value for name, value in times.items()}}
+        return {"training": _dumped(run.hardware.training.with_slower_software(factor))}
     return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
 
 
@@ -268,18 +267,16 @@ def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
     hardware = run.hardware
     parts: dict[str, Any] = {}
     if hardware.decode is not None:
-        keys = hardware.decode.model_dump(exclude_none=True)
-        for name, value in keys.items():
-            if name.endswith("_efficiency"):
-                keys[name] = min(1.0, value / factor)
-            elif name.endswith("_s"):
-                keys[name] = value * factor
-        parts["decode"] = keys
+        parts["decode"] = _dumped(hardware.decode.with_slower_software(factor))
     if hardware.prefill is not None:
-        parts["prefill"] = {name: value * factor for name, value in hardware.prefill.model_dump().items()}
+        parts["prefill"] = _dumped(hardware.prefill.with_slower_software(factor))
     if hardware.by_name:
         parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
     return parts
+
+
+def _dumped(table: TimedTable) -> dict[str, Any]:
+    return table.model_dump(exclude_none=True)
 
 
 def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:

@@ -23,7 +23,7 @@ from pipelinerl.config.resolve import named_hardware, run_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
-from pipelinerl.hardware.coefficients import Coefficients, coefficients
+from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training
 from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
@@ -398,7 +398,7 @@ def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
 
 def is_inverse(name: str) -> bool:
     """Return whether times are proportional to the inverse of a coefficient."""
-    return name.endswith(("_efficiency", "_mfu"))
+    return name in SHARES_OF_PEAK
 
 
 def rounded(value: float) -> float:

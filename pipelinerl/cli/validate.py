@@ -21,10 +21,10 @@ def validate(
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
     from pipelinerl.cli.progress import stage_bars
     from pipelinerl.records.run_folder import check_vacant
-    from sim.validation.predict import report as report_of
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
     from sim.validation.records import read_published_runs
+    from sim.validation.report import validation_report
 
     if out is not None:
         check_vacant(out)
@@ -34,9 +34,9 @@ def validate(
         predictions = predict_runs(
             runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
         )
-    report = report_of(predictions)
+    report = validation_report(predictions)
     if as_json:
-        print_json(report)
+        print_json(report.model_dump(mode="json"))
     else:
         from pipelinerl.cli.render_validation import print_validation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,8 +10,36 @@ from pipelinerl.hardware.coefficients import Level, checked_coefficients
 from pipelinerl.util.strict_model import StrictModel
 
 
-class UtilisationDecode(StrictModel):
+class TimedTable(StrictModel):
+    """A table of times; every field is named in one of four tuples, which say how it changes if the work is slower."""
+
+    SECONDS: ClassVar[tuple[str, ...]] = ()
+    """Fields that grow in proportion to all times."""
+    RATES: ClassVar[tuple[str, ...]] = ()
+    """Peaks of the accelerator, in inverse proportion to all times."""
+    SHARES: ClassVar[tuple[str, ...]] = ()
+    """Shares of these peaks that the software reaches, at most 1, in inverse proportion to all times."""
+    SIZES: ClassVar[tuple[str, ...]] = ()
+    """Fields that do not depend on speed."""
+
+    def on_slower_accelerators(self, factor: float) -> Self:
+        """Return the table with all times ``factor`` times as long, by times and peaks."""
+        return self._scaled(factor, {name: getattr(self, name) / factor for name in self.RATES})
+
+    def with_slower_software(self, factor: float) -> Self:
+        """Return the table with all times ``factor`` times as long, by times and shares of the peaks."""
+        return self._scaled(factor, {name: min(1.0, getattr(self, name) / factor) for name in self.SHARES})
+
+    def _scaled(self, factor: float, others: dict[str, float]) -> Self:
+        seconds = {name: getattr(self, name) * factor for name in self.SECONDS}
+        return self.model_copy(update={**seconds, **others})
+
+
+class UtilisationDecode(TimedTable):
     """The paper's appendix A: a step of h sequences costs h/U(h) flashes, whatever their context."""
+
+    SECONDS = ("flash_s",)
+    SIZES = ("kind", "table")
 
     kind: Literal["utilisation"]
     flash_s: float = Field(gt=0)
@@ -20,8 +48,11 @@ class UtilisationDecode(StrictModel):
     """CSV file with columns ``batch,utilisation`` measured by the user. None: the curve fitted to the paper."""
 
 
-class AffineDecode(StrictModel):
+class AffineDecode(TimedTable):
     """A decode step costs step_s + sequence_s * b + context_token_s * (context tokens of all b sequences)."""
+
+    SECONDS = ("step_s", "sequence_s", "context_token_s")
+    SIZES = ("kind",)
 
     kind: Literal["affine"]
     step_s: float = Field(gt=0)
@@ -32,8 +63,16 @@ class AffineDecode(StrictModel):
     """Seconds per step and token of context."""
 
 
-class RooflineDecode(StrictModel):
+class RooflineDecode(TimedTable):
     """max(read the weights, multiply) + read the KV cache + overhead, from the figures of GPU and model."""
+
+    SECONDS = ("step_overhead_s", "sequence_overhead_s")
+    RATES = ("peak_flops", "bandwidth")
+    SHARES = ("weight_efficiency", "kv_efficiency", "flops_efficiency")
+    SIZES = (
+        "kind", "parameters_read", "parameters_active", "bytes_per_parameter", "kv_bytes_per_token", "experts",
+        "experts_per_token", "expert_parameters",
+    )  # fmt: skip
 
     kind: Literal["roofline"]
     peak_flops: float = Field(gt=0)
@@ -90,8 +129,10 @@ class RooflineDecode(StrictModel):
 Decode = Annotated[UtilisationDecode | AffineDecode | RooflineDecode, Field(discriminator="kind")]
 
 
-class PrefillConfig(StrictModel):
+class PrefillConfig(TimedTable):
     """Seconds to fill the KV cache of one sequence of n tokens: sequence_s + token_s * n + token_squared_s * n^2."""
+
+    SECONDS = ("sequence_s", "token_s", "token_squared_s")
 
     sequence_s: float = Field(default=0.0, ge=0)
     """Seconds per sequence."""
@@ -101,11 +142,14 @@ class PrefillConfig(StrictModel):
     """Seconds per squared token (attention)."""
 
 
-class TrainingConfig(StrictModel):
+class TrainingConfig(TimedTable):
     """Seconds of training: per optimizer step, per micro-batch, and per token over the accelerators that train.
 
     With ``sequence_accelerators`` a micro-batch lasts as long as its fullest rank (docs/hardware.md has the bound).
     """
+
+    SECONDS = ("token_s", "token_squared_s", "step_s", "micro_batch_s")
+    SIZES = ("sequence_accelerators",)
 
     token_s: float = Field(ge=0)
     """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""

@@ -1,6 +1,6 @@
-"""What a family's measurements say about a row: simulations on a grid, weighed by Bayes' rule.
+"""Seconds of a row from the measurements of its family: simulations on a grid, weighed by Bayes' rule.
 
-Shapes: P points (g, t, m) that may be true; R, M nodes of the simulations; K other rows.
+Shapes: P hypotheses (g, t, m); R, M nodes of the simulations; K other rows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,9 @@ from numpy.typing import NDArray
 
 from pipelinerl.records.steps import StepRow
 from sim.run import simulate
-from sim.validation.reconstruct import (
-    LARGEST_MEAN,
-    MEAN_OVER_LONGEST,
-    ReconstructedRun,
-    as_run_config,
-    measured_seconds,
-)
-from sim.validation.records import Mode, PublishedRun
+from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, ReconstructedRun, measured_seconds
+from sim.validation.records import PublishedRun, Schedule
+from sim.validation.run_config import run_config
 
 FloatArray = NDArray[np.float64]
 
@@ -48,7 +43,7 @@ WARM_UP = 3
 
 
 class Steady(NamedTuple):
-    """What a simulation says about one RL step."""
+    """Seconds of one RL step of a simulation."""
 
     step_s: float
     generate_s: float
@@ -57,30 +52,30 @@ class Steady(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SimulationGrid:
     """Simulations of one row, by node of (log g - log t, or log g where training is given; log m)."""
 
-    subject: ReconstructedRun
+    run: ReconstructedRun
     training_given: bool
     log_RMQ: FloatArray
     """Logs of step, generation and training seconds (Q) by node."""
 
     def at(self, ratio_P: FloatArray, mean_P: FloatArray, quantity: int) -> FloatArray:
-        """Return the logs at points, linear in between the nodes."""
+        """Return the logs at any points, linear in between the nodes."""
         nodes_R, nodes_M = _RATIO_NODES, self.mean_nodes
-        table_RM = self.log_RMQ[:, :, quantity]
+        log_RM = self.log_RMQ[:, :, quantity]
         r_P, fr_P = _cell(ratio_P, nodes_R)
         if len(nodes_M) == 1:
-            return np.asarray(table_RM[r_P, 0] * (1 - fr_P) + table_RM[r_P + 1, 0] * fr_P)
+            return np.asarray(log_RM[r_P, 0] * (1 - fr_P) + log_RM[r_P + 1, 0] * fr_P)
         m_P, fm_P = _cell(mean_P, nodes_M)
-        low_P = table_RM[r_P, m_P] * (1 - fr_P) + table_RM[r_P + 1, m_P] * fr_P
-        high_P = table_RM[r_P, m_P + 1] * (1 - fr_P) + table_RM[r_P + 1, m_P + 1] * fr_P
+        low_P = log_RM[r_P, m_P] * (1 - fr_P) + log_RM[r_P + 1, m_P] * fr_P
+        high_P = log_RM[r_P, m_P + 1] * (1 - fr_P) + log_RM[r_P + 1, m_P + 1] * fr_P
         return np.asarray(low_P * (1 - fm_P) + high_P * fm_P)
 
     @property
     def mean_nodes(self) -> FloatArray:
         """Logs of factors on the mean answer."""
-        return np.zeros(1) if self.subject.mean_is_known else _MEAN_NODES
+        return np.zeros(1) if self.run.mean_is_known else _MEAN_NODES
 
 
 def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
@@ -89,8 +84,8 @@ def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], Fl
     return cell_P, (value_P - nodes[cell_P]) / (nodes[cell_P + 1] - nodes[cell_P])
 
 
-class Points(NamedTuple):
-    """What may be true: log g, t, m and switch at every point, and the log of its probability before measurements."""
+class Hypotheses(NamedTuple):
+    """Log g, t, m and switch of every hypothesis, and the log of its probability before measurements."""
 
     generation_P: FloatArray
     training_P: FloatArray
@@ -99,15 +94,12 @@ class Points(NamedTuple):
     log_prior_P: FloatArray
 
 
-def points_for(tables: Sequence[Table]) -> Points:
-    """Return the points to weigh for these rows."""
-    factor = (
-        SEVERAL_NODES_FACTOR
-        if any(one.subject.tensor_parallel > one.subject.gpu.gpus_per_node for one in tables)
-        else 1
-    )
-    mean_is_known = all(one.subject.mean_is_known for one in tables)
-    colocated = any(one.subject.colocated for one in tables)
+def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
+    """Return the hypotheses to weigh for these rows."""
+    several_nodes = any(one.run.tensor_parallel > one.run.gpu.gpus_per_node for one in grids)
+    factor = SEVERAL_NODES_FACTOR if several_nodes else 1
+    mean_is_known = all(one.run.mean_is_known for one in grids)
+    colocated = any(one.run.schedule.colocated for one in grids)
     sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * SWITCH_SD)
     needed = (True, True, not mean_is_known, colocated)
     longest = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)  # no mean is above the limit
@@ -119,40 +111,43 @@ def points_for(tables: Sequence[Table]) -> Points:
     g_P, t_P, m_P, s_P = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
     values = zip((g_P, t_P, m_P, s_P), sds, strict=True)
     log_prior_P = -0.5 * np.sum([(value_P / sd) ** 2 for value_P, sd in values], axis=0)
-    return Points(g_P, t_P, m_P, s_P, log_prior_P)
+    return Hypotheses(g_P, t_P, m_P, s_P, log_prior_P)
 
 
 STEP, GENERATE, TRAIN = range(3)
 
 
-def _log_seconds(table: Table, points: Points, quantity: int, switch_s: float) -> FloatArray:
-    """Return the log of the seconds that a row's step, generation or training would last, at every point.
+def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int, switch_s: float) -> FloatArray:
+    """Return the log of the seconds that a row's step, generation or training would last, by hypothesis.
 
-    ``switch_s`` is what a colocated step lasts beyond generation and training.
+    ``switch_s`` is the time of a colocated step beyond generation and training.
     """
-    if table.training_given:
-        log_P = table.at(points.generation_P, points.mean_P, quantity)
+    if grid.training_given:
+        log_P = grid.at(hypotheses.generation_P, hypotheses.mean_P, quantity)
     else:
-        log_P = table.at(points.generation_P - points.training_P, points.mean_P, quantity) + points.training_P
-    if quantity == STEP and table.subject.colocated:
-        return np.asarray(np.log(np.exp(log_P) + switch_s * np.exp(points.switch_P)))
+        log_P = (
+            grid.at(hypotheses.generation_P - hypotheses.training_P, hypotheses.mean_P, quantity)
+            + hypotheses.training_P
+        )
+    if quantity == STEP and grid.run.schedule.colocated:
+        return np.asarray(np.log(np.exp(log_P) + switch_s * np.exp(hypotheses.switch_P)))
     return log_P
 
 
-def _simulated(subject: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
+def _simulated(run: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
     """Simulate one node."""
-    num_steps, first = (3, 1) if subject.mode is Mode.SYNC else (RL_STEPS, WARM_UP)
-    config = as_run_config(
-        subject,
+    num_steps, first = (3, 1) if run.schedule is Schedule.SYNC else (RL_STEPS, WARM_UP)
+    config = run_config(
+        run,
         generation=math.exp(ratio),
         training=1.0,
-        mean_tokens=subject.mean_tokens * math.exp(log_mean),
+        mean_tokens=run.mean_tokens * math.exp(log_mean),
         rl_steps=num_steps,
         training_given=training_given,
     )
     rows: list[StepRow] = []
     simulate(config, on_step=rows.append)
-    each = subject.optimizer_steps
+    each = run.optimizer_steps
     rows = rows[first * each - 1 :]
     num = (len(rows) - 1) / each
     waited_s = sum(row.wait_s for row in rows[1:]) / num
@@ -163,59 +158,54 @@ def _simulated(subject: ReconstructedRun, *, ratio: float, log_mean: float, trai
     )
 
 
-def simulated_table(subject: ReconstructedRun, *, training_given: bool) -> Table:
+def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> SimulationGrid:
     """Return the simulations of a row on all nodes (seconds of a core or two).
 
     Raises:
         PipelineRLError: If the row cannot be simulated.
     """
-    means = np.zeros(1) if subject.mean_is_known else _MEAN_NODES
-    log_RMQ = np.array(
-        [
-            [
-                [
-                    math.log(seconds)
-                    for seconds in _simulated(subject, ratio=r, log_mean=m, training_given=training_given)
-                ]
-                for m in means
-            ]
-            for r in _RATIO_NODES
-        ]
-    )
-    return Table(subject, training_given, log_RMQ)
+    means = np.zeros(1) if run.mean_is_known else _MEAN_NODES
+
+    def node(ratio: float, log_mean: float) -> list[float]:
+        seconds = _simulated(run, ratio=ratio, log_mean=log_mean, training_given=training_given)
+        return [math.log(one) for one in seconds]
+
+    return SimulationGrid(run, training_given, np.array([[node(r, m) for m in means] for r in _RATIO_NODES]))
 
 
 class Band(NamedTuple):
-    """Seconds: the middle of what is likely, and the ends of a band that holds 80 % of it, as far as we know."""
+    """Seconds: the median of the likely ones, and the ends of a band that holds 80 % of them."""
 
     low_s: float
     middle_s: float
     high_s: float
 
 
-def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float, inputs: Table | None = None) -> Band:
-    """Return the seconds of a row's RL step, given what other rows of its family measured.
+def seconds_band(
+    grid: SimulationGrid, references: Sequence[SimulationGrid], *, switch_s: float, inputs: SimulationGrid | None = None
+) -> Band:
+    """Return the seconds of a row's RL step, given the measurements of other rows of its family.
 
     Args:
-        table: The row's simulations.
+        grid: The row's simulations.
         references: Those of the other rows; at least one if the row's scale is not known.
-        switch_s: What a colocated step lasts beyond generation and training (seconds).
+        switch_s: Time of a colocated step beyond generation and training (seconds).
         inputs: The row's simulations with free training, if its training seconds are published: these say something
             about its mean answer.
     """
-    points = points_for([table, *references])
-    log_P = points.log_prior_P.copy()
-    log_step_P = _log_seconds(table, points, STEP, switch_s)
-    if inputs is not None and inputs.subject.run.train_s is not None:
-        residual_P = _log_seconds(inputs, points, TRAIN, switch_s) - math.log(inputs.subject.run.train_s)
+    hypotheses = hypotheses_for([grid, *references])
+    log_P = hypotheses.log_prior_P.copy()
+    log_step_P = _log_seconds(grid, hypotheses, STEP, switch_s)
+    if inputs is not None and inputs.run.published.train_s is not None:
+        residual_P = _log_seconds(inputs, hypotheses, TRAIN, switch_s) - math.log(inputs.run.published.train_s)
         log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
-    if table.subject.scale_is_known:
+    if grid.run.scale_is_known:
         for reference in references:
-            for quantity, seconds in _observed(reference.subject.run):
-                residual_P = _log_seconds(reference, points, quantity, switch_s) - math.log(seconds)
+            for quantity, seconds in _observed(reference.run.published):
+                residual_P = _log_seconds(reference, hypotheses, quantity, switch_s) - math.log(seconds)
                 log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
-    else:  # only the ratios of the rows tell
-        residual_KP = np.array([_log_residual(one, points, switch_s) for one in references])
+    else:  # only the ratios of the rows mean anything
+        residual_KP = np.array([_log_residual(one, hypotheses, switch_s) for one in references])
         offset_P = residual_KP.mean(axis=0)
         log_P -= 0.5 * (((residual_KP - offset_P) / MEASUREMENT_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P
@@ -223,22 +213,22 @@ def seconds_band(table: Table, references: Sequence[Table], *, switch_s: float, 
     weight_P /= weight_P.sum()
     middle = _median(log_step_P, weight_P)
     variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
-    of_offset = 0.0 if table.subject.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
+    of_offset = 0.0 if grid.run.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
     spread = 1.28 * math.sqrt(variance + MEASUREMENT_SD**2 * (1 + of_offset))
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 
-def _log_residual(table: Table, points: Points, switch_s: float) -> FloatArray:
-    """Return the log of simulated over measured seconds of a step, at every point."""
-    measured_s = measured_seconds(table.subject.run)
+def _log_residual(grid: SimulationGrid, hypotheses: Hypotheses, switch_s: float) -> FloatArray:
+    """Return the log of simulated over measured seconds of a step, by hypothesis."""
+    measured_s = measured_seconds(grid.run.published)
     assert measured_s is not None
-    return _log_seconds(table, points, STEP, switch_s) - math.log(measured_s)
+    return _log_seconds(grid, hypotheses, STEP, switch_s) - math.log(measured_s)
 
 
 def _observed(run: PublishedRun) -> list[tuple[int, float]]:
-    """Return what a row tells about others: its training seconds, and its generation seconds or else its step."""
+    """Return the measurements of a row that inform others: its training, and its generation or else its step."""
     observed = [] if run.train_s is None else [(TRAIN, run.train_s)]
-    if run.schedule in (Mode.SYNC, Mode.APART) and run.generate_s is not None:
+    if run.schedule in (Schedule.SYNC, Schedule.SYNC_APART) and run.generate_s is not None:
         return [*observed, (GENERATE, run.generate_s)]
     seconds = measured_seconds(run)
     return observed if seconds is None else [*observed, (STEP, seconds)]

@@ -3,81 +3,38 @@
 Theory. Three numbers about a system are uncertain: a factor g on its times of generation, a factor t on its times of
 training, and the mean answer m where it is not published. Before any measurement each is log-normal around the hardware
 model's central value. Measurements of the *other* rows of a family sharpen that (Bayes' rule on a grid); the row itself
-is never among them. Simulations on the grid say what each row's step would last; the prediction is the median over what
-is then likely, and its band the 10th and 90th percentile. A row without a family is predicted from the hardware model
-alone.
+is never among them. Simulations on the grid give the seconds that each row's step would last; the prediction is the
+median over what is then likely, and its band the 10th and 90th percentile. A row without a family is predicted from the
+hardware model alone.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib import resources
-from typing import Any
 
 import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.validation_report import PredictedRow, Quantity, UnusableRow
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
-from sim.validation.inference import Band, Table, seconds_band, simulated_table
-from sim.validation.reconstruct import ReconstructedRun, as_subject, measured_seconds, overhead_s
-from sim.validation.records import Mode, PublishedRun, read_published_runs
+from sim.validation.inference import Band, SimulationGrid, seconds_band, simulation_grid
+from sim.validation.reconstruct import ReconstructedRun, measured_seconds, overhead_s, reconstruct_run
+from sim.validation.records import PublishedRun, Schedule, read_published_runs
 
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
-SAME = 0.05
-"""Logs of two measurements nearer than this say nothing about which is faster."""
 
+IN_PARTS = (Schedule.SYNC, Schedule.SYNC_APART, Schedule.ONE_STEP_OFF)
+"""Schedules whose step is a sum, or the longer, of generation and training."""
 
 Job = tuple[ReconstructedRun, bool]
 """A row to simulate, and whether its training lasts the published seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One row, predicted beside measured."""
-
-    id: str
-    family: str
-    mode: str
-    quantity: str
-    """What is predicted: ``s/step``, ``tokens/s``, ``staleness`` or ``trainer idle``."""
-    measured: float
-    predicted: float
-    low: float
-    high: float
-    inputs: tuple[str, ...]
-    """Published numbers of this row that went in, besides cluster, batch and lengths."""
-    fitted_to: tuple[str, ...]
-    """Other rows whose measurements were used."""
-    assumed: tuple[str, ...] = ()
-    alone: float | None = None
-    """What the hardware model predicts without any other row; None where that is no seconds or no model is asked."""
-
-    @property
-    def simulated(self) -> bool:
-        """Whether a simulation predicts it, and not a sum of its own parts or a closed form."""
-        return self.quantity in ("s/step", "tokens/s") and "generation" not in self.inputs
-
-    @property
-    def error(self) -> float:
-        """Relative error; absolute for staleness."""
-        difference = self.predicted - self.measured
-        return difference if self.quantity == "staleness" else difference / self.measured
-
-
-@dataclass(frozen=True, slots=True)
-class Unusable:
-    """A row that nothing can be predicted of, and why."""
-
-    id: str
-    reason: str
 
 
 def validate(
@@ -86,166 +43,163 @@ def validate(
     others: Sequence[PublishedRun] = (),
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
-) -> list[Prediction | Unusable]:
+) -> list[PredictedRow | UnusableRow]:
     """Predict every run from its published inputs and from the other rows of its family.
 
     Args:
         runs: The rows to predict.
         others: Further rows to learn from; rows of the same id count once.
         workers: Processes (count). None: one per core.
-        on_progress: Told how many of how many rows have been simulated.
+        on_progress: Called with the numbers of rows simulated and of rows to simulate.
 
     Returns:
         One entry per row, in order.
     """
     known, jobs, reasons = _jobs(runs, others)
-    tables: dict[tuple[str, bool], Table] = {}
-    results = run_all(_table_job, jobs, workers=workers) if workers != 1 else (_table_job(job) for job in jobs)
+    grids: dict[tuple[str, bool], SimulationGrid] = {}
+    results = run_all(_grid_job, jobs, workers=workers) if workers != 1 else (_grid_job(job) for job in jobs)
     with closing(results):
-        for done, table in enumerate(results, start=1):
-            if isinstance(table, Unusable):
-                reasons[table.id] = table.reason
+        for done, grid in enumerate(results, start=1):
+            if isinstance(grid, UnusableRow):
+                reasons[grid.id] = grid.reason
             else:
-                tables[table.subject.run.id, table.training_given] = table
+                grids[grid.run.id, grid.training_given] = grid
             on_progress(done, len(jobs))
-    return [_predicted(run, known, tables, reasons) for run in runs]
+    return [_predicted(run, known, grids, reasons) for run in runs]
+
+
+def shipped_runs() -> list[PublishedRun]:
+    """Return the published runs that come with the simulator (``published_runs/README.md`` names their sources)."""
+    with resources.as_file(resources.files("sim.validation") / "published_runs" / "runs.csv") as path:
+        return read_published_runs(path)
 
 
 def _jobs(
     runs: Sequence[PublishedRun], others: Sequence[PublishedRun]
 ) -> tuple[list[PublishedRun], list[Job], dict[str, str]]:
-    """Return all rows, what to simulate, and why some rows cannot be."""
+    """Return all rows, the simulations to make, and why some rows cannot be simulated."""
     ids = {run.id for run in runs}
     known = [*runs, *(run for run in others if run.id not in ids)]
     families: dict[tuple[str, str, str], list[PublishedRun]] = {}
     for run in known:
         families.setdefault(run.family, []).append(run)
     wanted = {run.family for run in runs}
-    subjects: dict[str, ReconstructedRun] = {}
+    rebuilt: list[ReconstructedRun] = []
     reasons: dict[str, str] = {}
     for run in known:
         if run.family in wanted and _staleness(run) is None and _idle_share(run) is None:
             try:
-                subjects[run.id] = as_subject(run, families[run.family])
+                rebuilt.append(reconstruct_run(run, families[run.family]))
             except ConfigError as error:
                 reasons[run.id] = str(error)
-    jobs: list[Job] = [(subject, False) for subject in subjects.values()]
-    jobs += [(subject, True) for subject in subjects.values() if _training_given(subject.run) and subject.run.id in ids]
+    jobs: list[Job] = [(run, False) for run in rebuilt]
+    jobs += [(run, True) for run in rebuilt if run.published.training_is_input and run.id in ids]
     return known, jobs, reasons
 
 
-def report(predictions: Sequence[Prediction | Unusable]) -> dict[str, Any]:
-    """Return the content of validation.json: every row, and how far off they are together.
-
-    Returns:
-        ``rows`` with ``error`` (relative; absolute for staleness), ``unusable`` with reasons, ``pairs`` of one family
-        that were measured more than 5 % apart with whether they are predicted in the same order, and ``summary``:
-        median (of all, of those simulated, of the hardware model alone) and 90th percentile of the size of the relative
-        errors, share within 30 %, share of pairs in order.
-    """
-    rows = [one for one in predictions if isinstance(one, Prediction)]
-    relative = sorted(abs(one.error) for one in rows if one.quantity != "staleness")
-    simulated = [abs(one.error) for one in rows if one.simulated]
-    alone = [abs(one.alone / one.measured - 1) for one in rows if one.alone is not None]
-    absolute = [abs(one.error) for one in rows if one.quantity == "staleness"]
-    pairs = [
-        (one.id, other.id, (one.predicted < other.predicted) is (one.measured < other.measured))
-        for one, other in itertools.combinations(rows, 2)
-        if one.family == other.family
-        and one.quantity == other.quantity
-        and abs(math.log(one.measured / other.measured)) > SAME
-    ]
-    return {
-        "rows": [{**asdict(one), "error": one.error} for one in rows],
-        "unusable": [asdict(one) for one in predictions if isinstance(one, Unusable)],
-        "pairs": [{"rows": [one, other], "in_order": right} for one, other, right in pairs],
-        "summary": {
-            "rows": len(rows),
-            "median_error": float(np.median(relative)) if relative else None,
-            "median_error_simulated": float(np.median(simulated)) if simulated else None,
-            "median_error_alone": float(np.median(alone)) if alone else None,
-            "p90_error": float(np.quantile(relative, 0.9)) if relative else None,
-            "within_30_percent": sum(one <= 0.3 for one in relative) / len(relative) if relative else None,
-            "largest_staleness_error": max(absolute) if absolute else None,
-            "pairs": len(pairs),
-            "pairs_in_order": sum(right for _, _, right in pairs) / len(pairs) if pairs else None,
-        },
-    }
-
-
-def shipped_runs() -> list[PublishedRun]:
-    """Return the published runs that come with the simulator (``published_runs/README.md`` says from where)."""
-    with resources.as_file(resources.files("sim.validation") / "published_runs" / "runs.csv") as path:
-        return read_published_runs(path)
+def _grid_job(job: Job) -> SimulationGrid | UnusableRow:
+    """Simulate all nodes of a row."""
+    run, training_given = job
+    try:
+        return simulation_grid(run, training_given=training_given)
+    except PipelineRLError as error:
+        return UnusableRow(id=run.id, reason=str(error))
 
 
 def _predicted(
     run: PublishedRun,
     known: Sequence[PublishedRun],
-    tables: Mapping[tuple[str, bool], Table],
+    grids: Mapping[tuple[str, bool], SimulationGrid],
     reasons: Mapping[str, str],
-) -> Prediction | Unusable:
+) -> PredictedRow | UnusableRow:
     """Return the prediction of one row, by the first way that its published numbers allow."""
     others = [other for other in known if not _same_run(other, run)]
     closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others)
     if closed is not None:
         return closed
-    table = tables.get((run.id, _training_given(run)))
-    if table is None:
-        return Unusable(run.id, reasons[run.id])
+    grid = grids.get((run.id, run.training_is_input))
+    if grid is None:
+        return UnusableRow(id=run.id, reason=reasons[run.id])
     if measured_seconds(run) is None:
-        return Unusable(run.id, "neither seconds per step nor hours and steps nor tokens/s are published")
+        reason = "neither seconds per step nor hours and steps nor tokens/s are published"
+        return UnusableRow(id=run.id, reason=reason)
     references = [
-        tables[other.id, False]
+        grids[other.id, False]
         for other in others
-        if other.family == run.family and (other.id, False) in tables and measured_seconds(other) is not None
+        if other.family == run.family and (other.id, False) in grids and measured_seconds(other) is not None
     ]
-    alike = [one for one in references if one.subject.scale_is_known is table.subject.scale_is_known]
-    if not alike and run.gpus is not None and not table.subject.scale_is_known:
-        subject = table.subject  # hours alone: their steps stand for seconds, as nothing else is there
-        assumed = (*subject.assumed, "no time outside the steps")
-        table = replace(table, subject=replace(subject, scale_is_known=True, assumed=assumed))
-        alike = [one for one in references if one.subject.scale_is_known]
-    references = alike
-    inputs = tables[run.id, False] if table.training_given else None
+    alike = [one for one in references if one.run.scale_is_known is grid.run.scale_is_known]
+    if not alike and run.gpus is not None and not grid.run.scale_is_known:
+        # Hours alone: their steps stand for seconds, as nothing else is there.
+        assumed = (*grid.run.assumed, "no time outside the steps")
+        grid = replace(grid, run=replace(grid.run, scale_is_known=True, assumed=assumed))
+        alike = [one for one in references if one.run.scale_is_known]
+    inputs = grids[run.id, False] if grid.training_given else None
     switch, _ = _switch(run, others)
-    return _from_simulations(table, references, switch_s=switch.middle_s, inputs=inputs)
+    return _from_simulations(grid, alike, switch_s=switch.middle_s, inputs=inputs)
 
 
 def _from_simulations(
-    table: Table, references: Sequence[Table], *, switch_s: float, inputs: Table | None
-) -> Prediction | Unusable:
-    subject, run = table.subject, table.subject.run
-    if not subject.scale_is_known and not references:
-        return Unusable(run.id, "the cluster's size is not published, and no other row of its system to compare with")
-    band = seconds_band(table, references, switch_s=switch_s, inputs=inputs)
-    measured_s = measured_seconds(run)
+    grid: SimulationGrid, references: Sequence[SimulationGrid], *, switch_s: float, inputs: SimulationGrid | None
+) -> PredictedRow | UnusableRow:
+    """Return the prediction of a row that is simulated."""
+    run, row = grid.run, grid.run.published
+    if not run.scale_is_known and not references:
+        reason = "the cluster's size is not published, and no other row of its system to compare with"
+        return UnusableRow(id=run.id, reason=reason)
+    band = seconds_band(grid, references, switch_s=switch_s, inputs=inputs)
+    measured_s = measured_seconds(row)
     assert measured_s is not None
-    quantity, measured, low, middle, high = "s/step", measured_s, *band
-    alone = seconds_band(table, [], switch_s=switch_s, inputs=inputs).middle_s if subject.scale_is_known else None
-    if run.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
-        assert run.tokens_per_s is not None
-        quantity, measured = "tokens/s", run.tokens_per_s
+    quantity: Quantity = "s/step"
+    measured = measured_s
+    alone = seconds_band(grid, [], switch_s=switch_s, inputs=inputs).middle_s if run.scale_is_known else None
+    if row.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
+        assert row.tokens_per_s is not None
+        quantity, measured = "tokens/s", row.tokens_per_s
         high, middle, low = (measured * measured_s / seconds for seconds in band)
+        band = Band(low, middle, high)
         alone = None if alone is None else measured * measured_s / alone
-    return Prediction(
-        id=run.id,
-        family=_family_name(run),
-        mode=subject.mode.value,
-        quantity=quantity,
-        measured=measured,
-        predicted=middle,
-        low=low,
-        high=high,
-        inputs=("training",) if table.training_given else (),
-        fitted_to=tuple(reference.subject.run.id for reference in references),
-        assumed=subject.assumed,
+    return _row(
+        row,
+        quantity,
+        measured,
+        band,
+        inputs=("training",) if grid.training_given else (),
+        fitted_to=tuple(reference.run.id for reference in references),
+        assumed=run.assumed,
         alone=alone,
     )
 
 
-def _training_given(run: PublishedRun) -> bool:
-    return run.train_s is not None and run.schedule is not Mode.SYNC
+def _row(
+    run: PublishedRun,
+    quantity: Quantity,
+    measured: float,
+    band: Band,
+    *,
+    inputs: tuple[str, ...],
+    fitted_to: tuple[str, ...] = (),
+    assumed: tuple[str, ...] = (),
+    alone: float | None = None,
+) -> PredictedRow:
+    """Return a row of the report; the band is in the unit of ``quantity``."""
+    low, predicted, high = band
+    error = predicted - measured
+    return PredictedRow(
+        id=run.id,
+        family=run.family_name,
+        mode=(run.schedule or Schedule.ASYNC).label,
+        quantity=quantity,
+        measured=measured,
+        predicted=predicted,
+        low=low,
+        high=high,
+        inputs=inputs,
+        fitted_to=fitted_to,
+        assumed=assumed,
+        alone=alone,
+        error=error if quantity == "staleness" else error / measured,
+    )
 
 
 def _same_run(one: PublishedRun, other: PublishedRun) -> bool:
@@ -254,58 +208,48 @@ def _same_run(one: PublishedRun, other: PublishedRun) -> bool:
         return True
     counts = ((one.gpus, other.gpus), (one.gpus_gen, other.gpus_gen), (one.gpus_train, other.gpus_train))
     conflict = any(mine is not None and theirs is not None and mine != theirs for mine, theirs in counts)
-    asked = [(row.family, row.schedule, row.staleness_rl_steps) for row in (one, other)]
+    asked = [(row.family, row.schedule, row.max_staleness) for row in (one, other)]
     seconds, theirs_s = measured_seconds(one), measured_seconds(other)
     if conflict or asked[0] != asked[1] or seconds is None or theirs_s is None:
         return False
     return abs(math.log(seconds / theirs_s)) < ROUNDING
 
 
-def _staleness(run: PublishedRun) -> Prediction | None:
+def _staleness(run: PublishedRun) -> PredictedRow | None:
     """Predict a published mean staleness from the published C, B, q, rho and tail, in closed form."""
-    names = ("C", "B", "q", "rho", "Mtail")
-    numbers = [run.number_after(name) for name in (*names, "measured")]
-    given = [number for number in numbers if number is not None]
-    if len(given) < len(numbers):
+    in_flight, batch, queue, ratio = run.in_flight, run.train_batch_size, run.queue_batches, run.rate_ratio
+    tailness, measured = run.tailness, run.mean_staleness
+    if in_flight is None or batch is None or queue is None or ratio is None or tailness is None or measured is None:
         return None
-    in_flight, batch, queue, ratio, tail, measured = given
     predicted = staleness_applied_compute(
-        in_flight=in_flight, train_batch_size=round(batch), rate_ratio=ratio, queue_batches=queue, tailness=tail
+        in_flight=in_flight, train_batch_size=batch, rate_ratio=ratio, queue_batches=queue, tailness=tailness
     ).total
-    return Prediction(
-        run.id, _family_name(run), Mode.ASYNC.value, "staleness", measured, predicted, predicted, predicted, names, ()
-    )
+    inputs = ("C", "B", "q", "rho", "Mtail")
+    return _row(run, "staleness", measured, Band(predicted, predicted, predicted), inputs=inputs)
 
 
-def _idle_share(run: PublishedRun) -> Prediction | None:
+def _idle_share(run: PublishedRun) -> PredictedRow | None:
     """Predict the share of time in which a trainer waits from both sides' published samples per second."""
-    trains = re.search(r"trainer (\d+\.?\d*) samp/s", run.note)
-    makes = re.search(r"generator (\d+\.?\d*)(?:-(\d+\.?\d*))? samp/s", run.note)
-    idle = re.search(r"trainer idle ~?(\d+)\s?%", run.note)
-    if not (trains and makes and idle):
+    trained, made, idle = run.trainer_samples_per_s, run.generator_samples_per_s, run.trainer_idle_share
+    if trained is None or made is None or not idle:  # of nothing there is no relative error
         return None
-    low, high = (float(one) for one in (makes[1], makes[2] or makes[1]))
-    share_low, share_high = (max(0.0, 1 - rate / float(trains[1])) for rate in (high, low))
-    middle = (share_low + share_high) / 2
-    inputs = ("samples/s of trainer and generator",)
-    measured = int(idle[1]) / 100
-    if not measured or not float(trains[1]):
-        return None  # of nothing there is no relative error
-    return Prediction(
-        run.id, _family_name(run), Mode.ASYNC.value, "trainer idle", measured, middle, share_low, share_high, inputs, ()
+    most = run.generator_samples_per_s_high or made
+    low, high = (max(0.0, 1 - rate / trained) for rate in (most, made))
+    return _row(
+        run, "trainer idle", idle, Band(low, (low + high) / 2, high), inputs=("samples/s of trainer and generator",)
     )
 
 
 def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
-    """Return what a colocated RL step lasts beyond generation and training, and the rows it was learned from.
+    """Return the time of a colocated RL step beyond generation and training, and the rows it was learned from.
 
     Offloading, resharding and publishing the weights, rewards, the data's way: nobody publishes it by itself. Rows of
-    the same family tell most; without any, those of all systems; without these, the hardware model.
+    the same family come first; without any, those of all systems; without these, the hardware model.
     """
     rests = [
         (other, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
         for other in others
-        if other.schedule is Mode.SYNC
+        if other.schedule is Schedule.SYNC
         and other.measured_step_s is not None
         and other.generate_s is not None
         and other.train_s is not None
@@ -323,37 +267,20 @@ def _derived_rest(run: PublishedRun, *, colocated: bool) -> Band:
     return Band(low_s, middle_s, high_s)
 
 
-def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Prediction | None:
+def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> PredictedRow | None:
     """Predict a step from its published parts: one after the other, or side by side, and what no part shows."""
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
-    if generate_s is None or train_s is None or measured is None or run.schedule in (Mode.ASYNC, Mode.PARTIAL):
+    if generate_s is None or train_s is None or measured is None or run.schedule not in IN_PARTS:
         return None
-    both = max(generate_s, train_s) if run.schedule is Mode.ONE_STEP_OFF else generate_s + train_s
+    both = max(generate_s, train_s) if run.schedule is Schedule.ONE_STEP_OFF else generate_s + train_s
     rest, learned_from = (
-        _switch(run, others) if run.schedule is Mode.SYNC else (_derived_rest(run, colocated=False), ())
+        _switch(run, others) if run.schedule is Schedule.SYNC else (_derived_rest(run, colocated=False), ())
     )
-    return Prediction(
-        id=run.id,
-        family=_family_name(run),
-        mode=str(run.schedule),
-        quantity="s/step",
-        measured=measured,
-        predicted=both + rest.middle_s,
-        low=both + rest.low_s,
-        high=both + rest.high_s,
+    return _row(
+        run,
+        "s/step",
+        measured,
+        Band(both + rest.low_s, both + rest.middle_s, both + rest.high_s),
         inputs=("generation", "training"),
         fitted_to=learned_from,
     )
-
-
-def _table_job(job: Job) -> Table | Unusable:
-    """Simulate all nodes of a row."""
-    subject, training_given = job
-    try:
-        return simulated_table(subject, training_given=training_given)
-    except PipelineRLError as error:
-        return Unusable(subject.run.id, str(error))
-
-
-def _family_name(run: PublishedRun) -> str:
-    return ", ".join(one for one in run.family if one)

@@ -1,0 +1,55 @@
+"""Which fields of a hardware table change when all of its times become longer: stated for every field."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelinerl.calibration.hardware_fit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, is_inverse
+from pipelinerl.hardware.coefficients import PROPORTIONAL_TO_TIMES, SHARES_OF_PEAK, Coefficients
+from pipelinerl.hardware.tables import (
+    AffineDecode,
+    PrefillConfig,
+    RooflineDecode,
+    TimedTable,
+    TrainingConfig,
+    UtilisationDecode,
+)
+
+ROOFLINE = RooflineDecode(
+    kind="roofline", peak_flops=1e15, bandwidth=3e12, parameters_read=7e9, parameters_active=7e9, kv_bytes_per_token=5e4
+)
+
+
+@pytest.mark.parametrize("table", TimedTable.__subclasses__())
+def test_every_field_is_in_one_class(table: type[TimedTable]) -> None:
+    named = [*table.SECONDS, *table.RATES, *table.SHARES, *table.SIZES]
+    assert sorted(named) == sorted(table.model_fields)
+    assert {name for name in table.model_fields if name.endswith("_s")} == set(table.SECONDS)
+
+
+def test_slower_accelerators_lower_the_peaks_and_slower_software_their_shares() -> None:
+    accelerators, software = ROOFLINE.on_slower_accelerators(2.0), ROOFLINE.with_slower_software(2.0)
+    overheads = {"step_overhead_s": 2.4e-3, "sequence_overhead_s": 2.14e-5}
+    assert accelerators == ROOFLINE.model_copy(update={**overheads, "peak_flops": 5e14, "bandwidth": 1.5e12})
+    shares = {"weight_efficiency": 0.36, "kv_efficiency": 0.375, "flops_efficiency": 0.35}
+    assert software == ROOFLINE.model_copy(update={**overheads, **shares})
+    assert ROOFLINE.with_slower_software(0.1).kv_efficiency == 1.0  # and no more
+
+
+def test_tables_of_seconds_are_scaled_either_way() -> None:
+    for table in (
+        UtilisationDecode(kind="utilisation", flash_s=1.0),
+        AffineDecode(kind="affine", step_s=1.0, sequence_s=2.0, context_token_s=3.0),
+        PrefillConfig(sequence_s=1.0, token_s=2.0, token_squared_s=3.0),
+        TrainingConfig(token_s=1.0, token_squared_s=2.0, step_s=3.0, micro_batch_s=4.0, sequence_accelerators=4),
+    ):
+        tripled = table.model_copy(update={name: 3 * getattr(table, name) for name in table.SECONDS})
+        assert table.on_slower_accelerators(3.0) == table.with_slower_software(3.0) == tripled
+
+
+def test_every_coefficient_that_is_fitted_is_a_time_or_a_share_of_a_peak() -> None:
+    fitted = {*DECODE_COEFFICIENTS, *TRAINING_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"}
+    assert fitted == {*SHARES_OF_PEAK, *PROPORTIONAL_TO_TIMES}
+    assert not {*SHARES_OF_PEAK} & {*PROPORTIONAL_TO_TIMES}
+    assert fitted <= Coefficients.model_fields.keys()
+    assert {name for name in Coefficients.model_fields if is_inverse(name)} == {*SHARES_OF_PEAK}

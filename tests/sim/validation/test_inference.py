@@ -1,0 +1,49 @@
+"""Bayes' rule on a grid: interpolation, the prior alone, ratios alone, and the hypotheses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from published import changed, row
+
+from sim.validation.inference import STEP, SimulationGrid, hypotheses_for, seconds_band
+from sim.validation.reconstruct import reconstruct_run
+
+
+def made_grid(step_s, *, scale=True):
+    """A row whose step lasts step_s times the factor on generation, whatever the rest is."""
+    run = row("made", "async", gpus_gen=4, gpus_train=4, step_s=step_s)
+    rebuilt = replace(reconstruct_run(run, [run]), scale_is_known=scale)
+    ratio = np.linspace(-1.4, 1.4, 5)
+    log_RMQ = np.repeat((math.log(step_s) + ratio)[:, None, None], 3, axis=2)
+    return SimulationGrid(rebuilt, False, log_RMQ)
+
+
+def test_between_nodes_the_grid_is_linear_and_at_nodes_exact():
+    grid = made_grid(10.0)
+    for ratio in (-1.4, -0.3, 0.0, 0.35, 1.4, 2.0):
+        assert grid.at(np.array([ratio]), np.zeros(1), STEP) == pytest.approx([math.log(10) + ratio])
+
+
+def test_without_other_rows_the_prediction_is_the_model_and_its_own_uncertainty():
+    band = seconds_band(made_grid(10.0), [], switch_s=0.0)
+    assert band.middle_s == pytest.approx(10.0, rel=0.02)
+    assert math.log(band.high_s / band.middle_s) == pytest.approx(1.28 * math.hypot(0.35, 0.15), rel=0.1)
+
+
+def test_of_an_unknown_scale_only_ratios_count():
+    twice = made_grid(20.0, scale=False)
+    reference = made_grid(10.0, scale=False)
+    measured = changed(reference.run.published, id="other", step_s=7.0)
+    known = replace(reference, run=replace(reference.run, published=measured))
+    assert seconds_band(twice, [known], switch_s=0.0).middle_s == pytest.approx(14.0)
+
+
+def test_hypotheses_are_every_combination_once():
+    some = hypotheses_for([made_grid(10.0)])
+    triples = {*zip(some.generation_P, some.training_P, some.mean_P, strict=True)}
+    assert len(triples) == len(some.log_prior_P)
+    assert some.log_prior_P.max() == 0.0
