@@ -1,4 +1,4 @@
-"""The keys of a run file: one strict model per table, for both worlds. ``runfile`` reads and writes them."""
+"""The keys of a run file: one strict model per table. ``run_file`` reads and writes them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class RunConfig(StrictModel):
 
     @property
     def longest_rollout_tokens(self) -> int:
-        """Longest rollout, prompt included, as far as the run file tells (tokens).
+        """Longest rollout, prompt included, as far as the run file says (tokens).
 
         How long the prompts of a length source or of a policy's task are, only these know (``sim.workload``).
         """

@@ -1,1 +1,1 @@
-"""All that decides: events in, commands out. The standard library only; no clock, no files, no chance."""
+"""Schedulers: events in, commands out. The standard library only; no clock, no files, no randomness."""

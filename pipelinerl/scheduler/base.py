@@ -1,4 +1,4 @@
-"""What all schedulers have in common. ``scheduler`` has the theory of operation."""
+"""The state machine that all schedulers share. ``pipeline`` has the theory of operation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipelinerl.scheduler.slots import EngineSlots
 
 
 class SchedulerSettings(Protocol):
-    """What a scheduler reads of its configuration (``SchedulerConfig`` satisfies it)."""
+    """The part of its configuration that a scheduler reads (``SchedulerConfig`` satisfies it)."""
 
     @property
     def train_batch_size(self) -> int:
@@ -86,7 +86,7 @@ class SchedulerSettings(Protocol):
 
 
 class TrainerState(Enum):
-    """What the trainer does, as far as the scheduler knows."""
+    """State of the trainer, as far as the scheduler knows."""
 
     IDLE = auto()
     """It waits for a command."""
@@ -97,7 +97,14 @@ class TrainerState(Enum):
 
 
 class Scheduler(ABC):
-    """What is the same whatever ``kind`` is."""
+    """Decides what is generated, trained on and published; a subclass answers when (mutable, can be pickled).
+
+    Args:
+        settings: The ``scheduler`` table of a run file.
+        optimizer_steps: Optimizer steps to make (count).
+        num_engines: Engines to keep busy (count); their ids are 0 to below that.
+        group_size: Rollouts per prompt (count).
+    """
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
         self.settings = settings
@@ -142,16 +149,16 @@ class Scheduler(ABC):
         return commands
 
     def handle(self, event: Event) -> Sequence[Command]:
-        """Book an event and return what to do now.
+        """Record an event and return what to do now.
 
         Args:
-            event: What has happened in the world.
+            event: Reported by the simulated cluster or the real driver.
 
         Returns:
             Commands, to be carried out in this order. None after ``Stop``, whatever is reported.
 
         Raises:
-            SchedulerError: If the event cannot have happened: the world has a fault.
+            SchedulerError: If the event cannot have happened: the simulated cluster or the driver has a fault.
         """
         if self.stopped is not None:
             return ()
@@ -194,7 +201,7 @@ class Scheduler(ABC):
         self._decide(commands)
         return commands
 
-    # ----------------------------------------------------------------------- what the kinds differ in
+    # ------------------------------------------------------------------ the questions that a kind answers
 
     @abstractmethod
     def _may_admit(self) -> bool:
@@ -212,14 +219,13 @@ class Scheduler(ABC):
     def _may_publish(self) -> bool:
         """Return whether this version is one to publish."""
 
-    @abstractmethod
-    def _cancel_stale(self, commands: list[Command]) -> None:
-        """Give up what the batch after the one just started will come too late for."""
+    def _cancel_stale(self, commands: list[Command]) -> None:  # noqa: B027 - most kinds have nothing to cancel
+        """Cancel groups that the batch after the one just started comes too late for. By default there are none."""
 
     # -------------------------------------------------------------------------------------- decisions
 
     def _decide(self, commands: list[Command]) -> None:
-        """Look at the books and append what is to be done."""
+        """Look at the state and append what is to be done."""
         if self.version == self.optimizer_steps:
             self._stop(StopReason.DONE, commands)
             return
@@ -269,7 +275,7 @@ class Scheduler(ABC):
         self.stopped = reason
         commands.append(Stop(reason))
 
-    # ------------------------------------------------------------------------------------------ books
+    # ------------------------------------------------------------------------------------------ state
 
     def _group_scored(self, group: RolloutGroup, commands: list[Command]) -> None:
         """Queue a group whose rollouts are all scored, or discard it, and decide."""
@@ -280,7 +286,7 @@ class Scheduler(ABC):
         self._decide(commands)
 
     def _cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
-        """Give a live group up; have its prompt tried again if that is the wish for stale ones."""
+        """Cancel a live group; start its prompt again if it is stale and ``on_stale`` is ``requeue``."""
         self._lag_bound.add(group.oldest_bound, -self._pool.group_size)
         self._pool.cancel(group, reason, commands)
         if reason is DiscardReason.STALE and self.settings.on_stale is OnStale.REQUEUE:

@@ -1,12 +1,12 @@
-"""What crosses between the scheduler and the world, and nothing else.
+"""Events and commands: everything that passes between a scheduler and its driver.
 
-Events go in, commands come out. Both are small frozen values of the standard library, so that a
-trace can hold them, a test can write them by hand, and a simulated and a real world can share them.
-The data of a rollout (tokens, log-probabilities) never passes through here: it stays in the world's
-store under its ``rollout_id``.
+The *driver* is a simulated cluster or the real backend: it carries out commands and reports events. Both are
+small frozen values of the standard library, so that a trace can hold them, a test can write them by hand, and
+both drivers can share them. The data of a rollout (tokens, log-probabilities) stays with the driver, under its
+``rollout_id``.
 
 =====================  ==========================================  ====================================
-command                the world                                   answered by
+command                the driver                                  answered by
 =====================  ==========================================  ====================================
 ``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, and unless that has
                                                                    its reward ``RolloutScored``;
@@ -143,7 +143,7 @@ class RolloutFinished:
     engine: int
     spans: VersionSpans
     reward: float | None = None
-    """Its reward, from a world that scores at once. None: ``RolloutScored`` follows."""
+    """Its reward, from a driver that scores at once. None: ``RolloutScored`` follows."""
 
 
 @value
@@ -233,7 +233,7 @@ Event = (
 class StartRollout:
     """Generate one answer to ``prompt_id`` on ``engine``.
 
-    A rollout that a weight update aborted is started again under the same ``rollout_id``; the world
+    A rollout that a weight update aborted is started again under the same ``rollout_id``; the driver
     then submits the prompt with the ``kept_tokens`` it already has.
     """
 

@@ -1,4 +1,4 @@
-"""The scheduler: events in, commands out; no clock, no I/O, no randomness.
+"""PipelineRL's scheduler (Algorithm 2), and how all schedulers work: events in, commands out.
 
 Theory of operation. Two machines run side by side and meet in the ready queue.
 
@@ -9,10 +9,9 @@ Theory of operation. Two machines run side by side and meet in the ready queue.
   previous publication is still on its way to some engine; then the publication is made up for, with the version
   there is by then, as soon as that has arrived.
 
-``handle`` books the event, then decides by looking at the books only. What differs between conventional
-RL (Algorithm 1), one-step-off RL and PipelineRL (Algorithm 2) is three answers: may a group be admitted, which
-ready groups form the next micro-batch, and is it time to publish. The first two, whose lag is fixed, and
-conventional RL with partial rollouts are in ``phases``; from here on this is about PipelineRL.
+``handle`` records the event, then decides by looking at the state only. Each kind of schedule answers three questions:
+may a group be admitted, which ready groups form the next micro-batch, and is it time to publish. The kinds that
+generate in rounds are in ``rounds``; the rest of this text is about PipelineRL.
 
 ==================  ================================  ==================================================
 waiting             waits for                         is unblocked by
@@ -32,9 +31,10 @@ ready are then at most all slots and the ready queue together. So while engines 
 batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of *ready* rollouts instead
 makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
 
-With ``drop`` and ``requeue`` there is no gate; what is too old is cancelled. What is admitted once the engines have
-come above v - K is not, while v is the next version: so here too a batch comes together. In every mode a group is
-looked at once more, by the versions its engines reported, before it is trained on.
+With ``drop`` and ``requeue`` there is no gate; groups that are too old are cancelled. While v is the next version, a
+group admitted after the engines have come above v - K (K for ``publish_every``) is not too old: so here too a batch
+comes together. In every mode the lag of a group is checked again before it is trained on, by the versions that its
+engines reported.
 """
 
 from __future__ import annotations

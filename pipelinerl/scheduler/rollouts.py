@@ -1,10 +1,10 @@
-"""The rollouts that exist: which group they belong to, where they run, how far they are.
+"""Started rollouts: their groups, their engines and their progress.
 
 Theory of operation. A *group* is ``group_size`` rollouts of one prompt; rollout ``r`` belongs to group
 ``r // group_size``. A group is admitted as a whole, its rollouts start one by one where there is room,
 and it becomes ready when all of them are scored. A group that cannot be trained on any more is
-*cancelled*: what is in progress is aborted, what is scored is discarded, and what is being scored is
-discarded when its score arrives, so that every started rollout ends exactly once.
+*cancelled*: its rollouts in progress are aborted, its scored ones are discarded, and those being scored are
+discarded when their scores arrive, so that every started rollout ends exactly once.
 
 A started rollout is in one of four places::
 
@@ -13,7 +13,7 @@ A started rollout is in one of four places::
         |  `--start again--- interrupted (a weight update aborted it)
         `--abort or fail--> gone
 
-The pool decides nothing: it keeps account. Which engine a rollout starts on, its ``slots`` say.
+The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RolloutPool:
     # ------------------------------------------------------------------------------------- starting
 
     def admit(self, oldest_bound: int) -> None:
-        """Admit a new group; its prompt is one that is to be tried again, or else the next one.
+        """Admit a new group; its prompt is one to be tried again, or else the next one.
 
         Args:
             oldest_bound: Version that none of its tokens will be older than (optimizer steps).
@@ -139,7 +139,7 @@ class RolloutPool:
     # --------------------------------------------------------------------------------------- ending
 
     def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> RolloutGroup:
-        """Book that a rollout is on its engine no more; if it has finished, ``await_score`` or ``score`` is to follow.
+        """Record that a rollout has left its engine; if it has finished, call ``await_score`` or ``score`` next.
 
         Returns:
             Its group.
@@ -163,12 +163,12 @@ class RolloutPool:
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
-        """Book that the score of a finished rollout of a group comes later."""
+        """Record that the score of a finished rollout of a group comes later."""
         group.num_scoring += 1
         self._scoring.add(rollout_id)
 
     def awaited(self, rollout_id: int) -> RolloutGroup:
-        """Book that a rollout is not being scored any more; if it has a score, ``score`` is to follow.
+        """Record that a rollout is not being scored any more; if it has a score, call ``score`` next.
 
         Returns:
             Its group.
@@ -181,7 +181,7 @@ class RolloutPool:
         return group
 
     def score(self, group: RolloutGroup, rollout_id: int, reward: float, commands: list[Command]) -> bool:
-        """Book the reward of a finished rollout.
+        """Record the reward of a finished rollout.
 
         Args:
             group: Its group.
@@ -204,7 +204,7 @@ class RolloutPool:
         return group.ready
 
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
-        """Book a rollout that ended early: gone if that was wanted, else to be started again."""
+        """Record a rollout that ended early: forget it if its group is cancelled, else start it again later."""
         group = self.leave_engine(rollout_id, engine, spans)
         if group.cancelled:
             self._forget_if_over(group)
@@ -212,7 +212,7 @@ class RolloutPool:
         self.interrupted[rollout_id] = spans.num_tokens
 
     def fail(self, rollout_id: int, engine: int | None) -> RolloutGroup | None:
-        """Book a rollout that will never be scored.
+        """Record a rollout that will never be scored.
 
         Args:
             rollout_id: The rollout.
@@ -228,7 +228,7 @@ class RolloutPool:
         return group
 
     def cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
-        """Give a group up: abort what is in flight, discard what has ended.
+        """Cancel a group: abort its rollouts in flight, discard those that have ended.
 
         Args:
             group: A group in ``groups`` that is not cancelled.
@@ -251,7 +251,7 @@ class RolloutPool:
         self._forget_if_over(group)
 
     def retry(self, group: RolloutGroup) -> None:
-        """Have the prompt of a cancelled group started again, before any new prompt."""
+        """Start the prompt of a cancelled group again, before any new prompt."""
         self._prompts_to_retry.append(group.prompt_id)
 
     def take(self, group: RolloutGroup) -> list[int]:

@@ -13,7 +13,8 @@ class ConventionalScheduler(Scheduler):
     """Algorithm 1: generate what G optimizer steps need, make the G steps, publish, and again.
 
     Rollouts are split into batches in order of admission, not of arrival: otherwise the first batches
-    would hold the short answers and the last ones the long. The last RL step may have fewer steps.
+    would hold the short answers and the last ones the long. All rollouts of an RL step are trained in it, at a lag
+    below G. The last RL step may have fewer steps.
     """
 
     def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
@@ -42,9 +43,6 @@ class ConventionalScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return not self._num_to_train and not self._num_taken
 
-    def _cancel_stale(self, commands: list[Command]) -> None:
-        """Nothing: all rollouts of an RL step are trained in it, at a lag below G."""
-
     @property
     def _num_needed(self) -> int:
         """Rollouts of the RL step that begins at this version (count)."""
@@ -53,7 +51,7 @@ class ConventionalScheduler(Scheduler):
 
 
 class PartialRolloutScheduler(Scheduler):
-    """Algorithm 1 with engines that are not drained: what is unfinished when an RL step begins goes on in the next.
+    """Algorithm 1 with engines that are not drained: rollouts unfinished when an RL step begins go on after it.
 
     All slots are kept in use until the rollouts of G optimizer steps are ready. Then nothing starts any more, the
     engines stand still with what they have in progress, the G steps are made, and after the publication it goes on,
@@ -76,7 +74,7 @@ class PartialRolloutScheduler(Scheduler):
         super()._decide(commands)
 
     def _begin_rl_step(self) -> None:
-        """Choose what is trained on next and have the engines start nothing, if there is enough and it is safe."""
+        """If enough rollouts are ready and it is safe, choose those of an RL step and hold the engines."""
         steps = min(self.settings.optimizer_steps_per_rl_step, self.optimizer_steps - self.version)
         num_groups = steps * self.settings.train_batch_size // self._pool.group_size
         if not num_groups or len(self._ready) < num_groups:
@@ -93,7 +91,7 @@ class PartialRolloutScheduler(Scheduler):
             self._pool.slots.hold(engine)
 
     def _age(self, group: RolloutGroup) -> int:
-        """What ready groups are ordered by before anything else."""
+        """First criterion in the order of ready groups."""
         return group.oldest_bound if self.settings.max_lag is not None else 0
 
     def _is_safe(self, chosen: list[RolloutGroup], steps: int) -> bool:
@@ -124,9 +122,6 @@ class PartialRolloutScheduler(Scheduler):
 
     def _may_publish(self) -> bool:
         return not self._to_train and not self._num_taken
-
-    def _cancel_stale(self, commands: list[Command]) -> None:
-        """Nothing: admission is limited so that all can be trained in time."""
 
 
 class OneStepOffScheduler(Scheduler):
@@ -168,9 +163,6 @@ class OneStepOffScheduler(Scheduler):
 
     def _may_publish(self) -> bool:
         return self.version == self._met_at and self._num_needed > 0
-
-    def _cancel_stale(self, commands: list[Command]) -> None:
-        """Nothing: all rollouts of an RL step are trained in it, at a lag below 2 G."""
 
     @property
     def _num_needed(self) -> int:

@@ -15,8 +15,8 @@ rollout.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush, heappushpop
 
 ID_LIMIT = 1 << 16
 """Engine ids are below this."""
@@ -48,9 +48,9 @@ class EngineSlots:
         """Take a slot of the engine with most free ones, and return its id. There must be one (``num_free``)."""
         heap, loads = self._heap, self._loads
         load, self._last_freed = self._last_freed, NO_LOAD
-        load = heapq.heappop(heap) if load == NO_LOAD else heapq.heappushpop(heap, load)
+        load = heappop(heap) if load == NO_LOAD else heappushpop(heap, load)
         while loads[engine := load % ID_LIMIT] != load:
-            load = heapq.heappop(heap)  # that entry is stale
+            load = heappop(heap)  # that entry is stale
         loads[engine] = load = load + ID_LIMIT
         self.num_free -= 1
         if load < self._full:
@@ -86,7 +86,7 @@ class EngineSlots:
         return self._slots_per_engine - self._loads[engine] // ID_LIMIT
 
     def _push(self, load: int) -> None:
-        heapq.heappush(self._heap, load)
+        heappush(self._heap, load)
         if len(self._heap) > self._heap_limit:
             self._heap = [one for one in self._loads.values() if one < self._full]
-            heapq.heapify(self._heap)
+            heapify(self._heap)

@@ -51,9 +51,6 @@ class OnPolicyScheduler(Scheduler):
     def _may_publish(self) -> bool:
         return not self._num_taken
 
-    def _cancel_stale(self, commands: list[Command]) -> None:
-        """Nothing: all is fresh."""
-
 
 ON_POLICY = ScheduleKind(
     name="on_policy",
