@@ -130,7 +130,7 @@ class EventLoop:
             self._tasks.spawn(self._score(rollout_id))
         for rollout_id, engine in in_flight:
             self._aborted(rollout_id, engine)
-        for engine, version in enumerate(state.scheduler.loaded):
+        for engine, version in state.scheduler.loaded.items():
             if version != published:
                 self._deliver(WeightsLoaded(engine, published, 0.0))
         if pending is not None:
