@@ -20,6 +20,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.records.reports import FigureData, RunIdentity, RunMeasurements, RunTotals
+from pipelinerl.records.steps import StepRow
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -27,6 +29,13 @@ PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that are shown on other pages than the rest."""
+REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
+    "summary.json": (RunIdentity, RunTotals),
+    "summary.json, measured": (RunMeasurements,),
+    "steps.csv": (StepRow,),
+    "profile.json": (FigureData,),
+}
+"""The models of each report."""
 
 
 def allowed(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
@@ -104,6 +113,19 @@ def run_file_table(table: str | None) -> list[str]:
     return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
 
 
+def report_rows(models: tuple[type[BaseModel], ...], prefix: str = "") -> list[str]:
+    """Return a row per key of a report: key, meaning with its unit."""
+    rows: list[str] = []
+    for model in models:
+        for name, field in model.model_fields.items():
+            inner, key = models_in(field.annotation), f"{prefix}{name}"
+            if inner and get_origin(field.annotation) is not dict:
+                rows += report_rows((inner[0],), f"{key}[]." if is_list(field.annotation) else f"{key}.")
+            else:
+                rows.append(f"| `{key}` | {' '.join((field.description or '').replace('``', '`').split())} |")
+    return rows
+
+
 def room_of(parts: tuple[str, ...]) -> str:
     """Return the room of a module, given the parts of its name: a folder of the core or of sim, or a package."""
     match parts:
@@ -170,6 +192,8 @@ def table_of(name: str) -> list[str]:
         return run_file_table(None)
     if name == "rooms":
         return picture()
+    if name in REPORTS:
+        return ["| key | meaning |", "|---|---|", *report_rows(REPORTS[name])]
     if name in OF_THEIR_OWN:
         return run_file_table(name)
     raise SystemExit(f"docs name a table that nobody makes: {name}")

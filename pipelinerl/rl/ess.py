@@ -196,15 +196,18 @@ class EssReport(Report):
     model_config = ConfigDict(allow_inf_nan=True)
 
     mean: float
-    """Per token, before truncation."""
+    """Mean over optimizer steps of the ESS of its tokens, (Σw)² / (N Σw²) for N of them: 1 if all weights are equal,
+    1/N if one outweighs all others (share)."""
     min: float
-    """Least of an optimizer step, per token, before truncation."""
+    """The least of any optimizer step (share)."""
     truncated_mean: float
-    """Per token, after truncation."""
+    """As ``ess.mean``, for the truncated weights min(c, w) that the loss uses (share)."""
     sequence_mean: float
-    """Per rollout, before truncation."""
+    """As ``ess.mean``, for the products of the weights over each rollout (share)."""
     by_lag: dict[int, float]
-    """Per token, before truncation, by lag (optimizer steps)."""
+    """ESS of the tokens of lag 0, 1, 2, ..., by lag; each the mean over the optimizer steps that had some (share). A
+    lag that few tokens have says little: the ESS of N tokens is at least 1/N. Below 1 at lag 0 under ``keep``: there
+    are tokens of lag 0 behind an older KV cache."""
 
 
 class MismatchReport(Report):
@@ -213,11 +216,13 @@ class MismatchReport(Report):
     model_config = ConfigDict(allow_inf_nan=True)
 
     kl: float
-    """Kullback-Leibler divergence of the trainer's policy from the engines'."""
+    """Mean over optimizer steps of the divergence KL(mu, pi) per token, estimated as the mean of w − 1 − log w
+    (nats)."""
     kl_at_lag_0: float | None = None
-    """The same over tokens of lag 0: what the two programs differ by. Absent without such a token."""
+    """The same over answers all of whose tokens have lag 0, where both policies are the same: what engine and trainer
+    differ by numerically (nats). Absent if there was none."""
     log_ratio_abs_max_at_lag_0: float | None = None
-    """Largest absolute log-ratio of a token of lag 0 (nats). Absent without such a token."""
+    """Largest absolute log w of a token of these answers; absent likewise (nats)."""
 
 
 class RatioMeans:
