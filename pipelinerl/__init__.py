@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from pipelinerl.config.run import RunConfig
     from pipelinerl.config.run_file import load_run
     from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, SchedulerError, TraceError
+    from pipelinerl.records.plan_report import PlanReport
+    from pipelinerl.records.reports import RunReport
     from pipelinerl.records.trace import ReplayResult
     from pipelinerl.scheduler import events
     from pipelinerl.scheduler.base import Scheduler
@@ -50,9 +52,11 @@ __version__ = "0.2.0"
 __all__ = [
     "ConfigError",
     "PipelineRLError",
+    "PlanReport",
     "ReplayResult",
     "RunConfig",
     "RunFailedError",
+    "RunReport",
     "ScheduleKind",
     "Scheduler",
     "SchedulerError",
@@ -71,9 +75,11 @@ __all__ = [
 _HOMES = {
     "ConfigError": "pipelinerl.errors",
     "PipelineRLError": "pipelinerl.errors",
+    "PlanReport": "pipelinerl.records.plan_report",
     "ReplayResult": "pipelinerl.records.trace",
     "RunConfig": "pipelinerl.config.run",
     "RunFailedError": "pipelinerl.errors",
+    "RunReport": "pipelinerl.records.reports",
     "ScheduleKind": "pipelinerl.scheduler.kinds",
     "Scheduler": "pipelinerl.scheduler.base",
     "SchedulerError": "pipelinerl.errors",

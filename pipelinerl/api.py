@@ -9,6 +9,7 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
@@ -61,7 +62,7 @@ def compare(run: Run, *, out: str | Path | None = None, workers: int | None = No
     return compare_runs(_config(run), out=_path(out), workers=workers)
 
 
-def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> dict[str, Any]:
+def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> PlanReport:
     """Recommend split, batch sizes, engines and schedule for a cluster: the ``[plan]`` table of the run file.
 
     Args:

@@ -202,7 +202,8 @@ class RunTotals(Report):
     """Generated tokens."""
     discarded_by_reason: dict[DiscardReason, int]
     """Discarded rollouts by reason (rollouts): ``stale``, of groups above ``max_lag``; ``no_signal``, of groups of
-    equal rewards; ``queue_full``, by ``on_full = "drop_oldest"``; ``sibling_failed``, of groups in which another failed."""
+    equal rewards; ``queue_full``, by ``on_full = "drop_oldest"``; ``sibling_failed``, of groups in which another
+    failed."""
     length: LengthReport
     """Length of answers."""
     utilisation: Utilisation

@@ -30,9 +30,11 @@ SIGNATURES = {
 TYPES = {
     "PipelineRLError",
     "ConfigError",
+    "PlanReport",
     "ReplayResult",
     "RunConfig",
     "RunFailedError",
+    "RunReport",
     "ScheduleKind",
     "Scheduler",
     "SchedulerError",
