@@ -92,7 +92,7 @@ def replayed(folder: Path) -> None:
 
 def test_it_is_simulated_and_replayed(tmp_path: Path) -> None:
     summary = simulate(run_of(), out=tmp_path / "run", trace=True)
-    assert (summary["optimizer_steps"], summary["lag"]["max"]) == (6, 0)
+    assert (summary.optimizer_steps, summary.lag.max) == (6, 0)
     replayed(tmp_path / "run")
     assert load_run(tmp_path / "run" / "run.toml").scheduler.schedule.name == "on_policy"
 
@@ -110,15 +110,16 @@ def test_it_is_planned() -> None:
     """Its steady state is that of the shipped kind with the same facts, which is too fast; its simulation is right."""
     search = (f"plan.schedulers=['{KIND}', 'pipeline']", "plan.generation_batch_size=[8]", "plan.simulate=4")
     result = plan(run_of(*search, "plan.generation_accelerators=[2, 4]", "plan.lag_limit=0"), workers=1)
-    own = result["families"][KIND]
-    assert own["label"].startswith("on_policy ")
-    assert own["lag_max"] == 0
+    own = result.families[KIND]
+    assert own is not None
+    assert own.label.startswith("on_policy ")
+    assert own.lag_max == 0
 
 
 def test_it_drives_engines_and_a_trainer_in_memory(tmp_path: Path) -> None:
     config = config_of(kind=KIND, steps=8)
     summary = run_in_memory(config, tmp_path / "run", parts_of(config))
-    assert (summary["optimizer_steps"], summary["lag"]["max"]) == (8, 0)
+    assert (summary.optimizer_steps, summary.lag.max) == (8, 0)
     replayed(tmp_path / "run")
 
 
