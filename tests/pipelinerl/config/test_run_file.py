@@ -1,0 +1,372 @@
+"""Run files: what is read, what overrides do, paths, and the way there and back."""
+
+from __future__ import annotations
+
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from run_tables import DECODES, EVERY_KEY, TINY, run_file, tiny
+
+from pipelinerl.config.compare import CompareConfig, Variant
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.tables import Decode
+from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def test_a_run_file_gives_what_it_says_and_the_defaults(tmp_path: Path) -> None:
+    config = load_run(run_file(tmp_path))
+    assert config.model_dump(exclude_defaults=True) == {
+        "optimizer_steps": 6,
+        "cluster": {"accelerators": 4, "generation_accelerators": 2},
+        "scheduler": {"train_batch_size": 8, "generation_batch_size": 16},
+        "workload": {"length": {"kind": "uniform", "max": 64}},
+        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
+    }
+    scheduler = config.scheduler
+    assert (config.seed, config.cluster.tensor_parallel, config.workload.group_size) == (0, 1, 1)
+    assert (scheduler.kind, scheduler.max_lag, scheduler.weight_update) == ("pipeline", None, WeightUpdate.KEEP)
+    assert (scheduler.on_stale, scheduler.on_full) == (OnStale.TRAIN, OnFull.WAIT)
+    assert (scheduler.micro_batch, scheduler.ready_queue_limit) == (8, 16)  # the whole batch; twice the batch
+    assert config.compare is None
+
+
+def test_every_key_is_read_as_written() -> None:
+    for decode in DECODES:
+        data = {**EVERY_KEY, "hardware": {**EVERY_KEY["hardware"], "decode": decode}}
+        assert parse_run(data).model_dump(mode="json", exclude_none=True) == data
+
+
+def test_every_key_of_the_configuration_is_in_this_test() -> None:
+    tables = [EVERY_KEY, *EVERY_KEY.values(), EVERY_KEY["workload"]["length"], *EVERY_KEY["hardware"].values()]
+    tables += [*EVERY_KEY["train"].values(), EVERY_KEY["policy"]["warm_start"]]
+    tables += [*DECODES, *EVERY_KEY["compare"]["arms"]]
+    keys = [set(one) for one in tables if isinstance(one, dict)]
+    models = list(models_of(RunConfig))
+    assert CompareConfig in models  # it looks through None
+    assert {type(parse_run(EVERY_KEY).hardware.decode)} < set(models)  # and through unions
+    for model in models:
+        assert set(model.model_fields) in keys, model
+
+
+def models_of(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield a model and all models inside it."""
+    yield model
+    for field in model.model_fields.values():
+        for one in parts_of(field.annotation):
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                yield from models_of(one)
+
+
+def parts_of(annotation: Any) -> Iterator[Any]:
+    """Yield a type and all types inside it."""
+    yield annotation
+    for one in get_args(annotation):
+        yield from parts_of(one)
+
+
+def test_whole_numbers_are_taken_for_seconds() -> None:
+    assert tiny("hardware.decode.step_s=1").hardware.decode.model_dump()["step_s"] == 1.0
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        tiny().scheduler.train_batch_size = 16
+
+
+def test_pipeline_splits_the_cluster_and_conventional_shares_it() -> None:
+    data = with_overrides(EVERY_KEY, ["cluster.accelerators=20"])
+    pipeline = parse_run(data)
+    assert not pipeline.colocated
+    assert (pipeline.generation_accelerators, pipeline.training_accelerators, pipeline.num_engines) == (8, 12, 4)
+    conventional = parse_run(with_overrides(data, ["scheduler.kind=conventional"]))
+    assert conventional.colocated
+    assert (conventional.generation_accelerators, conventional.training_accelerators) == (20, 20)
+    assert conventional.num_engines == 10
+
+
+def test_conventional_needs_no_generation_accelerators() -> None:
+    data = tomllib.loads(TINY)
+    del data["cluster"]["generation_accelerators"]
+    config = parse_run(with_overrides(data, ["scheduler.kind=conventional"]))
+    assert (config.num_engines, config.training_accelerators) == (4, 4)
+
+
+# -------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "keys", "value"),
+    [
+        ("scheduler.max_lag=8", ("scheduler", "max_lag"), 8),
+        ("scheduler.max_lag= 8", ("scheduler", "max_lag"), 8),
+        (" scheduler . max_lag =8", ("scheduler", "max_lag"), 8),
+        ("scheduler.kind=conventional", ("scheduler", "kind"), "conventional"),
+        ('scheduler.kind="conventional"', ("scheduler", "kind"), "conventional"),
+        ("scheduler.filter_no_signal=true", ("scheduler", "filter_no_signal"), True),
+        ("hardware.training.token_s=2e-4", ("hardware", "training", "token_s"), 2e-4),
+        ("hardware.kv_cache_tokens=1_000", ("hardware", "kv_cache_tokens"), 1000),
+        ("hardware.weights.pause_s=0.5", ("hardware", "weights", "pause_s"), 0.5),  # a table that was not there
+        ("workload.length={kind='fixed', max=3}", ("workload", "length"), {"kind": "fixed", "max": 3}),
+        ("workload.length.source=a=b", ("workload", "length", "source"), "a=b"),  # only the first = parts
+        ("workload.length.source=", ("workload", "length", "source"), ""),
+        ("seed=1\noptimizer_steps=2", ("seed",), "1\noptimizer_steps=2"),  # one override sets one key
+        ("compare.arms=[]", ("compare", "arms"), []),
+    ],
+)
+def test_an_override_sets_one_key(override: str, keys: tuple[str, ...], value: Any) -> None:
+    before = tomllib.loads(TINY)
+    changed: Any = with_overrides(before, [override])
+    assert before == tomllib.loads(TINY)  # left alone
+    for key in keys:
+        changed = changed[key]
+    assert changed == value
+
+
+def test_later_overrides_win() -> None:
+    assert with_overrides({"a": {"b": 1, "c": 1}}, ["a.b=2", "a.b=3", "a={d=4}", "a.e=5"]) == {"a": {"d": 4, "e": 5}}
+
+
+def test_the_seed_argument_replaces_the_seed_of_the_file(tmp_path: Path) -> None:
+    path = run_file(tmp_path, "seed = 3\n" + TINY)
+    assert [load_run(path).seed, load_run(path, seed=0).seed, load_run(path, seed=9).seed] == [3, 0, 9]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("max_lag", "--set must be KEY=VALUE with a dotted key, got 'max_lag'"),
+        ("=3", "--set must be KEY=VALUE with a dotted key, got '=3'"),
+        ("", "--set must be KEY=VALUE with a dotted key, got ''"),
+        ("scheduler..max_lag=3", "--set must be KEY=VALUE with a dotted key, got 'scheduler..max_lag=3'"),
+        ("optimizer_steps.x=3", "--set optimizer_steps.x=3: optimizer_steps is not a table"),
+        ("workload.length.max.x=3", "--set workload.length.max.x=3: max is not a table"),
+    ],
+)
+def test_a_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_file(tmp_path), [override])
+    assert str(caught.value) == line
+
+
+# ------------------------------------------------------------------------------------------ paths
+
+
+def test_relative_paths_are_relative_to_the_run_file_and_come_out_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run_file(tmp_path / "runs")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    lengths = ["workload.length.kind=empirical", "workload.length.source=../data/lengths.csv"]
+    decode = ["hardware.decode={kind='utilisation', flash_s=1e-5, table='curve.csv'}"]
+    config = load_run(path, [*lengths, *decode])
+    assert config.workload.length.source == str(tmp_path / "data" / "lengths.csv")
+    assert config.hardware.decode.model_dump()["table"] == str(tmp_path / "runs" / "curve.csv")
+    assert load_run(run_file(tmp_path / "copy", dump_run(config))) == config
+
+
+def test_a_path_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(run_file(tmp_path), ["workload.length.source=a\0.csv"])
+    assert str(caught.value) == 'workload.length.source must be the path of a file, got "a\\u0000.csv"'
+
+
+def test_a_path_that_leads_in_a_circle_is_left_to_who_opens_it(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.csv"
+    loop.symlink_to(loop)
+    overrides = ["workload.length.kind=empirical", "workload.length.source=loop.csv"]
+    assert load_run(run_file(tmp_path), overrides).workload.length.source == str(loop)
+
+
+@pytest.mark.parametrize("source", ["skythought", "/data/lengths.csv"])
+def test_names_of_shipped_sets_and_absolute_paths_stay(tmp_path: Path, source: str) -> None:
+    overrides = ["workload.length.kind=empirical", f"workload.length.source={source}"]
+    assert load_run(run_file(tmp_path), overrides).workload.length.source == source
+
+
+def test_paths_in_the_overrides_of_a_comparison_are_relative_to_the_run_file(tmp_path: Path) -> None:
+    arms = [
+        {"name": "plain", "set": ["workload.length.source=mine.csv", "seed=1", "not an override"]},
+        {"name": "quoted", "set": ["workload.length.source = 'mine.csv'", "workload.length.source=skythought"]},
+        {"name": "table", "set": ['workload.length={kind="empirical", source="mine.csv", max=9}']},
+    ]
+    scenario = {"name": "curve", "set": ["hardware.decode.table=a/curve.csv"]}
+    compare = {"arms": arms, "scenarios": [scenario], "baseline": "plain"}
+    config = load_run(run_file(tmp_path, tomli_w.dumps({**tomllib.loads(TINY), "compare": compare})))
+    mine, curve = tmp_path / "mine.csv", tmp_path / "a" / "curve.csv"
+    assert config.compare == CompareConfig(
+        arms=[
+            Variant(name="plain", set=[f"workload.length.source={mine}", "seed=1", "not an override"]),
+            Variant(name="quoted", set=[f"workload.length.source = '{mine}'", "workload.length.source=skythought"]),
+            Variant(name="table", set=[f'workload.length={{kind="empirical", source="{mine}", max=9}}']),
+        ],
+        scenarios=[Variant(name="curve", set=[f"hardware.decode.table={curve}"])],
+        baseline="plain",
+    )
+    assert load_run(run_file(tmp_path / "copy", dump_run(config))) == config
+
+
+# ----------------------------------------------------------------------------- the way there and back
+
+seconds = st.floats(0, 1e6)
+positive = st.floats(1e-12, 1e18)
+share = st.floats(0.0, 1.0, exclude_min=True)
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
+paths = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12).map("{}.csv".format)
+
+
+def table(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+decodes = st.one_of(
+    table({"kind": st.just("utilisation"), "flash_s": positive}, {"table": paths}),
+    table({"kind": st.just("affine"), "step_s": positive}, {"sequence_s": seconds, "context_token_s": seconds}),
+    table(
+        {"kind": st.just("roofline"), "kv_bytes_per_token": st.floats(0, 1e6)}
+        | dict.fromkeys(("peak_flops", "bandwidth"), st.floats(1e9, 1e18))
+        | dict.fromkeys(("parameters_read", "parameters_active"), positive),
+        {"bytes_per_parameter": positive, "step_overhead_s": seconds, "sequence_overhead_s": seconds}
+        | dict.fromkeys(("weight_efficiency", "kv_efficiency", "flops_efficiency"), share),
+    ),
+)
+variants = st.builds(lambda name, overrides: {"name": name, "set": overrides}, words, st.lists(words, max_size=3))
+
+
+@st.composite
+def run_tables(draw: st.DrawFn) -> dict[str, Any]:
+    """Return the tables of a valid run file, any keys set or left out."""
+    tensor_parallel = draw(st.integers(1, 4))
+    engines = draw(st.integers(1, 5))
+    accelerators = tensor_parallel * draw(st.integers(engines + 1, 9))
+    group_size, groups, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    batch = group_size * groups * micro_batches
+    longest = draw(st.integers(2, 10**6))
+    means = st.floats(1.0, longest, exclude_max=True)
+    kind = draw(st.sampled_from(["fixed", "uniform", "lognormal", "empirical"]))
+    needed = {"lognormal": {"mean": means, "cv": positive}, "empirical": {"source": words | paths}}.get(kind, {})
+    length = table({"kind": st.just(kind), "max": st.just(longest)} | needed, {"growth": positive})
+    rl_step = draw(st.integers(1, 9))
+    scheduler = table(
+        {"train_batch_size": st.just(batch), "generation_batch_size": st.integers(1, 512)},
+        {
+            "kind": st.sampled_from(["pipeline", "conventional", "one_step_off"]),
+            "optimizer_steps_per_rl_step": st.just(rl_step),
+            "micro_batch_size": st.just(group_size * groups),
+            "publish_every": st.integers(1, rl_step),
+            "max_lag": st.integers(2 * rl_step - 1, 100),
+            "weight_update": st.sampled_from([one.value for one in WeightUpdate]),
+            "on_stale": st.sampled_from([one.value for one in OnStale]),
+            "ready_queue_size": st.integers(batch, 10**4),
+            "on_full": st.sampled_from([one.value for one in OnFull]),
+            "filter_no_signal": st.booleans() if group_size > 1 else st.just(False),
+            "discard_limit": st.integers(1, 10**9),
+        },
+    )
+    workload = table(
+        {"group_size": st.just(group_size), "prompt_tokens": st.just(10), "length": length},
+        {"success_rate": st.floats(0, 1)},
+    )
+    hardware = table(
+        {
+            "decode": decodes,
+            "training": table(
+                {"token_s": seconds},
+                dict.fromkeys(("step_s", "micro_batch_s", "token_squared_s"), seconds)
+                | {"sequence_accelerators": st.integers(1, 9)},
+            ),
+        },
+        {
+            "prefill": table({}, dict.fromkeys(("sequence_s", "token_s", "token_squared_s"), seconds)),
+            "kv_cache_tokens": st.integers(longest + 10, 10**7),
+            "weights": table({}, dict.fromkeys(("publish_s", "transfer_s", "pause_s"), seconds)),
+            "switch": table({}, dict.fromkeys(("to_training_s", "to_generation_s"), seconds)),
+            "latency": table(
+                {}, dict.fromkeys(("dispatch_s", "dispatch_jitter_s", "reward_s", "preprocess_s"), seconds)
+            ),
+        },
+    )
+    cluster = {
+        "accelerators": accelerators,
+        "generation_accelerators": engines * tensor_parallel,
+        "tensor_parallel": tensor_parallel,
+    }
+    tables = {"cluster": st.just(cluster), "scheduler": scheduler, "workload": workload, "hardware": hardware}
+    names = st.lists(variants, min_size=1, max_size=3, unique_by=lambda one: one["name"])
+    data = draw(table({"optimizer_steps": st.integers(1, 10**6), **tables}, {"seed": st.integers(0, 2**70)}))
+    if draw(st.booleans()):
+        arms = draw(names)
+        data["compare"] = {"arms": arms, "baseline": draw(st.sampled_from(arms))["name"]}
+        if draw(st.booleans()):
+            data["compare"]["scenarios"] = draw(names)
+    return data
+
+
+@settings(deadline=None)
+@given(run_tables())
+def test_what_is_dumped_is_read_back_equal_from_any_folder(data: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_run(run_file(Path(folder) / "first", tomli_w.dumps(data)))
+        text = dump_run(config)
+        again = load_run(run_file(Path(folder) / "second", text))
+    assert again == config
+    assert dump_run(again) == text
+    assert tomllib.loads(text) == config.model_dump(mode="json", exclude_none=True)
+
+
+# --------------------------------------------------------------------------------- files that are none
+
+
+def file_fault(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    return str(caught.value)
+
+
+def test_a_run_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\x80\x81 = 1")
+    assert file_fault(tmp_path / "none.toml") == f"cannot read run file {tmp_path}/none.toml: No such file or directory"
+    assert file_fault(tmp_path) == f"cannot read run file {tmp_path}: Is a directory"
+    assert file_fault(binary) == f"cannot read run file {binary}: it is not UTF-8 text"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("seed = ", "Invalid value (at end of document)"),
+        ("seed = 1\nseed = 2\n", "Cannot overwrite a value (at line 2, column 9)"),
+        ("[cluster\n", "Expected ']' at the end of a table declaration (at line 1, column 9)"),
+        (f"seed = {'1' * 5000}", "Exceeds the limit (4300 digits) for integer string conversion"),
+        (f"seed = {'[' * 5000}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_run_file_that_is_no_toml_is_one_line_that_says_where(tmp_path: Path, text: str, reason: str) -> None:
+    path = run_file(tmp_path, text)
+    line = file_fault(path)
+    assert line.startswith(f"{path} is not valid TOML: {reason}")
+    assert "\n" not in line
+
+
+def test_lines_name_the_run_file(tmp_path: Path) -> None:
+    assert file_fault(run_file(tmp_path, TINY.replace("6", "0", 1))) == (
+        "run.toml: optimizer_steps must be at least 1, got 0"
+    )
+
+
+def test_decode_is_one_of_three_kinds() -> None:
+    kinds = {one.model_fields["kind"].annotation.__args__[0] for one in get_args(get_args(Decode)[0])}
+    assert kinds == {decode["kind"] for decode in DECODES}

@@ -1,0 +1,226 @@
+"""Run files for tests: a small one, one with every key, and the lines for what is wrong with one."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.errors import ConfigError
+
+TINY = """
+optimizer_steps = 6
+
+[cluster]
+accelerators = 4
+generation_accelerators = 2
+
+[scheduler]
+train_batch_size = 8
+generation_batch_size = 16
+
+[workload]
+length = { kind = "uniform", max = 64 }
+
+[hardware]
+decode = { kind = "affine", step_s = 0.01 }
+training = { token_s = 1e-4 }
+"""
+
+ROOFLINE = {
+    "kind": "roofline",
+    "peak_flops": 9.89e14,
+    "bandwidth": 3.35e12,
+    "parameters_read": 7.1e9,
+    "parameters_active": 7.1e9,
+    "bytes_per_parameter": 1.0,
+    "kv_bytes_per_token": 57344.0,
+    "experts": 128,
+    "experts_per_token": 8,
+    "expert_parameters": 6e9,
+    "weight_efficiency": 0.8,
+    "kv_efficiency": 0.8,
+    "flops_efficiency": 0.6,
+    "step_overhead_s": 0.001,
+    "sequence_overhead_s": 0.00001,
+}
+
+EVERY_KEY: dict[str, Any] = {
+    "seed": 7,
+    "optimizer_steps": 20,
+    "cluster": {"accelerators": 16, "generation_accelerators": 8, "tensor_parallel": 2},
+    "scheduler": {
+        "kind": "pipeline",
+        "train_batch_size": 32,
+        "generation_batch_size": 64,
+        "optimizer_steps_per_rl_step": 4,
+        "publish_every": 1,
+        "partial_rollouts": False,
+        "micro_batch_size": 16,
+        "max_lag": 5,
+        "weight_update": "recompute",
+        "on_stale": "drop",
+        "ready_queue_size": 48,
+        "on_full": "drop_oldest",
+        "filter_no_signal": True,
+        "discard_limit": 1000,
+    },
+    "workload": {
+        "group_size": 4,
+        "prompt_tokens": 100,
+        "success_rate": 0.25,
+        "length": {
+            "kind": "lognormal",
+            "max": 900,
+            "mean": 300.0,
+            "cv": 0.5,
+            "source": "skythought",
+            "growth": 1.5,
+        },
+    },
+    "hardware": {
+        "gpu": "H100",
+        "model": "Qwen2.5-7B",
+        "level": "optimistic",
+        "coefficients": {"training_mfu": 0.31},
+        "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
+        "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10},
+        "kv_cache_tokens": 1000,
+        "training": {
+            "token_s": 1e-4,
+            "token_squared_s": 1e-9,
+            "step_s": 0.5,
+            "micro_batch_s": 0.1,
+            "sequence_accelerators": 2,
+        },
+        "weights": {"publish_s": 0.1, "transfer_s": 0.2, "pause_s": 0.3},
+        "switch": {"to_training_s": 1.0, "to_generation_s": 2.0},
+        "latency": {"dispatch_s": 0.01, "dispatch_jitter_s": 0.02, "reward_s": 0.03, "preprocess_s": 0.04},
+    },
+    "policy": {
+        "task": "reverse",
+        "size": 12,
+        "layers": 3,
+        "width": 24,
+        "heads": 2,
+        "temperature": 0.9,
+        "learning_rate": 3e-4,
+        "gradient_clip": 0.5,
+        "loss": {
+            "kind": "cispo",
+            "truncation": 2.0,
+            "clip_low": 0.1,
+            "clip_high": 0.3,
+            "kl_coefficient": 0.0,
+            "value_coefficient": 0.0,
+        },
+        "warm_start": {"steps": 7, "batch_size": 8, "learning_rate": 1e-3, "seed": 3},
+    },
+    "drift": {"exponent": 1.5, "rates": [0.01, 0.02]},
+    "compare": {
+        "arms": [{"name": "as it is", "set": []}, {"name": "lag 1", "set": ["scheduler.max_lag=1"]}],
+        "scenarios": [{"name": "slow", "set": ["hardware.training.token_s=1e-3"]}],
+        "baseline": "lag 1",
+        "seeds": [3, 5],
+    },
+    "plan": {
+        "schedulers": ["pipeline", "one_step_off"],
+        "generation_accelerators": [2, 4],
+        "tensor_parallel": [1, 2],
+        "generation_batch_size": [8, 16],
+        "optimizer_steps_per_rl_step": [2, 4],
+        "train_batch_size": [16],
+        "ready_queue_size": [32],
+        "max_lag": [0, 4],
+        "lag_limit": 8,
+        "mean_lag_limit": 3.5,
+        "min_ess": 0.5,
+        "gpu_hours": 100.0,
+        "budget": 300.0,
+        "price_per_gpu_hour": 2.5,
+        "simulate": 4,
+        "simulate_steps": 10,
+    },
+    "train": {
+        "device": "cpu",
+        "ray_address": "auto",
+        "transport": "file",
+        "weights_folder": "/dev/shm",
+        "model": {"path": "/models/tiny"},
+        "task": {
+            "name": "arithmetic",
+            "settings": {"largest_operand": 9},
+            "max_prompt_tokens": 16,
+            "overlong_tokens": 4,
+            "reward_timeout_s": 5.0,
+        },
+        "sampling": {"temperature": 0.7},
+        "optimizer": {
+            "learning_rate": 1e-4,
+            "schedule": "cosine",
+            "warmup_steps": 5,
+            "beta1": 0.8,
+            "beta2": 0.99,
+            "weight_decay": 0.1,
+            "gradient_clip": 0.3,
+        },
+        "loss": {
+            "kind": "ppo",
+            "truncation": 2.0,
+            "clip_low": 0.1,
+            "clip_high": 0.3,
+            "kl_coefficient": 0.01,
+            "value_coefficient": 0.5,
+        },
+        "trainer": {
+            "kind": "deepspeed",
+            "zero_stage": 3,
+            "pack_tokens": 2048,
+            "activation_checkpointing": True,
+            "step_timeout_s": 60.0,
+        },
+        "engine": {
+            "kind": "vllm",
+            "gpu_memory_utilization": 0.5,
+            "cpu_kv_cache_gib": 2,
+            "start_timeout_s": 100.0,
+            "update_timeout_s": 10.0,
+            "restarts": 1,
+        },
+        "checkpoint": {"every": 10, "keep": 3},
+        "evaluation": {"problems": 50},
+        "logging": {"wandb_project": "lag"},
+    },
+}
+"""A valid run file with every key but those of the other two kinds of decode."""
+
+DECODES = (
+    EVERY_KEY["hardware"]["decode"],
+    ROOFLINE,
+    {"kind": "utilisation", "flash_s": 15.4e-6, "table": "/somewhere/curve.csv"},
+)
+
+
+def tiny(*overrides: str) -> RunConfig:
+    return parse_run(with_overrides(tomllib.loads(TINY), overrides))
+
+
+def faults(data: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_run(data)
+    return str(caught.value).splitlines()
+
+
+def tiny_faults(*overrides: str) -> list[str]:
+    return faults(with_overrides(tomllib.loads(TINY), overrides))
+
+
+def run_file(folder: Path, text: str = TINY) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
