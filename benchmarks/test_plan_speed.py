@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.run_file import load_run
-from sim.planning.candidates import Screener, enumerate_candidates, own_candidate, screen_all
-from sim.planning.search_space import space_of
+from sim.planning.axes import all_choices
+from sim.planning.candidates import Screener, candidate_of, own_candidate, screen_all
+from sim.planning.search_space import SearchSpace
 from sim.planning.simulate import Job, Runner, simulate_job
 
 ROOT = Path(__file__).parent.parent
@@ -39,15 +40,16 @@ def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(b
     config = load_run(EXAMPLE)
 
     def screened():
-        space = space_of(config)
-        candidates = list(enumerate_candidates(space))
-        screen_all(candidates, space, Screener(config, space.answers))
-        return len(candidates)
+        space = SearchSpace.of(config)
+        choices = all_choices(space)
+        candidates = (candidate_of(choice, space) for choice in choices)
+        screen_all(candidates, space.limits, Screener(config, space.answers))
+        return len(choices)
 
     number = benchmark.pedantic(screened, rounds=3, warmup_rounds=1)
     seconds = benchmark.stats.stats.min
     before = time.process_time()
-    simulate_job(Job(own_candidate(config), config.hardware.level, 200))
+    simulate_job(Job(own_candidate(SearchSpace.of(config)), config.hardware.level, 200))
     simulated = time.process_time() - before
     table.append(("plan: candidates screened per second", f"{number / seconds:,.0f}"))
     table.append(("plan: processor seconds of one simulation of 200 optimizer steps", f"{simulated:.2f}"))
@@ -58,7 +60,7 @@ def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(b
 def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
     """Eight simulations of 60 optimizer steps each; starting the processes is counted. Needs two cores to itself."""
     config = load_run(EXAMPLE)
-    own = own_candidate(config)
+    own = own_candidate(SearchSpace.of(config))
     jobs = [Job(own, config.hardware.level, 60 + index % 2) for index in range(8)]
 
     def seconds(workers):

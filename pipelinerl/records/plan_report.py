@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
@@ -246,9 +246,10 @@ class PlanReport(Report):
     splits: SplitCurve
     """Screened throughput of the recommendation at every split."""
 
-    @model_validator(mode="after")
-    def _check_front(self) -> Self:
-        unknown = set(self.front) - {one.label for one in self.simulated}
-        if unknown:
-            raise ValueError(f"front must hold labels of simulated candidates, got {sorted(unknown)}")
-        return self
+    @field_validator("front")
+    @classmethod
+    def _check_front(cls, front: list[str], info: ValidationInfo) -> list[str]:
+        known = [one.label for one in info.data.get("simulated", [])]
+        if not set(front) <= set(known):
+            raise ValueError(f"labels must be those of simulated candidates, got {front}")
+        return front

@@ -1,0 +1,56 @@
+"""The command ``plan`` and what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from tiny_plan import TINY, in_this_process, priced_plan
+
+from pipelinerl.cli.app import main
+from pipelinerl.cli.render_plan import print_plan
+
+
+def test_the_table_shows_the_recommendation_the_reasons_and_what_it_was_compared_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = priced_plan()
+    print_plan(report, "run.toml")
+    text = capsys.readouterr().out
+    assert "run.toml: 13 candidates screened, 6 simulated" in text
+    for one in (report.recommended, report.runner_up, report.own):
+        assert one is not None
+        assert one.label.removesuffix(" (run file)") in text
+        assert f"{one.tokens_per_s:,.0f}" in text
+    assert f"bottleneck: {report.recommended.verdict}" in text
+
+
+def test_a_run_file_of_a_kind_that_was_not_tried_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    report = priced_plan()
+    assert report.own is not None
+    other = report.own.model_copy(update={"among_schedulers": False})
+    print_plan(report.model_copy(update={"own": other}), "run.toml")
+    line = "run file (only to compare with: plan.schedulers has no pipeline): recommended is "
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_command_prints_json_draws_and_keeps_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "run.toml", tmp_path / "out"
+    path.write_text(tomli_w.dumps(TINY))
+    arguments = ["pipelinerl", "plan", str(path), "--set", "plan.simulate=3", "--out", str(out), "--json"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for status in (0, 2):
+        with in_this_process(), pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == status
+        printed = capsys.readouterr()
+        if status == 0:
+            assert json.loads(printed.out) == json.loads((out / "plan.json").read_text())
+            assert (out / "figures" / "plan_throughput_against_lag.png").exists()
+    assert printed.err == f"pipelinerl: --out must be a folder without a run, got {out}, which holds plan.json\n"

@@ -1,0 +1,140 @@
+"""Candidates: each is a valid run file; those that do not fit or break a limit are rejected with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_plan import planned, refused, tiny_run
+
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import Level
+from sim.planning.axes import all_choices
+from sim.planning.candidates import Candidate, Rejected, candidate_of, own_candidate
+from sim.planning.search_space import Limits, Reason, SearchSpace
+from sim.run import simulate
+
+ALL_KINDS = "plan.schedulers=['pipeline', 'conventional', 'one_step_off', 'partial_rollouts']"
+
+
+def made(*overrides: str) -> list[Candidate | Rejected]:
+    space = SearchSpace.of(tiny_run(*overrides))
+    return [candidate_of(choice, space) for choice in all_choices(space)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("plan={}", "plan.lag_limit=3", "scheduler.publish_every=3", "scheduler.on_stale='drop'"),
+        ("plan.train_batch_size=[8, 10, 24]", "scheduler.micro_batch_size=4", "plan.max_lag=[0, 5]"),
+        ("scheduler.publish_every=3", "plan.max_lag=[4]", "plan.lag_limit=1"),
+        ("scheduler.kind=conventional", "cluster={accelerators=4}", "scheduler.ready_queue_size=16"),
+    ],
+)
+def test_a_candidate_is_a_valid_run_file_with_the_values_of_its_choice(overrides: tuple[str, ...]) -> None:
+    some = [one for one in made(*overrides, ALL_KINDS) if isinstance(one, Candidate)]
+    assert some
+    for one in some:
+        assert parse_run(one.config.model_dump(mode="json", exclude_none=True)) == one.config
+        assert one.config.scheduler.schedule.name == one.family
+        assert one.config.scheduler.train_batch_size == one.choice["train_batch_size"]
+
+
+def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_that_would_do() -> None:
+    rejected = [
+        one for one in made("plan.schedulers=['conventional']", "plan.lag_limit=1") if isinstance(one, Rejected)
+    ]
+    assert {(one.choice["optimizer_steps_per_rl_step"], one.reason, one.needed) for one in rejected} == {
+        (4, Reason.LAG, 3)
+    }
+
+
+def test_the_run_files_own_queue_is_kept_where_a_batch_fits_into_it() -> None:
+    table = "plan={schedulers=['pipeline'], generation_accelerators=[2], tensor_parallel=[1], train_batch_size=[8, 32]}"
+    some = made(table, "plan.generation_batch_size=[8]", "scheduler.ready_queue_size=16")
+    assert [one.config.scheduler.ready_queue_limit for one in some if isinstance(one, Candidate)] == [16, 64]
+
+
+def test_engines_get_whole_heads() -> None:
+    """Qwen2.5-7B has 28 heads: vLLM refuses to spread them over 8 accelerators."""
+    some = ("cluster.accelerators=16", "hardware.model=Qwen2.5-7B", "plan={schedulers=['conventional']}")
+    assert {one.choice["tensor_parallel"] for one in made(*some)} == {1, 2, 4}
+    assert {one.reason for one in made(*some, "plan.tensor_parallel=[8]") if isinstance(one, Rejected)} == {
+        Reason.HEADS
+    }
+
+
+def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -> None:
+    overrides = ("scheduler.on_stale='drop'", "plan.schedulers=['partial_rollouts']", "plan.lag_limit=4")
+    report = planned(*overrides, "plan.simulate=2")
+    assert report.search.complete
+    assert report.recommended.scheduler.on_stale == "train"
+
+
+def test_the_same_size_at_another_split_is_another_way_but_another_size_is_not() -> None:
+    one, bigger, elsewhere = (
+        own_candidate(SearchSpace.of(tiny_run(*changes)))
+        for changes in ((), ("scheduler.generation_batch_size=16",), ("cluster.generation_accelerators=3",))
+    )
+    assert one.way == bigger.way != elsewhere.way
+
+
+# --------------------------------------------------------------------------------------------- limits, memory
+
+
+def test_limits_are_checked_in_order_and_exactly() -> None:
+    limits = Limits(lag=None, mean_lag=2.0, min_ess=None, drift=None, gpu_hours=10.0, budget=30.0, price=4.0)
+    assert limits.broken(2.0, 7.5) is None
+    assert limits.broken(2.1, 20.0) is Reason.MEAN_LAG
+    assert limits.broken(2.0, 10.1) is Reason.GPU_HOURS
+    assert limits.broken(2.0, 7.6) is Reason.BUDGET
+    assert limits.broken(2.1, 8.0, slack=1.1) is None
+
+
+def test_a_budget_needs_a_price() -> None:
+    numbers = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}"
+    assert refused("plan.budget=10.0", numbers) == (
+        "plan.budget needs plan.price_per_gpu_hour, as the catalogue has no price, got budget=10"
+    )
+
+
+@pytest.mark.parametrize("level", Level)
+def test_training_memory_is_that_of_the_coefficients_of_the_level(level: Level) -> None:
+    """At every level a 7B is trained on 8 GPUs: packs are as large as the memory holds."""
+    memory = SearchSpace.of(tiny_run("hardware.model='Qwen2.5-7B'", f"hardware.level='{level.value}'")).memory
+    assert memory.trainer_fits(8)
+    assert not memory.trainer_fits(1)
+
+
+def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
+    """As the run file says: 16 384 tokens of a 7B do not fit beside its states unless they are computed again."""
+    train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, trainer={zero_stage=3}}"
+    overrides = ("hardware.model='Qwen2.5-7B'", train)
+    assert not SearchSpace.of(tiny_run(*overrides)).memory.trainer_fits(64)
+    for fits in ("train.trainer.pack_tokens=8192", "train.trainer.activation_checkpointing=true"):
+        assert SearchSpace.of(tiny_run(*overrides, fits)).memory.trainer_fits(64)
+    assert "[train.trainer]" in refused(*overrides, "plan.schedulers=['conventional']")
+
+
+def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
+    """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,100,30\n")
+    table = f"workload={{group_size=2, prompt_tokens=1000, length={{kind='empirical', source='{source}', max=30}}}}"
+    small = (table, "plan={generation_batch_size=[8], tensor_parallel=[1], simulate=2, simulate_steps=4}")
+    simulate(tiny_run(*small, "hardware.kv_cache_tokens=130"))
+    assert planned(*small, "hardware.kv_cache_tokens=130").search.kept > 0
+    with pytest.raises(ConfigError, match="kv_cache_tokens=129"):
+        simulate(tiny_run(*small, "hardware.kv_cache_tokens=129"))
+    assert Reason.ENGINE_MEMORY.value in refused(*small, "hardware.kv_cache_tokens=129")
+
+
+def test_prompts_of_a_source_that_fit_into_no_engine_are_refused_by_plan_and_simulate(tmp_path: Path) -> None:
+    """Qwen2.5-1.5B has 28 kB of cache per token: 3 million tokens are 86 GB."""
+    source = tmp_path / "lengths.csv"
+    source.write_text("prompt_id,prompt_tokens,response_tokens\n0,40,9\n1,3000000,30\n")
+    table = f"workload={{group_size=2, length={{kind='empirical', source='{source}', max=30}}}}"
+    with pytest.raises(ConfigError, match=r"cluster.tensor_parallel=1 is too small .* one rollout of 3000030 tokens"):
+        simulate(tiny_run(table))
+    assert "do not fit into an engine (fits from tensor_parallel=2 on)" in refused(table)

@@ -1,0 +1,252 @@
+"""The search: what goes on from the screening, what is recommended, and what is kept after Ctrl-C."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_plan import planned, priced_plan, refused, tiny_run
+
+from pipelinerl.config.run_file import load_run
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.theory.steady_state import Estimate
+from sim.parallel import run_all_on_ray
+from sim.planning import simulate as planning_simulate
+from sim.planning.axes import SCHEDULE
+from sim.planning.candidates import Screened, own_candidate
+from sim.planning.search import choose_survivors, pareto_front
+from sim.planning.search_space import SearchSpace
+from sim.run import simulate
+
+# ------------------------------------------------------------------------------------- front, choice
+
+POINTS = st.lists(st.tuples(st.integers(0, 6).map(float), st.integers(0, 6).map(float)), max_size=30)
+
+
+def beats(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one != other and one[0] >= other[0] and one[1] <= other[1]
+
+
+@given(points=POINTS)
+def test_no_point_of_the_front_is_beaten_and_every_other_is_beaten_or_equal(points: list[Any]) -> None:
+    front = pareto_front(points)
+    chosen = [points[index] for index in front]
+    assert not [one for one in chosen for other in points if beats(other, one)]
+    for point in points:
+        assert point in chosen or any(beats(one, point) for one in chosen)
+    assert chosen == sorted(chosen)
+    assert len(set(chosen)) == len(chosen)
+
+
+def some(label_family_rate_lag: list[tuple[str, str, float, float]]) -> list[Screened]:
+    own = own_candidate(SearchSpace.of(tiny_run()))
+    estimate = Estimate(
+        step_s=1.0, generation_s=1.0, training_s=1.0, publishing_s=0.0, tokens_per_s=0.0, lag_mean=0.0, lag_max=0.0,
+        start_s=0.0, cache_bound=False, colocated=False,
+    )  # fmt: skip
+    return [
+        Screened(
+            replace(own, label=label, choice={**own.choice, SCHEDULE.name: family}),
+            replace(estimate, tokens_per_s=rate, lag_mean=lag),
+        )
+        for label, family, rate, lag in label_family_rate_lag
+    ]
+
+
+def test_survivors_are_two_of_each_kind_fast_ones_and_the_front() -> None:
+    fast = [(f"p{index}", "pipeline", 100 - 2 * index, 20.0 + index) for index in range(10)]
+    front = [("half", "pipeline", 52.0, 3.0), ("most", "pipeline", 80.5, 8.0)]
+    slow = [("c1", "conventional", 30.0, 5.0), ("c2", "conventional", 20.0, 4.0), ("c3", "conventional", 10.0, 9.0)]
+    chosen = [one.candidate.label for one in choose_survivors(some([*fast, *front, *slow]), 8)]
+    assert chosen[:4] == ["p0", "p1", "c1", "c2"]
+    assert "half" in chosen  # the least lag that reaches half of the best
+    assert len(chosen) == 8
+    assert choose_survivors(some(slow), 8) == choose_survivors(some(slow), 3)
+
+
+# ------------------------------------------------------------------------------------- recommendation
+
+
+def test_the_recommendation_is_the_fastest_and_among_equals_the_one_with_the_least_lag() -> None:
+    report = priced_plan()
+    most = max(one.tokens_per_s for one in report.simulated)
+    equals = [one for one in report.simulated if one.tokens_per_s >= 0.97 * most]
+    best = min(equals, key=lambda one: one.lag_mean)
+    assert dict(best).items() <= dict(report.recommended).items()
+
+
+def test_every_described_candidate_has_its_band_hours_and_cost() -> None:
+    report = priced_plan()
+    for one in (report.recommended, report.runner_up, report.own):
+        assert one is not None
+        assert [level.value for level in one.band] == ["optimistic", "central", "pessimistic"]
+        optimistic, central, pessimistic = (numbers.tokens_per_s for numbers in one.band.values())
+        assert optimistic > central == one.tokens_per_s > pessimistic
+        assert one.band_tokens_per_s == (pessimistic, optimistic)
+        assert one.gpu_hours == pytest.approx(4 * one.hours)
+        assert one.cost_per_1000_steps == pytest.approx(one.gpu_hours * 2.0 / 40 * 1000)
+        assert one.training + one.publishing + one.waiting == pytest.approx(1.0)
+    assert report.own is not None
+    assert report.own.recommended_over_own == pytest.approx(report.recommended.tokens_per_s / report.own.tokens_per_s)
+
+
+def test_front_kinds_and_decisions_name_simulated_candidates() -> None:
+    report = priced_plan()
+    simulated = {one.label: one for one in report.simulated}
+    assert report.search.simulated == len(simulated) == 6
+    points = [(simulated[label].tokens_per_s, simulated[label].lag_mean) for label in report.front]
+    assert pareto_front(points) == list(range(len(points)))
+    for family, one in report.families.items():
+        assert one is not None
+        assert one.family == family
+        fastest = max(other.tokens_per_s for other in simulated.values() if other.family == family)
+        assert one.tokens_per_s >= 0.97 * fastest
+    assert {level.value for level in report.decisions} == {"optimistic", "pessimistic"}
+
+
+def test_hardware_in_numbers_has_no_band_no_sensitivity_and_no_other_decision() -> None:
+    numbers = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4, step_s=0.1}}"
+    report = planned(numbers, "plan={generation_batch_size=[8], simulate=3, simulate_steps=6}")
+    assert list(report.recommended.band) == ["central"]
+    assert (report.sensitivity, report.decisions) == ([], {})
+
+
+def test_a_run_file_of_a_kind_that_is_not_asked_for_is_shown_and_not_recommended() -> None:
+    """With all slots it is by far the fastest, and as soon as its kind may be chosen it is."""
+    small = (
+        "scheduler.generation_batch_size=64",
+        "plan.generation_batch_size=[1]",
+        "plan.generation_accelerators=[1]",
+        "plan.optimizer_steps_per_rl_step=[1]",
+        "plan.simulate=4",
+    )
+    report = planned(*small, "plan.schedulers=['conventional']")
+    assert report.own is not None
+    assert report.own.tokens_per_s > 1.5 * report.recommended.tokens_per_s
+    assert report.recommended.family == "conventional"
+    assert not report.own.among_schedulers
+    assert report.own.label not in report.front
+    assert {one.label for one in report.decisions.values()} == {report.recommended.label}
+    asked = planned(*small, "plan.schedulers=['pipeline', 'conventional']")
+    assert asked.own is not None
+    assert asked.recommended.label == asked.own.label
+    assert asked.own.among_schedulers
+
+
+# --------------------------------------------------------------------------------------------- limits
+
+
+def test_the_bound_on_lag_is_kept_by_every_kind_of_schedule() -> None:
+    kinds = "plan.schedulers=['pipeline', 'conventional', 'one_step_off', 'partial_rollouts']"
+    report = planned(kinds, "plan.lag_limit=2", "plan.simulate=8")
+    within = [one for one in report.simulated if not one.label.endswith("(run file)")]
+    assert {one.family for one in within} == {"pipeline", "conventional", "one_step_off", "partial_rollouts"}
+    assert max(one.lag_max for one in within) <= 2
+    assert report.recommended.lag_max <= 2
+
+
+def test_a_mean_lag_limit_holds_for_the_recommendation() -> None:
+    assert planned("plan.mean_lag_limit=1.2").recommended.lag_mean <= 1.2
+
+
+def test_min_ess_bounds_the_modelled_ess_of_the_recommendation() -> None:
+    """By Jensen's inequality 1 / E[exp(0.25 lag)] is at most exp(-0.25 E[lag])."""
+    best = planned("plan.min_ess=0.7", "drift.exponent=1.0", "drift.rates=[0.25]").recommended
+    assert best.ess is not None
+    assert 0.7 <= best.ess < math.exp(-0.25 * best.lag_mean)
+
+
+def test_the_least_mean_lag_that_is_named_is_feasible() -> None:
+    line = refused("plan.mean_lag_limit=0.01", "plan.schedulers=['pipeline']")
+    least = float(line.partition("(mean_lag_limit=")[2].partition(" ")[0])
+    report = planned(f"plan.mean_lag_limit={least * 1.2}", "plan.schedulers=['pipeline']")
+    assert report.recommended.lag_mean > 0.01
+
+
+# --------------------------------------------------------------------------------------------- folder
+
+
+def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_path: Path) -> None:
+    """The same plan gives the same bytes: report and run file of one are those of another."""
+    best = planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "out", workers=1).recommended
+    planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "again")
+    for name in ("plan.json", "recommended.toml"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    config = load_run(tmp_path / "out" / "recommended.toml")
+    assert config.optimizer_steps == 40
+    assert (config.cluster, config.scheduler) == (best.cluster, best.scheduler)
+    assert config.hardware == tiny_run().hardware
+    assert simulate(config)["tokens_per_s"] == pytest.approx(best.tokens_per_s, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------- interrupts, Ray
+
+
+def test_on_ctrl_c_the_simulations_that_ended_are_kept(tmp_path: Path) -> None:
+    def stop(_stage: str, done: int, _total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    report = planned(out=tmp_path / "out", on_progress=stop)
+    assert (report.search.simulated, report.search.complete) == (2, False)
+    assert list(report.recommended.band) == ["central"]
+    assert (tmp_path / "out" / "recommended.toml").exists()
+
+
+def test_on_ctrl_c_before_anything_has_ended_there_is_no_plan(tmp_path: Path) -> None:
+    def stop(_stage: str, _done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(RunFailedError, match="interrupted before the first simulation ended"):
+        planned(out=tmp_path / "out", on_progress=stop)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_file_alone_that_is_not_asked_for_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_simulate, "run_all", lambda function, jobs, workers: (function(job) for job in jobs))
+
+    def stop(_stage: str, done: int, _total: int) -> None:
+        if done == 1:  # the run file, which has the most in progress, goes first
+            raise KeyboardInterrupt
+
+    with pytest.raises(RunFailedError, match="interrupted"):
+        planned("scheduler.generation_batch_size=64", "plan.schedulers=['conventional']", on_progress=stop, workers=1)
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_jobs_go_to_the_ray_cluster_and_it_is_left_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    ray = types.SimpleNamespace(
+        init=lambda address, **_: calls.append(f"init {address}"),
+        remote=lambda function: types.SimpleNamespace(remote=lambda job: (function, job)),
+        wait=lambda waiting: ([waiting[-1]], waiting[:-1]),
+        get=lambda reference: reference[0](reference[1]),
+        shutdown=lambda: calls.append("shutdown"),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert list(run_all_on_ray(double, [1, 2, 3], address="auto")) == [6, 4, 2]
+    assert calls == ["init auto", "shutdown"]
+
+
+def test_without_ray_or_a_cluster_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="--ray auto needs Ray; install it with: pip install ray"):
+        planned(ray_address="auto")
+
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("no cluster\nmore")
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=refuse))
+    with pytest.raises(ConfigError) as caught:
+        planned(ray_address="here:1")
+    assert str(caught.value) == "--ray must be the address of a running Ray cluster, got here:1: no cluster"

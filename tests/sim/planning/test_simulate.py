@@ -1,0 +1,85 @@
+"""The outcome of a whole run from the optimizer steps that were simulated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_plan import tiny_run
+
+from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.ledger import StepRow
+from sim.planning.candidates import own_candidate
+from sim.planning.search_space import SearchSpace
+from sim.planning.simulate import Job, Outcome, extended
+from sim.run import simulate
+from sim.stepbooks import simulate_steps
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("scheduler.micro_batch_size=4",),
+        ("scheduler.max_lag=1", "scheduler.on_stale='drop'", "scheduler.filter_no_signal=true"),
+        ("scheduler.weight_update='abort'", "workload.length.cv=1.5"),
+        ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=4"),
+        ("scheduler.kind=conventional", "scheduler.partial_rollouts=true"),
+    ],
+)
+def test_the_short_books_say_what_the_full_ones_say(overrides: tuple[str, ...]) -> None:
+    rows: list[StepRow] = []
+    simulate(tiny_run(*overrides), on_step=rows.append)
+    short = simulate_steps(tiny_run(*overrides))
+    assert [sum(one.tokens_by_lag) for one in short] == [one.tokens for one in rows]
+    assert [one[:-1] for one in short] == [
+        (one.time_s, one.train_s, one.publish_s, one.wait_s, one.tokens, one.lag_mean, one.lag_max) for one in rows
+    ]
+
+
+def row(step: int, time_s: float, **changes: float) -> StepRow:
+    numbers: dict[str, Any] = {
+        "train_s": 1.0, "publish_s": 0.25, "wait_s": 0.75, "samples": 8, "tokens": 100, "lag_mean": 2.0, "lag_max": 3,
+        "lag_in_flight_mean": 1.0, "lag_in_queue_mean": 1.0, "in_progress": 8, "ready": 0, "reward_mean": 0.5,
+        "length_mean": 12.5,
+    }  # fmt: skip
+    return StepRow(**{**numbers, **changes, "step": step, "time_s": time_s})
+
+
+def outcome_of(rows: list[StepRow], *overrides: str) -> Outcome:
+    candidate = own_candidate(SearchSpace.of(tiny_run(*overrides)))
+    return extended(Job(candidate, Level.CENTRAL, len(rows)), rows)
+
+
+CONVENTIONAL = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2")
+
+
+def test_the_second_half_of_a_simulation_stands_for_the_rest_of_the_run() -> None:
+    """Start-up: 5 s and little lag for 2 steps; then 2 s each. 40 steps last 5 + 38 * 2 s."""
+    outcome = outcome_of(
+        [row(1, 4.0, tokens=60), row(2, 5.0, lag_mean=0.5), row(3, 7.0), row(4, 9.0, lag_mean=4.0, lag_max=6)]
+    )
+    assert (outcome.step_s, outcome.seconds) == (2.0, 81.0)
+    assert outcome.tokens_per_s == pytest.approx((60 + 39 * 100) / 81)
+    assert (outcome.lag_mean, outcome.lag_max) == (3.0, 6)
+    assert (outcome.training, outcome.publishing, outcome.waiting) == (0.5, 0.125, 0.375)
+    assert outcome.gpu_hours == pytest.approx(81 * 4 / 3600)
+
+
+def test_of_conventional_rl_only_whole_rl_steps_count() -> None:
+    """G = 2, 5 steps simulated: steps 1 and 2 are an RL step of 10 s, 3 and 4 one of 6 s."""
+    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
+    outcome = outcome_of(rows, *CONVENTIONAL)
+    assert (outcome.step_s, outcome.seconds) == (3.0, 16 + 36 * 3.0)
+
+
+def test_a_run_that_was_simulated_as_a_whole_is_not_extended() -> None:
+    """Its last RL step has one optimizer step and not two, and takes as long as it took."""
+    rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
+    outcome = outcome_of(rows, *CONVENTIONAL, "optimizer_steps=5")
+    assert (outcome.step_s, outcome.seconds, outcome.tokens_per_s) == (3.0, 23.0, 500 / 23)
+
+
+def test_a_job_is_the_candidate_with_its_steps_and_level() -> None:
+    config = Job(own_candidate(SearchSpace.of(tiny_run())), Level.PESSIMISTIC, 7).config
+    changes = ("optimizer_steps=7", "hardware.level=pessimistic")
+    assert config == tiny_run(*changes).model_copy(update={"plan": None})

@@ -1,0 +1,84 @@
+"""A small plan for tests: four GPUs, a model of 1.5B, short answers; simulations run in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.plan_report import PlanReport
+from sim import parallel
+from sim.planning.search import plan
+
+TINY: dict[str, Any] = {
+    "optimizer_steps": 40,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 8, "generation_batch_size": 8},
+    "workload": {
+        "group_size": 2,
+        "prompt_tokens": 20,
+        "length": {"kind": "lognormal", "mean": 100, "cv": 0.5, "max": 300},
+    },
+    "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"},
+    "plan": {
+        "tensor_parallel": [1],
+        "generation_batch_size": [4, 8, 16],
+        "optimizer_steps_per_rl_step": [1, 2, 4],
+        "simulate": 6,
+        "simulate_steps": 12,
+    },
+}
+
+
+def tiny_run(*overrides: str) -> RunConfig:
+    """Return the run file with overrides."""
+    return parse_run(with_overrides(TINY, overrides))
+
+
+def planned(*overrides: str, **arguments: Any) -> PlanReport:
+    """Return the plan of the run file with overrides."""
+    with in_this_process():
+        return plan(tiny_run(*overrides), **arguments)
+
+
+def refused(*overrides: str) -> str:
+    """Return the message of the ConfigError that ends the plan."""
+    with pytest.raises(ConfigError) as caught:
+        planned(*overrides)
+    return str(caught.value)
+
+
+@cache
+def priced_plan() -> PlanReport:
+    """Return a plan with a price, made once."""
+    return planned("plan.price_per_gpu_hour=2.0")
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Run simulations in this process while the context is open: others are slow to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "ProcessPoolExecutor", _AtOnce)
+        yield
+
+
+class _AtOnce:
+    """Runs a submitted call at once."""
+
+    def __init__(self, workers: int, context: Any, *, initializer: Callable[[], None]) -> None:
+        assert workers >= 1
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
+        """Nothing is left to end."""
