@@ -183,7 +183,7 @@ def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_p
     assert config.optimizer_steps == 40
     assert (config.cluster, config.scheduler) == (best.cluster, best.scheduler)
     assert config.hardware == tiny_run().hardware
-    assert simulate(config)["tokens_per_s"] == pytest.approx(best.tokens_per_s, rel=0.1)
+    assert simulate(config).tokens_per_s == pytest.approx(best.tokens_per_s, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------- interrupts, Ray

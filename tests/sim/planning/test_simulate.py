@@ -8,7 +8,7 @@ import pytest
 from tiny_plan import tiny_run
 
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.ledger import StepRow
+from pipelinerl.records.steps import StepRow
 from sim.planning.candidates import own_candidate
 from sim.planning.search_space import SearchSpace
 from sim.planning.simulate import Job, Outcome, extended
