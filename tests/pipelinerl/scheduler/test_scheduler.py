@@ -6,120 +6,34 @@ is one engine with H = 4, B = 2, and groups of one rollout, so that rollout r an
 
 from __future__ import annotations
 
-import pickle
+from scheduler_events import (
+    aborted,
+    discard,
+    done,
+    failed,
+    finished,
+    loaded,
+    make,
+    others,
+    publish,
+    published,
+    report,
+    scored,
+    start,
+    started,
+    train,
+    trained,
+)
 
-import pytest
-
-from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     AbortRollout,
     DiscardReason,
-    DiscardRollouts,
     OnFull,
     OnStale,
-    PublishWeights,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutPreempted,
-    RolloutScored,
-    StartRollout,
-    StartTraining,
     Stop,
     StopReason,
-    TrainingFinished,
-    VersionSpans,
-    WeightsLoaded,
-    WeightsPublished,
     WeightUpdate,
 )
-from pipelinerl.scheduler.kinds import make_scheduler
-
-
-def make(*, optimizer_steps=10, num_engines=1, group_size=1, **settings):
-    config = SchedulerConfig(**{"train_batch_size": 2, "generation_batch_size": 4, **settings})
-    return make_scheduler(config, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
-
-
-def started(**kwargs):
-    scheduler = make(**kwargs)
-    scheduler.start()
-    return scheduler
-
-
-def report(scheduler, *events):
-    """Report events and return all that is answered."""
-    return [command for event in events for command in scheduler.handle(event)]
-
-
-def start(rollout_id, engine=0, *, prompt_id=None, kept_tokens=0):
-    return StartRollout(rollout_id, rollout_id if prompt_id is None else prompt_id, engine, kept_tokens)
-
-
-def starts(commands):
-    """Rollouts that are started."""
-    return [command.rollout_id for command in commands if isinstance(command, StartRollout)]
-
-
-def others(commands):
-    """All commands that start nothing."""
-    return [command for command in commands if not isinstance(command, StartRollout)]
-
-
-def tokens(*versions):
-    """One token of each version."""
-    return VersionSpans(versions, tuple(range(1, len(versions) + 1)))
-
-
-def finished(rollout_id, *versions, engine=0):
-    return RolloutFinished(rollout_id, engine, tokens(*versions))
-
-
-def scored(rollout_id, reward=1.0):
-    return RolloutScored(rollout_id, reward)
-
-
-def done(*rollout_ids, version=0, engine=0, rewards=(1.0,)):
-    """Rollouts finish and are scored, one after the other."""
-    return [
-        event
-        for i, rollout_id in enumerate(rollout_ids)
-        for event in (finished(rollout_id, version, engine=engine), scored(rollout_id, rewards[i % len(rewards)]))
-    ]
-
-
-def failed(rollout_id, engine=0):
-    return RolloutFailed(rollout_id, engine)
-
-
-def aborted(rollout_id, *versions, engine=0):
-    return RolloutAborted(rollout_id, engine, tokens(*versions))
-
-
-def trained(version):
-    return TrainingFinished(version, 1.0)
-
-
-def published(version):
-    return WeightsPublished(version, 1.0)
-
-
-def loaded(version, engine=0):
-    return WeightsLoaded(engine, version, 1.0)
-
-
-def train(*rollout_ids, version=0, completes_step=True):
-    return StartTraining(rollout_ids, version, completes_step)
-
-
-def publish(version, weight_update=WeightUpdate.KEEP):
-    return PublishWeights(version, weight_update)
-
-
-def discard(*rollout_ids, reason):
-    return DiscardRollouts(rollout_ids, reason)
-
 
 # ------------------------------------------------------------------------------------------- pipeline
 
@@ -312,127 +226,6 @@ def test_interrupted_rollouts_start_first_come_first_served_before_new_ones():
     assert report(scheduler, loaded(1)) == [start(3, kept_tokens=1), start(2, kept_tokens=1), start(5)]
 
 
-# --------------------------------------------------------------------------------------------- max_lag
-
-
-def test_the_lag_gate_admits_what_can_be_trained_in_time():
-    """m = 1, B = 2: at version 0 two batches can be in time, so 4 of 8 slots are used; one batch per load follows."""
-    scheduler = make(max_lag=1, generation_batch_size=8)
-    assert scheduler.start() == [start(0), start(1), start(2), start(3)]
-    assert report(scheduler, *done(0, 1)) == [train(0, 1)], "the next step could be the last for what starts now"
-    assert report(scheduler, trained(1), published(1)) == [publish(1)]
-    assert report(scheduler, loaded(1)) == [start(4), start(5)]
-
-
-def test_the_lag_gate_counts_what_the_running_step_has_taken():
-    """m = 0, B = 4: micro-batches make room for nothing until the step is published and loaded."""
-    scheduler = make(max_lag=0, train_batch_size=4, micro_batch_size=2, generation_batch_size=8)
-    assert starts(scheduler.start()) == [0, 1, 2, 3]
-    assert starts(report(scheduler, *done(0, 1), trained(0), *done(2, 3), trained(1), published(1))) == []
-    assert starts(report(scheduler, loaded(1))) == [4, 5, 6, 7]
-
-
-def test_a_discarded_group_leaves_the_lag_gate():
-    scheduler = started(max_lag=0, generation_batch_size=8)
-    assert report(scheduler, failed(0)) == [start(2)]
-
-
-def test_the_trainer_waits_for_a_straggler_that_would_be_too_old_afterwards():
-    """m = 1, B = 2. Rollouts 0 and 3 hold tokens of version 0, so both must be in the batch at version 1.
-
-    When 4 and 5 (version 1) are ready first, training on them would leave 0 and 3 to version 2: lag 2. When 0
-    comes, a batch of 0 and 4 would leave 3. When 3 comes, 0 and 3 are trained on at lag 1, and 4 and 5 can wait.
-    """
-    scheduler = started(max_lag=1)
-    assert others(report(scheduler, *done(1, 2))) == [train(1, 2)]
-    assert report(scheduler, trained(1), published(1), loaded(1)) == [publish(1), start(4), start(5)]
-    assert report(scheduler, *done(4, 5, version=1)) == []
-    assert report(scheduler, finished(0, 0, 1), scored(0)) == []
-    assert report(scheduler, finished(3, 0, 1), scored(3)) == [train(0, 3, version=1)]
-    assert report(scheduler, trained(2), published(2)) == [publish(2), train(4, 5, version=2)]
-
-
-def test_the_trainer_does_not_wait_for_a_straggler_that_failed():
-    scheduler = started(max_lag=1)
-    report(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
-    assert others(report(scheduler, failed(0))) == []
-    assert others(report(scheduler, failed(3))) == [train(4, 5, version=1)]
-
-
-def test_a_straggler_whose_tokens_are_new_does_not_hold_the_trainer():
-    """Rollouts 0 and 3 began so late that they have no token of version 0: 4 and 5 were first, and go first."""
-    scheduler = started(max_lag=1)
-    report(scheduler, *done(1, 2), trained(1), published(1), loaded(1), *done(4, 5, version=1))
-    assert report(scheduler, finished(0, 1), scored(0)) == []
-    assert report(scheduler, finished(3, 1), scored(3)) == [train(4, 5, version=1)]
-
-
-@pytest.mark.parametrize(
-    ("on_stale", "prompt_ids"), [(OnStale.DROP, {0: 6, 3: 7, 4: 8}), (OnStale.REQUEUE, {0: 0, 3: 3, 4: 4})]
-)
-def test_what_the_next_batch_comes_too_late_for_is_aborted_once_and_replaced(on_stale, prompt_ids):
-    """m = 0: when the step at version 0 starts, all that began before it can only be too old.
-
-    ``drop`` starts new prompts in its place, ``requeue`` the same ones as new rollouts, first aborted first.
-    """
-    scheduler = started(max_lag=0, on_stale=on_stale)
-    report(scheduler, finished(1, 0), finished(2, 0), scored(1))
-    assert report(scheduler, scored(2)) == [train(1, 2), *(AbortRollout(r, 0) for r in (0, 3, 4, 5))]
-    assert report(scheduler, aborted(0, 0)) == [start(6, prompt_id=prompt_ids[0])]
-    assert report(scheduler, aborted(3, 0)) == [start(7, prompt_id=prompt_ids[3])]
-    assert report(scheduler, finished(4, 0)) == [start(8, prompt_id=prompt_ids[4])], "it had finished before the abort"
-    assert report(scheduler, scored(4)) == [discard(4, reason=DiscardReason.STALE)]
-    assert others(report(scheduler, trained(1))) == [publish(1)]
-
-
-def test_a_ready_group_that_the_next_batch_comes_too_late_for_is_discarded():
-    """m = 1, B = 1: rollouts 1 and 2 are ready, of version 0. One is trained on at version 1, the other is too old."""
-    scheduler = started(max_lag=1, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=2)
-    report(scheduler, *done(0), *done(1, 2), trained(1))
-    assert report(scheduler, published(1)) == [
-        train(1, version=1),
-        discard(2, reason=DiscardReason.STALE),
-        AbortRollout(3, 0),
-        AbortRollout(4, 0),
-    ]
-
-
-def test_a_group_whose_tokens_are_too_old_is_discarded_when_it_is_scored():
-    """m = 0: rollout 6 starts after the step at version 0 has begun, but before the engine has version 1."""
-    scheduler = started(max_lag=0, on_stale=OnStale.DROP)
-    report(scheduler, *done(0, 1))
-    assert report(scheduler, aborted(2, 0)) == [start(6)]
-    assert report(scheduler, finished(6, 0), scored(6)) == [start(7), discard(6, reason=DiscardReason.STALE)]
-
-
-def test_a_group_that_has_finished_is_judged_by_its_tokens():
-    """m = 1, B = 1. Rollouts 2, 3, 4 started when the engine had reported version 0 only.
-
-    When the step at version 1 begins, 2 has finished, and all its tokens are of version 1: in time for version 2.
-    Of 3 and 4 nothing has been reported: they may be too old.
-    """
-    scheduler = started(max_lag=1, on_stale=OnStale.DROP, train_batch_size=1, generation_batch_size=2)
-    report(scheduler, *done(0), trained(1), published(1))
-    assert report(scheduler, finished(2, 1), finished(1, 0)) == [start(3), start(4)]
-    assert report(scheduler, scored(1)) == [train(1, version=1), AbortRollout(3, 0), AbortRollout(4, 0)]
-    assert report(scheduler, scored(2), trained(2)) == [train(2, version=2)]
-
-
-def test_under_max_lag_the_oldest_is_trained_on_first():
-    scheduler = started(max_lag=3, on_stale=OnStale.DROP, generation_batch_size=6)
-    report(scheduler, *done(0, 1), trained(1), published(1), loaded(1))
-    report(scheduler, finished(2, 1), scored(2))
-    assert others(report(scheduler, finished(3, 0, 1), scored(3))) == [train(3, 2, version=1)]
-
-
-def test_without_max_lag_nothing_is_too_old():
-    scheduler = started(train_batch_size=1, generation_batch_size=2)
-    for version in range(5):
-        report(scheduler, *done(1 + version, version=version), trained(version + 1), published(version + 1))
-        report(scheduler, loaded(version + 1))
-    assert others(report(scheduler, *done(0))) == [train(0, version=5)]
-
-
 # ------------------------------------------------------------------------------------ discards, failures
 
 
@@ -567,101 +360,3 @@ def test_filtering_without_end_stalls():
         *(discard(r, r + 1, reason=DiscardReason.NO_SIGNAL) for r in range(0, 52, 2)),
         Stop(StopReason.STALLED),
     ]
-
-
-# ------------------------------------------------------------------------------------ impossible events
-
-
-TRAINING = done(0, 1)
-PUBLISHING = [*TRAINING, trained(1)]
-LOADING = [*PUBLISHING, published(1)]
-LOADED = [*LOADING, loaded(1)]
-
-
-@pytest.mark.parametrize(
-    ("history", "event", "state"),
-    [
-        ([], finished(7, 0), "rollout 7 on engine 0: it is not there"),
-        ([], finished(0, 0, engine=1), "rollout 0 on engine 1: it is not there"),
-        ([], finished(0, 1), "tokens of versions 1 to 1: engines have had versions 0 to 0"),
-        ([*LOADED, *done(2)], finished(6, 0, 1), "tokens of versions 0 to 1: engines have had versions 1 to 1"),
-        ([finished(0, 0)], finished(0, 0), "rollout 0 on engine 0: it is not there"),
-        ([finished(0, 0)], aborted(0, 0), "rollout 0 on engine 0: it is not there"),
-        ([], aborted(7), "rollout 7 on engine 0: it is not there"),
-        ([], aborted(0, engine=1), "rollout 0 on engine 1: it is not there"),
-        ([], aborted(0, 1), "tokens of versions 1 to 1"),
-        ([], scored(0), "rollout 0: it is not being scored"),
-        ([], scored(7), "rollout 7: it is not being scored"),
-        (done(0), scored(0), "rollout 0: it is not being scored"),
-        (TRAINING, scored(1), "rollout 1: it is not being scored"),
-        ([], RolloutPreempted(7, 0, 1), "version 0"),
-        ([], RolloutPreempted(0, 1, 1), "version 0"),
-        (done(0), RolloutPreempted(0, 0, 1), "version 0"),
-        ([], failed(7), "rollout 7 on engine 0: it is not there"),
-        ([], failed(0, engine=1), "rollout 0 on engine 1: it is not there"),
-        ([], failed(0, engine=None), "rollout 0: it is not being scored"),
-        (done(0), failed(0), "rollout 0 on engine 0: it is not there"),
-        (done(0), failed(0, engine=None), "rollout 0: it is not being scored"),
-        ([failed(0)], failed(0), "rollout 0 on engine 0: it is not there"),
-        ([], trained(1), "version 0, trainer IDLE"),
-        (TRAINING, trained(0), "version 0, trainer TRAINING"),
-        (TRAINING, trained(2), "version 0, trainer TRAINING"),
-        (PUBLISHING, trained(2), "version 1, trainer PUBLISHING"),
-        (TRAINING, published(0), "trainer TRAINING"),
-        (PUBLISHING, published(2), "trainer PUBLISHING, published 1"),
-        (LOADING, published(1), "trainer IDLE, published 1"),
-        ([], loaded(0), "published 0, engines still loading 0"),
-        ([], loaded(1), "published 0, engines still loading 0"),
-        (PUBLISHING, loaded(2), "published 1, engines still loading 1"),
-        (PUBLISHING, loaded(1, engine=1), "published 1, engines still loading 1"),
-        (PUBLISHING, loaded(1, engine=-1), "published 1, engines still loading 1"),
-        (LOADED, loaded(1), "published 1, engines still loading 0"),
-    ],
-)
-def test_an_impossible_event_is_refused_and_changes_nothing(history, event, state):
-    scheduler = started()
-    report(scheduler, *history)
-    before = pickle.dumps(scheduler)
-    with pytest.raises(SchedulerError, match=f"^cannot handle .*{state}"):
-        scheduler.handle(event)
-    assert pickle.dumps(scheduler) == before
-
-
-# ---------------------------------------------------------------------------------------------- memory
-
-
-def at_once(command, version):
-    """What a driver reports that does everything at once; too fast for any abort."""
-    match command:
-        case StartRollout():
-            return done(command.rollout_id, version=version, engine=command.engine)
-        case StartTraining():
-            return [trained(command.version + command.completes_step)]
-        case PublishWeights():
-            return [published(command.version), loaded(command.version, 0), loaded(command.version, 1)]
-    return []
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_lag": 0, "generation_batch_size": 64},
-        {"max_lag": 1, "on_stale": OnStale.REQUEUE},
-        {"on_full": OnFull.DROP_OLDEST},
-        {"kind": "conventional", "generation_batch_size": 64, "weight_update": WeightUpdate.WAIT},
-    ],
-    ids=str,
-)
-def test_the_scheduler_does_not_grow_with_the_length_of_the_run(settings):
-    """It holds no more around step 2000 than around step 200, but for larger numbers (64 bytes pickled)."""
-    scheduler = make(optimizer_steps=10**6, num_engines=2, **settings)
-    commands, version, sizes = scheduler.start(), 0, {200: 0, 2000: 0}
-    while scheduler.version < 2000:
-        events = [event for command in commands for event in at_once(command, version)]
-        commands = report(scheduler, *events)
-        version = max([version, *(event.version for event in events if isinstance(event, WeightsLoaded))])
-        for step, size in sizes.items():
-            if step - 50 < scheduler.version <= step:
-                sizes[step] = max(size, len(pickle.dumps(scheduler)))
-    assert sizes[2000] <= sizes[200] + 64
