@@ -7,12 +7,16 @@ import signal
 import time
 from dataclasses import dataclass
 
+import pytest
+from ledger_check import check_ledger
+
 from backends.checkpoint import read_newest
 from backends.fake import FakeCodec, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import GroupMembers
 from backends.interface import Parts as DriverParts
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.tasks import Problem
 
 KINDS = ("keep", "recompute", "abort", "wait")
@@ -44,10 +48,8 @@ class Letters:
 
     def __init__(self, *, raises_every=0):
         self.raises_every = raises_every
-        self.prompts = []
 
     def problem(self, index, *, held_out):
-        self.prompts.append(index)
         return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
 
     def reward(self, problem, answer):
@@ -70,7 +72,7 @@ class Interrupts(Letters):
             else:
                 self.done = True
                 time.sleep(0.3)
-                signal.raise_signal(signal.SIGINT)
+                interrupt()
         return super().reward(problem, answer)
 
 
@@ -110,6 +112,26 @@ def run(config, out, parts, *, resume=False):
         out=out,
         checkpoint=checkpoint,
     )
+
+
+def run_checked(config, out, parts=None, *, resume=False):
+    """Run, and check the folder as that of any finished run."""
+    summary = run(config, out, parts or parts_of(config), resume=resume)
+    check_ledger(out, config, summary)
+    return summary
+
+
+def interrupt():
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def interrupted(config, out, parts=None, *, at=3, resume=False):
+    """Run parts that press Ctrl-C themselves; without any, Ctrl-C comes while step ``at`` is being trained."""
+    if parts is None:
+        parts = parts_of(config, trainer=Killer(train_batch_size=8, at=at, do=interrupt))
+    with pytest.raises(RunFailedError, match="interrupted"):
+        run(config, out, parts, resume=resume)
 
 
 class Killer(FakeTrainer):

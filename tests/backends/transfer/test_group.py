@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ import pytest
 pytest.importorskip("torch")  # TensorBoard's writer is torch's
 pytest.importorskip("tensorboard")
 
-from in_memory import KINDS, config_of, parts_of, run
-from ledger_check import check_ledger
+from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers, Weights
 from backends.transfer.group import WeightSyncGroup
-from pipelinerl.errors import EngineLostError, RunFailedError, TransferError
+from pipelinerl.errors import EngineLostError, TransferError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -143,8 +141,7 @@ EVERYONE = [0, 1, "trainer"]
 def test_one_group_serves_a_run_of_which_nothing_is_lost(tmp_path, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
     wire, parts = wired(config)
-    summary = run(config, tmp_path / "run", parts)
-    check_ledger(tmp_path / "run", config, summary)
+    run_checked(config, tmp_path / "run", parts)
     assert wire.groups == [EVERYONE]
 
 
@@ -154,8 +151,7 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(t
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when("train", 3, engines[1].die)
-    summary = run(config, tmp_path / "run", parts)
-    check_ledger(tmp_path / "run", config, summary)
+    summary = run_checked(config, tmp_path / "run", parts)
     assert summary.engine_restarts == 1
     assert [engine.num_started for engine in engines] == [1, 2]
     assert [1, "trainer"] in wire.groups
@@ -168,8 +164,7 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_p
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when(what, version, engines[1].die)
-    summary = run(config, tmp_path / "run", parts)
-    check_ledger(tmp_path / "run", config, summary)
+    summary = run_checked(config, tmp_path / "run", parts)
     assert 1 <= summary.engine_restarts <= 2
     assert engines[1].num_started == 2
     assert wire.groups[-1] == EVERYONE
@@ -183,18 +178,15 @@ def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(tmp_path):
         run(config, tmp_path / "run", parts)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
-    summary = run(again, tmp_path / "run", wired(again)[1], resume=True)
-    check_ledger(tmp_path / "run", again, summary)
+    run_checked(again, tmp_path / "run", wired(again)[1], resume=True)
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(tmp_path):
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8)
     _, parts = wired(config)
-    parts.trainer.when("publish", 2, lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(RunFailedError, match="interrupted"):
-        run(config, tmp_path / "run", parts)
-    summary = run(config, tmp_path / "run", wired(config)[1], resume=True)
-    check_ledger(tmp_path / "run", config, summary)
+    parts.trainer.when("publish", 2, interrupt)
+    interrupted(config, tmp_path / "run", parts)
+    run_checked(config, tmp_path / "run", wired(config)[1], resume=True)
 
 
 def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():

@@ -1,0 +1,209 @@
+"""Checkpoints of runs with parts in memory: a resumed run loses nothing and does nothing twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")  # TensorBoard's writer is torch's
+pytest.importorskip("tensorboard")
+
+from in_memory import (
+    KINDS,
+    Interrupts,
+    Killer,
+    Letters,
+    config_of,
+    interrupt,
+    interrupted,
+    parts_of,
+    run,
+    run_checked,
+)
+from ledger_check import records
+
+from backends.checkpoint import FOLDER, read_newest
+from backends.driver import Driver
+from backends.event_loop import EventLoop
+from backends.fake import FakeEngine
+from pipelinerl.errors import ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
+from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight_update):
+    config = config_of(
+        steps=20, kind=kind, weight_update=weight_update, longest=40, slots=16, optimizer_steps_per_rl_step=2
+    )
+    out = tmp_path / "run"
+    interrupted(config, out)
+    assert replay(Trace(out / TRACE_FILE)).difference is None
+    parts = parts_of(config)
+    run_checked(config, out, parts, resume=True)
+    assert parts.trainer.version == config.optimizer_steps
+    assert 0 < len(parts.trainer.trained) <= 17  # what was done before the checkpoint is not done again
+
+
+def test_an_interrupted_run_goes_on_between_two_publications(tmp_path):
+    config = config_of(steps=20, longest=40, slots=16, publish_every=4, max_lag=3)
+    interrupted(config, tmp_path / "run", at=6)
+    summary = run_checked(config, tmp_path / "run", resume=True)
+    assert summary.lag.max <= 3
+
+
+def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
+    config = config_of(micro_batch_size=4, longest=40, slots=16)
+    out = tmp_path / "run"
+    interrupted(config, out)
+    parts = parts_of(config)
+    run_checked(config, out, parts, resume=True)
+    assert all(len(batch) == 8 for batch in parts.trainer.trained)
+
+
+def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path):
+    def die():
+        raise TrainerLostError("rank 0 is dead")
+
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}})
+    out = tmp_path / "run"
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=5, do=die)
+    with pytest.raises(TrainerLostError, match="rank 0 is dead"):
+        run(config, out, parts)
+    assert sorted(path.name for path in (out / FOLDER).iterdir()) == ["step_000002", "step_000004"]
+    parts = parts_of(config)
+    run_checked(config, out, parts, resume=True)
+    assert len(parts.trainer.trained) == 5
+
+
+def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(tmp_path):
+    """Every span of the whole trace names a version that its engine had reported, or was about to report."""
+    config = config_of(longest=40, slots=16)
+    out = tmp_path / "run"
+    interrupted(config, out)
+    run(config, out, parts_of(config), resume=True)
+    published = 0
+    for row in records(out):
+        if isinstance(row.command, PublishWeights):
+            published = row.command.version
+        if isinstance(row.event, WeightsLoaded):
+            assert row.event.version == published
+        if isinstance(row.event, RolloutFinished):
+            assert max(row.event.spans.versions) <= published
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(tmp_path):
+    """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
+    config = config_of(steps=12, longest=20, slots=16)
+    out = tmp_path / "run"
+    parts = parts_of(config)
+    parts.engines[0] = FakeEngine(num_slots=16, update_s=60.0)
+    trainer = parts.trainer
+    parts.task = Interrupts(when=lambda _: trainer.version >= 2)
+    interrupted(config, out, parts)
+    state = read_newest(out, config).state
+    assert state.pending is None
+    assert state.scheduler.loaded[0] < state.scheduler.loaded[1] < state.version
+    run_checked(config, out, resume=True)
+
+
+def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, monkeypatch):
+    """Also of those that were started at the very instant it was written."""
+    config = config_of()
+    out = tmp_path / "run"
+    carry_out_all, run_driver = EventLoop._carry_out_all, Driver.run
+    drivers = []
+
+    async def run_known(driver):
+        drivers.append(driver)
+        await run_driver(driver)
+
+    def carried_out_and_interrupted(loop, commands):
+        carry_out_all(loop, commands)
+        drivers[0].interrupt()
+
+    monkeypatch.setattr(Driver, "run", run_known)
+    monkeypatch.setattr(EventLoop, "_carry_out_all", carried_out_and_interrupted)
+    interrupted(config, out, parts_of(config))
+    monkeypatch.undo()
+    state = read_newest(out, config).state
+    assert len(state.in_flight) == 12
+    assert state.in_flight.keys() <= state.rollouts.keys()
+    run_checked(config, out, resume=True)
+
+
+def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
+    config = config_of(train={"evaluation": {"problems": 4}})
+    out = tmp_path / "run"
+    first = run(config, out, parts_of(config))
+    (out / "model" / "fake.json").unlink()
+    parts = parts_of(config)
+    again = run_checked(config, out, parts, resume=True)
+    assert parts.trainer.trained == []
+    assert (out / "model" / "fake.json").exists()
+    assert again == first
+
+
+def test_a_stalled_run_that_goes_on_is_stalled(tmp_path):
+    config = config_of(discard_limit=50)
+    for resume in (False, True):
+        with pytest.raises(RunFailedError, match="stalled"):
+            run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)), resume=resume)
+
+
+def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(tmp_path):
+    config = config_of(steps=8, train={"evaluation": {"problems": 4}})
+    out = tmp_path / "run"
+    interrupted(config, out)
+    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
+    summary = run(config, out, parts_of(config), resume=True)
+    assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
+
+
+def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_path, monkeypatch):
+    config = config_of(steps=9, train={"checkpoint": {"every": 1, "keep": 1}})
+    out = tmp_path / "run"
+    rename = Path.rename
+
+    def killed(path, target):
+        if path.name == "partial" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise KeyboardInterrupt  # after Ctrl-C: its second one
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    parts = parts_of(config)
+    parts.trainer = Killer(train_batch_size=8, at=3, do=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, out, parts)
+    monkeypatch.undo()
+    assert read_newest(out, config).state.version >= 3
+    run_checked(config, out, resume=True)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    config = config_of()
+    out = tmp_path / "run"
+    interrupted(config, out)
+    with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
+        read_newest(out, config_of(batch=16))
+    read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
+
+
+def test_a_checkpoint_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="--resume needs a checkpoint"):
+        read_newest(tmp_path, config_of())
+    folder = tmp_path / FOLDER / "step_000001"
+    folder.mkdir(parents=True)
+    (folder / "run.pickle").write_bytes(b"not a pickle")
+    with pytest.raises(ConfigError, match=r"run\.pickle cannot be read"):
+        read_newest(tmp_path, config_of())
