@@ -37,7 +37,7 @@ from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished
 from sim.cluster import SimulatedCluster
-from sim.engine import Engine
+from sim.engine import ClosedFormEngine
 from sim.step_by_step import StepByStepEngine
 
 SEQUENCES = 64
@@ -199,7 +199,7 @@ def compare(checkout, folder, kind, longest):
         (
             run_vidur(vidur_simulator(checkout, folder, lengths), lengths),
             run_here(config, StepByStepEngine),
-            run_here(config, Engine),
+            run_here(config, ClosedFormEngine),
         )
         for _ in range(ROUNDS)
     ]

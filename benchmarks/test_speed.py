@@ -22,7 +22,7 @@ from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.kinds import make_scheduler
 from sim.cluster import SimulatedCluster
-from sim.engine import Engine
+from sim.engine import ClosedFormEngine
 from sim.step_by_step import StepByStepEngine
 
 ROOT = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ def workload(steps, *, mean=3000, engines=4):
     )
 
 
-def played(config, make=Engine):
+def played(config, make=ClosedFormEngine):
     """Simulate and keep everything."""
     recorded = Recorded()
     SimulatedCluster(config, engine_factory=make).run(recorded)

@@ -17,8 +17,8 @@ from simpy.events import Event, EventPriority
 TICKS_PER_S = 10**12
 """Ticks in one second."""
 
-WORLD_PRIORITY = EventPriority(2)
-"""Priority at which the world's own events run; engine ``i`` runs at ``WORLD_PRIORITY + 1 + i``.
+CLUSTER_PRIORITY = EventPriority(2)
+"""Priority of the simulated cluster's own events; engine ``i`` runs at ``CLUSTER_PRIORITY + 1 + i``.
 
 Events at the same tick run in this order, whenever they were scheduled. So the order does not depend on
 whether an engine schedules one wake-up per decode step or one per finished rollout.
@@ -51,12 +51,12 @@ class Wake(Event):
         clock: Where it is scheduled.
         delay: Ticks from now, at least 0.
         priority: Its place among those at the same tick, low first.
-        tag: What the called one knows it by.
+        tag: Number by which the callee knows it.
         call: Called with this event.
     """
 
     __slots__ = ("tag",)
-    _value = None  # nothing to tell
+    _value = None  # it carries no value
     _ok = True
 
     def __init__(
@@ -68,6 +68,6 @@ class Wake(Event):
         clock.schedule(self, priority, delay)
 
     def again(self, delay: int, priority: EventPriority, call: Callable[[Any], None]) -> None:
-        """Have another call; the one before must have been made."""
+        """Schedule another call; the one before must have been made."""
         self.callbacks = [call]
         self.env.schedule(self, priority, delay)

@@ -52,9 +52,9 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
 )
 from pipelinerl.scheduler.kinds import make_scheduler
-from sim.clock import WORLD_PRIORITY, Clock, Wake, to_seconds, to_ticks
+from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost
-from sim.engine import Engine, EngineSettings
+from sim.engine import ClosedFormEngine, EngineSettings
 from sim.learning.tasks import checked_task
 from sim.request import EngineHost, Request, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
@@ -94,7 +94,11 @@ class SimulatedCluster:
     """One simulated run."""
 
     def __init__(
-        self, config: RunConfig, *, engine_factory: EngineFactory = Engine, policy: PolicyInTheLoop | None = None
+        self,
+        config: RunConfig,
+        *,
+        engine_factory: EngineFactory = ClosedFormEngine,
+        policy: PolicyInTheLoop | None = None,
     ) -> None:
         """Build the cluster; nothing runs yet.
 
@@ -220,7 +224,7 @@ class SimulatedCluster:
             return
         self._rewards[rollout_id] = sequence.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
-        Wake(self._clock, self._score_ticks, WORLD_PRIORITY, rollout_id, self._scored)
+        Wake(self._clock, self._score_ticks, CLUSTER_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, sequence: Request) -> None:
         """Report a rollout that ended early."""
@@ -329,7 +333,7 @@ class SimulatedCluster:
         switch_ticks = self._to_training_ticks if self._generating else 0
         if self._generating and self._config.scheduler.schedule.carries_over:
             for engine in self._engines:
-                engine.stand_still()
+                engine.suspend()
         self._generating = False
         tokens = self._tokens
         lengths = [tokens[rollout_id] for rollout_id in command.rollout_ids]
@@ -354,7 +358,7 @@ class SimulatedCluster:
             self._policy.forget(rollout_id)
 
     def _after(self, ticks: int, call: Callable[[Wake], None]) -> None:
-        Wake(self._clock, ticks, WORLD_PRIORITY, 0, call)
+        Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

@@ -56,20 +56,20 @@ class Request:
 class TokenSource(Protocol):
     """What decides the lengths of rollouts while they are generated: a policy. Without one they are known before."""
 
-    def begin(self, sequence: Request, version: int) -> None:
+    def begin(self, request: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
 
-    def go_on(self, sequences: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
+    def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch, with the tokens each has, that goes on with other weights."""
 
 
 class EngineHost(Protocol):
     """What an engine reports, at the tick at which it happens."""
 
-    def rollout_finished(self, engine: int, sequence: Request, spans: VersionSpans) -> None:
+    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """The last token of a rollout is there: these are all."""
 
-    def rollout_aborted(self, engine: int, sequence: Request) -> None:
+    def rollout_aborted(self, engine: int, request: Request) -> None:
         """A rollout has ended early; it keeps the tokens it has."""
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
@@ -85,7 +85,7 @@ class SimulatedEngine(Protocol):
     version: int
     """Version it samples with."""
 
-    def submit(self, sequence: Request, at: int) -> None:
+    def submit(self, request: Request, at: int) -> None:
         """Have a rollout arrive at tick ``at``."""
 
     def abort(self, rollout_id: int) -> None:
@@ -94,7 +94,7 @@ class SimulatedEngine(Protocol):
     def update(self, version: int, weight_update: WeightUpdate, at: int) -> None:
         """Have new weights arrive at tick ``at``."""
 
-    def stand_still(self) -> None:
+    def suspend(self) -> None:
         """Stop, with what is in progress, until new weights are loaded."""
 
     def end(self) -> list[tuple[int, VersionSpans]]:

@@ -12,7 +12,7 @@ from itertools import accumulate, groupby
 from simpy.events import EventPriority
 
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
-from sim.clock import WORLD_PRIORITY, Clock, Wake
+from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.engine import EngineSettings
 from sim.request import EngineHost, Request
 
@@ -20,32 +20,32 @@ from sim.request import EngineHost, Request
 class StepByStepEngine:
     """An engine that wakes at every boundary. See the top of ``sim/engine.py`` for the rules."""
 
-    def __init__(self, clock: Clock, host: EngineHost, index: int, settings: EngineSettings) -> None:
+    def __init__(self, clock: Clock, host: EngineHost, engine_id: int, settings: EngineSettings) -> None:
         self.version = 0
         self._clock = clock
         self._host = host
-        self._index = index
+        self._engine_id = engine_id
         self._settings = settings
         self._num_slots = len(settings.decode.batch_ticks) - 1
         self._running: list[Request] = []  # in order of admission
         self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
         self._prefill_ticks = 0  # charged to the next step
-        # Requests not yet taken up, each with the tick of its arrival.
+        # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
         self._aborts: list[tuple[int, int]] = []
         self._update: tuple[int, int, WeightUpdate] | None = None
         self._pausing = False
-        self._stand_at: int | None = None
-        self._still_since: int | None = None
+        self._suspend_at: int | None = None
+        self._suspended_since: int | None = None
         self._at_boundary = False
         self._next_boundary: tuple[int, Wake] | None = None  # None: idle, and nothing is asked
 
     # -------------------------------------------------------------------------------------- requests
 
-    def submit(self, sequence: Request, at: int) -> None:
-        """Have a rollout arrive at tick ``at``."""
-        self._arrivals.append((at, sequence))
+    def submit(self, request: Request, at: int) -> None:
+        """Have a request arrive at tick ``at``."""
+        self._arrivals.append((at, request))
         self._arrivals.sort(key=lambda arrival: arrival[0])  # stable: in order of submission at the same tick
         self._wake_if_idle()
 
@@ -60,9 +60,9 @@ class StepByStepEngine:
         self._update = (at, version, weight_update)
         self._wake_if_idle()
 
-    def stand_still(self) -> None:
-        """Stop, with what is in progress, until new weights are loaded."""
-        self._stand_at = self._clock.now
+    def suspend(self) -> None:
+        """Stop decoding, with everything in progress kept, until new weights are loaded."""
+        self._suspend_at = self._clock.now
         self._wake_if_idle()
 
     def end(self) -> list[tuple[int, VersionSpans]]:
@@ -70,8 +70,8 @@ class StepByStepEngine:
         if self._next_boundary is not None and self._next_boundary[0] == self._clock.now:
             self._end_step()  # it ends exactly now, so it counts
         self._next_boundary = None
-        sequences = [*self._running, *self._waiting, *(sequence for _, sequence in self._arrivals)]
-        return [(one.rollout_id, self._spans(one)) for one in sorted(sequences, key=lambda one: one.rollout_id)]
+        requests = [*self._running, *self._waiting, *(request for _, request in self._arrivals)]
+        return [(one.rollout_id, self._spans(one)) for one in sorted(requests, key=lambda one: one.rollout_id)]
 
     # ------------------------------------------------------------------------------------ boundaries
 
@@ -86,75 +86,75 @@ class StepByStepEngine:
         if self._pausing:
             self._end_pause()
         self._report_finished()
-        self._take_requests(until=now if idle else now - 1)
-        if not self._pausing and self._still_since is None and not self._preempt():
+        self._take_calls(until=now if idle else now - 1)
+        if not self._pausing and self._suspended_since is None and not self._preempt():
             self._admit()
         self._at_boundary = False
         self._plan(now)
 
     def _end_step(self) -> None:
-        """Add a token to every running rollout, unless the engine stands still."""
-        if not self._pausing and self._still_since is None:
-            for sequence in self._running:
-                self._tokens(sequence).append(self.version)
+        """Add a token to every running rollout, unless the engine is paused or suspended."""
+        if not self._pausing and self._suspended_since is None:
+            for request in self._running:
+                self._tokens(request).append(self.version)
 
     def _report_finished(self) -> None:
-        for sequence in [one for one in self._running if len(self._tokens(one)) == one.length]:
-            self._running.remove(sequence)
-            spans = self._spans(sequence)
-            del self._token_versions[sequence.rollout_id]
-            self._host.rollout_finished(self._index, sequence, spans)
+        for request in [one for one in self._running if len(self._tokens(one)) == one.length]:
+            self._running.remove(request)
+            spans = self._spans(request)
+            del self._token_versions[request.rollout_id]
+            self._host.rollout_finished(self._engine_id, request, spans)
 
-    def _take_requests(self, until: int) -> None:
+    def _take_calls(self, until: int) -> None:
         """Take up what has arrived up to tick ``until``: aborts, rollouts, the weights."""
         while self._aborts and self._aborts[0][0] <= until:
             _, rollout_id = self._aborts.pop(0)
-            known = [*self._running, *self._waiting, *(sequence for _, sequence in self._arrivals)]
-            for sequence in [one for one in known if one.rollout_id == rollout_id]:
-                self._end_early(sequence)
+            known = [*self._running, *self._waiting, *(request for _, request in self._arrivals)]
+            for request in [one for one in known if one.rollout_id == rollout_id]:
+                self._end_early(request)
         update_at = self._update[0] if self._update is not None else until + 1
         while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
             self._waiting.append(self._arrivals.pop(0)[1])
-        if self._stand_at is not None and self._stand_at <= until:
-            self._stand_at, self._still_since = None, self._clock.now
+        if self._suspend_at is not None and self._suspend_at <= until:
+            self._suspend_at, self._suspended_since = None, self._clock.now
         if update_at <= until:
             self._begin_update()
 
-    def _end_early(self, sequence: Request) -> None:
-        sequence.keep(self._spans(sequence))  # what it has if it is submitted again
-        self._running = [one for one in self._running if one is not sequence]
-        self._waiting = [one for one in self._waiting if one is not sequence]
-        self._arrivals = [arrival for arrival in self._arrivals if arrival[1] is not sequence]
-        del self._token_versions[sequence.rollout_id]
-        self._host.rollout_aborted(self._index, sequence)
+    def _end_early(self, request: Request) -> None:
+        request.keep(self._spans(request))  # what it has if it is submitted again
+        self._running = [one for one in self._running if one is not request]
+        self._waiting = [one for one in self._waiting if one is not request]
+        self._arrivals = [arrival for arrival in self._arrivals if arrival[1] is not request]
+        del self._token_versions[request.rollout_id]
+        self._host.rollout_aborted(self._engine_id, request)
 
     def _preempt(self) -> bool:
         """Make room for the next step, last in first out; return whether anything had to leave."""
         capacity = self._settings.kv_cache_tokens
         preempted = False
         while capacity is not None and self._context() + len(self._running) > capacity:
-            sequence = self._running.pop()
-            self._waiting.insert(0, sequence)
-            num_tokens = len(self._token_versions[sequence.rollout_id])
-            self._host.rollout_preempted(self._index, sequence.rollout_id, num_tokens)
+            request = self._running.pop()
+            self._waiting.insert(0, request)
+            num_tokens = len(self._token_versions[request.rollout_id])
+            self._host.rollout_preempted(self._engine_id, request.rollout_id, num_tokens)
             preempted = True
         return preempted
 
     def _admit(self) -> None:
         """Let waiting rollouts join, first come first served, while they fit."""
         while self._waiting and self._fits(self._waiting[0]):
-            sequence = self._waiting.pop(0)
+            request = self._waiting.pop(0)
             if self._settings.tokens is not None:
-                sequence.keep(self._spans(sequence))
-                self._settings.tokens.begin(sequence, self.version)
-            self._running.append(sequence)
-            self._prefill_ticks += self._settings.prefill.ticks(self._cached(sequence))
+                request.keep(self._spans(request))
+                self._settings.tokens.begin(request, self.version)
+            self._running.append(request)
+            self._prefill_ticks += self._settings.prefill.ticks(self._cached(request))
 
-    def _fits(self, sequence: Request) -> bool:
+    def _fits(self, request: Request) -> bool:
         """Return whether a slot is free, and room for its tokens and one more step of everybody."""
         capacity = self._settings.kv_cache_tokens
         batch = len(self._running) + 1
-        room = capacity is None or self._context() + self._cached(sequence) + batch <= capacity
+        room = capacity is None or self._context() + self._cached(request) + batch <= capacity
         return room and batch <= self._num_slots
 
     # --------------------------------------------------------------------------------------- weights
@@ -162,12 +162,12 @@ class StepByStepEngine:
     def _begin_update(self) -> None:
         assert self._update is not None
         _, _, weight_update = self._update
-        may_finish = self._still_since is None and (self._running or self._waiting)
+        may_finish = self._suspended_since is None and (self._running or self._waiting)
         if weight_update is WeightUpdate.WAIT and may_finish:
             return
         if weight_update is WeightUpdate.ABORT:
-            for sequence in [*self._running, *self._waiting]:
-                self._end_early(sequence)
+            for request in [*self._running, *self._waiting]:
+                self._end_early(request)
         self._pausing = True
 
     def _end_pause(self) -> None:
@@ -176,22 +176,22 @@ class StepByStepEngine:
         self._update = None
         self._pausing = False
         still_ticks = self._settings.pause_ticks
-        if self._still_since is not None:
-            still_ticks = self._clock.now - self._still_since
-            self._still_since = None
+        if self._suspended_since is not None:
+            still_ticks = self._clock.now - self._suspended_since
+            self._suspended_since = None
         if weight_update is WeightUpdate.RECOMPUTE:
             self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
         if self._settings.tokens is not None and self._running:
             num_tokens = [len(self._tokens(one)) for one in self._running]
             recompute = weight_update is WeightUpdate.RECOMPUTE
             self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=recompute)
-        self._host.weights_loaded(self._index, self.version, still_ticks)
+        self._host.weights_loaded(self._engine_id, self.version, still_ticks)
 
     # -------------------------------------------------------------------------------------- planning
 
     def _takes_up_at_once(self) -> bool:
         """Whether it makes no steps and waits for a request."""
-        return not self._pausing and (not self._running or self._still_since is not None)
+        return not self._pausing and (not self._running or self._suspended_since is not None)
 
     def _wake_if_idle(self) -> None:
         """Have a boundary for a request; an engine at work has one anyway."""
@@ -208,38 +208,38 @@ class StepByStepEngine:
             at = now + self._prefill_ticks + step_ticks
             self._prefill_ticks = 0
         else:
-            requests = [tick for tick, _ in (*self._arrivals, *self._aborts)]
+            calls = [tick for tick, _ in (*self._arrivals, *self._aborts)]
             if self._update is not None:
-                requests.append(self._update[0])
-            if self._stand_at is not None:
-                requests.append(self._stand_at)
-            if not requests:
+                calls.append(self._update[0])
+            if self._suspend_at is not None:
+                calls.append(self._suspend_at)
+            if not calls:
                 self._next_boundary = None
                 return
-            at = max(now, min(requests))
-        wake = Wake(self._clock, at - now, EventPriority(WORLD_PRIORITY + 1 + self._index), 0, self._boundary)
+            at = max(now, min(calls))
+        wake = Wake(self._clock, at - now, EventPriority(CLUSTER_PRIORITY + 1 + self._engine_id), 0, self._boundary)
         self._next_boundary = (at, wake)
 
     # ---------------------------------------------------------------------------------------- tokens
 
-    def _tokens(self, sequence: Request) -> list[int]:
+    def _tokens(self, request: Request) -> list[int]:
         """Return the versions of its tokens, one by one; those it came with are written out at first sight."""
-        if sequence.rollout_id not in self._token_versions:
+        if request.rollout_id not in self._token_versions:
             given: list[int] = []
-            for version, end in zip(sequence.spans.versions, sequence.spans.ends, strict=True):
+            for version, end in zip(request.spans.versions, request.spans.ends, strict=True):
                 given += [version] * (end - len(given))
-            self._token_versions[sequence.rollout_id] = given
-        return self._token_versions[sequence.rollout_id]
+            self._token_versions[request.rollout_id] = given
+        return self._token_versions[request.rollout_id]
 
-    def _spans(self, sequence: Request) -> VersionSpans:
+    def _spans(self, request: Request) -> VersionSpans:
         """Return the versions of its tokens as runs of equal ones."""
-        runs = [(version, len(list(run))) for version, run in groupby(self._tokens(sequence))]
+        runs = [(version, len(list(run))) for version, run in groupby(self._tokens(request))]
         return VersionSpans(tuple(version for version, _ in runs), tuple(accumulate(length for _, length in runs)))
 
-    def _cached(self, sequence: Request) -> int:
+    def _cached(self, request: Request) -> int:
         """Return the tokens it has in the KV cache while it runs."""
-        return sequence.prompt_tokens + len(self._tokens(sequence))
+        return request.prompt_tokens + len(self._tokens(request))
 
     def _context(self) -> int:
         """Return the tokens in the KV cache."""
-        return sum(self._cached(sequence) for sequence in self._running)
+        return sum(self._cached(request) for request in self._running)

@@ -15,14 +15,14 @@ from simpy.events import NORMAL
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
-from sim.clock import TICKS_PER_S, WORLD_PRIORITY, Clock, Wake, to_ticks
+from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
 from sim.cluster import SimulatedCluster
 from sim.costs import DecodeCost, PrefillCost
-from sim.engine import Engine, EngineSettings
+from sim.engine import ClosedFormEngine, EngineSettings
 from sim.request import Request
 from sim.step_by_step import StepByStepEngine
 
-both_engines = pytest.mark.parametrize("make", [Engine, StepByStepEngine])
+both_engines = pytest.mark.parametrize("make", [ClosedFormEngine, StepByStepEngine])
 
 NO_PREFILL = PrefillCost(0, 0, 0)
 TOKEN_PREFILL = PrefillCost(0, 1, 0)
@@ -52,7 +52,7 @@ class Log:
 
     def at(self, tick, call):
         """Have ``call`` called at a tick, before the engines have their turn."""
-        Wake(self.clock, tick - self.clock.now, WORLD_PRIORITY, 0, lambda _: call())
+        Wake(self.clock, tick - self.clock.now, CLUSTER_PRIORITY, 0, lambda _: call())
 
     def rollout_finished(self, engine, sequence, spans):
         self.entries.append((self.clock.now, "finished", sequence.rollout_id, spans))
@@ -295,7 +295,7 @@ def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weig
     log = Log(make, settings_with(prefill=PrefillCost(0, 3, 0), pause=4))
     engine, sequence = log.engines[0], Request(0, 1, 4)
     log.at(0, lambda: engine.submit(sequence, 0))
-    log.at(asked + 3, engine.stand_still)  # the first step lasts 3 longer: its prefill
+    log.at(asked + 3, engine.suspend)  # the first step lasts 3 longer: its prefill
     log.at(40, lambda: engine.update(1, WeightUpdate.RECOMPUTE, 55))
     log.clock.run()
     num_before = stops // 10
@@ -516,7 +516,7 @@ class Scripted(Log):
         _, transfer, kind, stand_still = self.script.updates[self.num_published - 1]
         for engine in self.engines:
             if stand_still:
-                engine.stand_still()
+                engine.suspend()
             engine.update(self.num_published, kind, self.clock.now + transfer)
 
     def note(self, *entry):
@@ -582,7 +582,7 @@ def scripts(draw, *, unit=1, longest=12):
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(script=scripts())
 def test_both_engines_report_the_same_at_the_same_tick(script):
-    assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
+    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -590,7 +590,7 @@ def test_both_engines_report_the_same_at_the_same_tick(script):
 def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
     decode = replace(script.engine.decode, context_ticks=37)
     script = replace(script, engine=replace(script.engine, decode=decode))
-    assert Scripted(Engine, script).play() == Scripted(StepByStepEngine, script).play()
+    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
 
 
 @settings(derandomize=True, deadline=None)
@@ -610,7 +610,7 @@ def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_seque
     given = settings_with(
         step=(step_ticks,) * num_sequences, context=context_ticks, prefill=PrefillCost(0, prefill_ticks, 0)
     )
-    log = Log(Engine, given)
+    log = Log(ClosedFormEngine, given)
     for rollout_id in range(num_sequences):
         log.engines[0].submit(Request(rollout_id, prompt_tokens, 10**6 + 1), 0)
     context = num_sequences * prompt_tokens
@@ -711,5 +711,5 @@ WORLDS = {
 
 @pytest.mark.parametrize("tables", WORLDS.values(), ids=WORLDS)
 def test_a_run_is_the_same_with_both_engines(tables):
-    entries = run_of(Engine, tables)
+    entries = run_of(ClosedFormEngine, tables)
     assert entries == run_of(StepByStepEngine, tables)

@@ -31,7 +31,7 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.clock import to_ticks
 from sim.cluster import SimulatedCluster
-from sim.engine import Engine
+from sim.engine import ClosedFormEngine
 from sim.step_by_step import StepByStepEngine
 from sim.workload import Workload
 
@@ -39,7 +39,7 @@ from sim.workload import Workload
 class Played(RunLedger):
     """A simulated run: its books, and every event and command with its time."""
 
-    def __init__(self, config: RunConfig, make=Engine):
+    def __init__(self, config: RunConfig, make=ClosedFormEngine):
         super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
         self.config = config
         self.entries = []
@@ -63,7 +63,19 @@ class Played(RunLedger):
         return sum(row.tokens * row.lag_mean for row in rows) / sum(row.tokens for row in rows)
 
 
-def play(steps, *, batch, slots, length, engines=1, scheduler=None, workload=None, hardware=None, seed=0, make=Engine):
+def play(
+    steps,
+    *,
+    batch,
+    slots,
+    length,
+    engines=1,
+    scheduler=None,
+    workload=None,
+    hardware=None,
+    seed=0,
+    make=ClosedFormEngine,
+):
     """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both."""
     tables = {
         "seed": seed,

@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import DiscardRollouts, RolloutAborted, RolloutFinished, StartTraining, VersionSpans
 from sim.cluster import SimulatedCluster
-from sim.engine import Engine
+from sim.engine import ClosedFormEngine
 from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse, make_task, problem
 from sim.planning.search import plan
 from sim.request import Request
@@ -217,7 +217,7 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(update, capacity
     limit = [] if capacity is None else [f"hardware.kv_cache_tokens={capacity}"]
     config = config_with(f"scheduler.weight_update={update}", *limit, "optimizer_steps=4")
     seen = []
-    for make in (Engine, StepByStepEngine):
+    for make in (ClosedFormEngine, StepByStepEngine):
         log = []
         recorder = type("Log", (), {"event": lambda _, *a: log.append(a), "command": lambda _, *a: log.append(a)})()  # noqa: B023
         with one_thread():

@@ -1,0 +1,128 @@
+"""The batch of an engine: its closed form against steps made one by one, and the join that can be undone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.costs import DecodeCost
+from sim.decode_batch import DecodeBatch
+from sim.request import Request
+
+COST = DecodeCost((0, 10, 12, 15), 1)
+"""Three slots; a tick per token of context."""
+
+
+def batch_of(*requests, capacity=None, prefill_ticks=0):
+    """Requests are (prompt tokens, length); rollout ids count from 0."""
+    batch = DecodeBatch(COST, capacity)
+    for rollout_id, (prompt_tokens, length) in enumerate(requests):
+        batch.join(Request(rollout_id, prompt_tokens, length), prefill_ticks)
+    return batch
+
+
+def state(batch):
+    """Everything that a batch answers, and the ids in it."""
+    change = batch.next_change()
+    return batch.tick, batch.step, batch.context_tokens, batch.prefill_ticks, list(batch.requests), change
+
+
+def test_the_next_change_is_the_first_finish():
+    """Contexts 4, 6, 8 in steps of 12 + C ticks: 16 + 18 + 20, and 3 ticks of prefill for each request."""
+    batch = batch_of((1, 5), (3, 3), prefill_ticks=3)
+    assert batch.steps_to_change() == 3
+    assert batch.next_change() == (3, 6 + 16 + 18 + 20)
+
+
+def test_requests_that_finish_leave_with_their_tokens():
+    batch = batch_of((1, 3), (3, 3), (0, 4))
+    assert [request.rollout_id for request in batch.advance(3, 100)] == [0, 1]
+    assert list(batch.requests) == [2]
+    assert (batch.tick, batch.step, batch.context_tokens, batch.prefill_ticks) == (100, 3, 3, 0)
+    assert batch.advance(1, 113)[0].rollout_id == 2
+    assert batch.context_tokens == 0
+
+
+@pytest.mark.parametrize(("capacity", "steps"), [(4, 0), (5, 0), (6, 1), (9, 2), (10, 3), (None, 5)])
+def test_the_next_change_is_where_the_cache_would_overflow(capacity, steps):
+    """4 tokens and 2 more per step; requests of 5 tokens."""
+    batch = batch_of((1, 5), (3, 5), capacity=capacity)
+    assert batch.steps_to_change() == batch.next_change()[0] == steps
+
+
+def test_what_leaves_unfinished_takes_its_cache_with_it():
+    batch = batch_of((1, 5), (3, 9))
+    batch.advance(2, 50)
+    first = batch.requests[0]
+    assert batch.cached_tokens(first) == 3
+    batch.leave(first)
+    assert (batch.context_tokens, list(batch.requests), batch.steps_to_change()) == (5, [1], 7)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "after_steps", "fits"), [(8, 0, True), (7, 0, False), (8, 1, False), (10, 1, True)]
+)
+def test_a_request_fits_with_one_more_step_of_everybody(capacity, after_steps, fits):
+    """1 + 3 tokens in the cache, 1 more joins, and three tokens in the next step."""
+    assert batch_of((1, 5), (3, 5), capacity=capacity).fits(Request(2, 1, 1), after_steps) == fits
+
+
+def test_a_request_needs_a_free_slot():
+    assert not batch_of((0, 1), (0, 1), (0, 1)).fits(Request(3, 0, 1))
+
+
+def test_new_lengths_change_who_finishes_first():
+    batch = batch_of((0, 2), (0, 5))
+    batch.advance(1, 20)
+    for request, length in zip(batch.requests.values(), (9, 4), strict=True):
+        request.finish_at(length)
+    batch.lengths_changed()
+    assert batch.steps_to_change() == 3
+    assert [request.rollout_id for request in batch.advance(3, 90)] == [1]
+
+
+sizes = st.lists(st.tuples(st.integers(0, 9), st.integers(3, 40)), min_size=1, max_size=2)
+
+
+@settings(derandomize=True, deadline=None)
+@given(requests=sizes, joining=st.tuples(st.integers(0, 9), st.integers(1, 40)), steps=st.integers(1, 2))
+def test_a_join_ahead_is_steps_and_a_join_and_can_be_undone(requests, joining, steps):
+    ahead, by_hand = batch_of(*requests, prefill_ticks=7), batch_of(*requests, prefill_ticks=7)
+    before = state(ahead)
+    _, tick = ahead.first_boundary_after(0)
+    for _ in range(2):  # the same again after it was undone
+        ahead.join_ahead(Request(9, *joining), steps, tick, 5)
+        after = state(ahead)
+        ahead.undo_join()
+        assert state(ahead) == before
+    assert by_hand.advance(steps, tick) == []
+    by_hand.join(Request(9, *joining), 5)
+    assert after == state(by_hand)
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    requests=sizes,
+    unit=st.sampled_from([1, 10**15 + 7]),
+    context_ticks=st.integers(0, 3),
+    prefill_ticks=st.integers(0, 20),
+    share=st.floats(0, 1),
+)
+def test_the_first_boundary_after_a_tick_is_found_without_making_the_steps(
+    requests, unit, context_ticks, prefill_ticks, share
+):
+    """Steps of ``unit`` (and a few ticks per token) one by one, up to the first that ends after the tick."""
+    cost = DecodeCost((0, unit, unit), context_ticks)
+    batch = DecodeBatch(cost, None)
+    for rollout_id, (prompt_tokens, length) in enumerate(requests):
+        batch.join(Request(rollout_id, prompt_tokens, 100 * length), prefill_ticks)
+    num_steps = batch.steps_to_change()
+    ends, context = [prefill_ticks * len(requests)], sum(prompt_tokens for prompt_tokens, _ in requests)
+    for _ in range(num_steps):
+        ends.append(ends[-1] + unit + context_ticks * context)
+        context += len(requests)
+    assert batch.next_change() == (num_steps, ends[-1])
+    for tick in (int(share * (ends[-1] - 1)), ends[int(share * (num_steps - 1))]):
+        steps = next(number for number, end in enumerate(ends) if number and end > tick)
+        assert batch.first_boundary_after(tick) == (steps, ends[steps])
