@@ -41,7 +41,10 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a table of step times, or three numbers; print the [hardware] table."""
-    from pipelinerl.calibration import calibrate as calibration
+    from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
+    from pipelinerl.calibration.hardware_file import as_json as result_as_json
+    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
+    from pipelinerl.calibration.known_numbers import calibrate_numbers
     from pipelinerl.config.run_file import load_run
 
     config = None if run is None else load_run(run, overrides)
@@ -54,7 +57,7 @@ def calibrate(
         from sim.batch import rollout_batch_s as model_rollout_s
         from sim.batch import train_step_s as model_train_s
 
-        result = calibration.calibrate_numbers(
+        result = calibrate_numbers(
             config, **numbers, model_train_s=model_train_s, model_rollout_s=model_rollout_s
         )
         name = ", ".join(f"{key}={value:g}" for key, value in numbers.items() if value is not None)
@@ -63,13 +66,13 @@ def calibrate(
     else:
         name = source.name
         is_table = source.suffix == ".csv"
-        result = (calibration.calibrate_table if is_table else calibration.calibrate_trace)(source, config)
-    text = calibration.hardware_toml(result, name)
-    for doubt in calibration.doubts(result):
+        result = (calibrate_table if is_table else calibrate_trace)(source, config)
+    text = hardware_toml(result, name)
+    for doubt in doubts(result):
         complain(f"warning: {doubt}")
     if out is not None:
-        calibration.write_hardware(out, text)
+        write_hardware(out, text)
     if as_json:
-        print_json(calibration.as_json(result))
+        print_json(result_as_json(result))
     else:
         typer.echo(text, nl=False)

@@ -1,0 +1,196 @@
+"""The log of one engine in a trace, as equations for its decode steps (``trace_times`` has the theory)."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+StepSeconds = Callable[[FloatArray, FloatArray], FloatArray]
+"""Seconds of a decode step by number of sequences and tokens of context of all of them together."""
+
+DRAIN_STEPS = 8
+"""Decode steps that a stretch between ends of rollouts has at least (count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A rollout on an engine, from the command to its end."""
+
+    start_s: float
+    end_s: float
+    kept: int
+    """Tokens that it had before."""
+    pieces: list[tuple[int, int, int]]
+    """Version, first and end position of the tokens sampled in this life."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled in this life."""
+        return self.pieces[-1][2] - self.pieces[0][1]
+
+
+@dataclass(slots=True)
+class EngineLog:
+    """What happened on one engine."""
+
+    lived: list[Life] = field(default_factory=list)
+    loads: list[tuple[float, float, int]] = field(default_factory=list)
+    """Time at which the engine went on, seconds of the pause, version."""
+
+    def windows(self, prompt_tokens: int, *, recompute: bool) -> list[list[float]]:
+        """Return the rows between two updates during all of which a rollout was in progress."""
+        sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
+        for life in self.lived:
+            for number, (version, begin, end) in enumerate(life.pieces):
+                row, tokens = sums[version], end - begin
+                if 0 < number < len(life.pieces) - 1:
+                    row[0] = max(row[0], tokens)
+                row[1] += tokens
+                row[2] += tokens * prompt_tokens + (begin + end - 1) * tokens / 2
+                if number == 0 or recompute:
+                    filled = prompt_tokens + (life.kept if number == 0 else begin)
+                    row[3] += 1 if filled else 0
+                    row[4] += filled
+                    row[5] += filled**2
+        rows = []
+        for (begin_s, _, version), (end_s, pause_s, _) in pairwise(self.loads):
+            if sums[version][0] > 0 and end_s - pause_s > begin_s:
+                rows.append([*sums[version], end_s - pause_s - begin_s])
+        return rows
+
+    def drains(self, prompt_tokens: int) -> list[list[float]]:
+        """Return rows between ends of rollouts that began together and had the engine to themselves."""
+        rows: list[list[float]] = []
+        cohorts: dict[float, list[Life]] = defaultdict(list)
+        for life in self.lived:
+            cohorts[life.start_s].append(life)
+        ends_s = sorted(life.end_s for life in self.lived)
+        for start_s, next_s in pairwise([*sorted(cohorts), math.inf]):
+            cohort = sorted(cohorts[start_s], key=lambda life: (life.tokens, life.end_s))
+            last_s = max(life.end_s for life in cohort)
+            others = bisect_right(ends_s, last_s) - bisect_right(ends_s, start_s) - len(cohort)
+            paused = any(start_s < loaded_s <= last_s for loaded_s, _, _ in self.loads)
+            if others or next_s < last_s or paused or any(life.kept for life in cohort):
+                continue
+            row = [0.0] * 7
+            for left, (one, two) in zip(range(len(cohort) - 1, 0, -1), pairwise(cohort), strict=True):
+                begin, steps = one.tokens, two.tokens - one.tokens
+                row[0] += steps
+                row[1] += steps * left
+                row[2] += left * steps * (prompt_tokens + begin + (steps - 1) / 2)
+                row[6] += two.end_s - one.end_s
+                if row[0] >= DRAIN_STEPS and row[6] > 0:
+                    rows.append(row)
+                    row = [0.0] * 7
+        return rows
+
+    def lives(self, prompt_tokens: int, dispatch_s: float, step_s: StepSeconds | None) -> FloatArray:
+        """Return the rows of all lives, shape [lives, 9]."""
+        lived = self.lived
+        start_L = np.array([life.start_s for life in lived])
+        end_L = np.array([life.end_s for life in lived])
+        join_L = np.minimum(start_L + dispatch_s, end_L - 1e-9)
+        pauses = [(loaded_s - pause_s, loaded_s) for loaded_s, pause_s, _ in self.loads]
+        loaded_s = {version: time_s for time_s, _, version in self.loads}
+        time_T = np.unique(np.concatenate([join_L, end_L, np.array(pauses).ravel()]))
+        paused_T = _cumulated(time_T, pauses)
+        # Pieces of lives with known tokens at both ends; they begin and end at times of time_T.
+        pieces = []
+        for life, join_s in zip(lived, join_L, strict=True):
+            times = [join_s, *(loaded_s.get(version, join_s) for version, _, _ in life.pieces[1:]), life.end_s]
+            for (begin_s, stop_s), (_, begin, end) in zip(pairwise(times), life.pieces, strict=True):
+                if stop_s > begin_s:
+                    pieces.append((begin_s, stop_s, begin, end))
+        piece_P4 = np.array(pieces)
+        from_P, to_P = (np.searchsorted(time_T, piece_P4[:, column]) for column in (0, 1))
+        clock_T = time_T - paused_T
+        first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
+        batch_I = _overlaps(len(time_T), first_L, last_L)
+        for _ in range(1 if step_s is None else 3):
+            tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P4[:, 2:], prompt_tokens)
+            if step_s is not None:
+                context_I = batch_I * _ratio(np.diff(context_T), np.diff(tokens_T))
+                second_I = np.diff(time_T - paused_T)
+                step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
+                clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
+        filled_L = np.array([prompt_tokens + life.kept for life in lived], dtype=np.float64)
+        order = np.argsort(join_L, kind="stable")
+        joins_L = join_L[order]
+        sums = [
+            np.concatenate([[0.0], np.cumsum(filled_L[order] ** power * (filled_L[order] > 0))]) for power in (0, 1, 2)
+        ]
+        before_L = np.searchsorted(joins_L, join_L, side="left")
+        until_L = np.searchsorted(joins_L, end_L, side="left")
+        rows = [
+            np.array([life.tokens for life in lived], dtype=np.float64),
+            tokens_T[last_L] - tokens_T[first_L],
+            context_T[last_L] - context_T[first_L],
+            *(total[until_L] - total[before_L] for total in sums),
+            end_L - start_L - (paused_T[last_L] - paused_T[first_L]),
+            np.ones(len(lived)),
+            (first_L > 0) & (batch_I[first_L - 1] > 0),
+        ]
+        return np.stack(rows, axis=1)
+
+
+def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
+    """Return the seconds of pauses up to each time; pauses begin and end at times of ``time_T``."""
+    paused_I = np.zeros(len(time_T) - 1)
+    for begin_s, end_s in pauses:
+        begin, end = np.searchsorted(time_T, [begin_s, end_s])
+        paused_I[begin:end] = np.diff(time_T[begin : end + 1])
+    return np.concatenate([[0.0], np.cumsum(paused_I)])
+
+
+def _overlaps(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp]) -> FloatArray:
+    """Return how many pieces cover each interval between two times."""
+    change_T = np.zeros(num_times)
+    np.add.at(change_T, from_P, 1)
+    np.add.at(change_T, to_P, -1)
+    return np.cumsum(change_T)[:-1]
+
+
+def _sampled(
+    clock_T: FloatArray,
+    from_P: NDArray[np.intp],
+    to_P: NDArray[np.intp],
+    tokens_P2: FloatArray,
+    prompt_tokens: int,
+) -> tuple[FloatArray, FloatArray]:
+    """Return tokens sampled, and context of the steps that did so, up to each time: every piece at a steady speed.
+
+    While a piece goes from ``begin`` to ``end`` at speed m, tokens grow by m and context by m (prompt + position) per
+    unit of the clock: linear and quadratic between two times, so sums over all pieces are sums of differences.
+    """
+    begin_P, end_P = tokens_P2.T
+    ticks_P = clock_T[to_P] - clock_T[from_P]
+    speed_P = _ratio(end_P - begin_P, ticks_P)
+    level_P = speed_P * (prompt_tokens + begin_P - 0.5 - speed_P * clock_T[from_P])
+    tokens_I, level_I, growth_I = (
+        _overlap_sums(len(clock_T), from_P, to_P, weight_P) for weight_P in (speed_P, level_P, speed_P**2)
+    )
+    tick_I = np.diff(clock_T)
+    middle_I = (clock_T[1:] + clock_T[:-1]) / 2
+    tokens_T = np.concatenate([[0.0], np.cumsum(tokens_I * tick_I)])
+    context_T = np.concatenate([[0.0], np.cumsum((level_I + growth_I * middle_I) * tick_I)])
+    return tokens_T, context_T
+
+
+def _overlap_sums(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp], weight_P: FloatArray) -> FloatArray:
+    change_T = np.zeros(num_times)
+    np.add.at(change_T, from_P, weight_P)
+    np.add.at(change_T, to_P, -weight_P)
+    return np.cumsum(change_T)[:-1]
+
+
+def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
+    """Return ``above / below``, 0 where ``below`` is 0."""
+    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)

@@ -1,0 +1,97 @@
+"""The result of a calibration: the table ``[hardware]`` as a file, its errors and doubts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from pipelinerl.calibration.hardware_fit import HardwareFit, is_inverse
+from pipelinerl.calibration.least_squares import Fit
+from pipelinerl.errors import ConfigError
+
+HARDWARE_FILE = "hardware.toml"
+"""What the result is called in a folder."""
+AT_PEAK = 1e-6
+"""How near a fitted share of the peak must be to 1 to count as at its bound (no unit)."""
+POOR = 0.2
+"""Mean error from which on a fit is called poor (no unit).
+
+The hardware model without any measurement is 20 to 35 % off where it could be checked; a good fit is 2 %, one on a
+noisy machine 10 %.
+"""
+
+
+def hardware_toml(result: HardwareFit, source: str) -> str:
+    """Return the table ``[hardware]`` as TOML, with what is to know about it as comments."""
+    lines = [f"# Calibrated from {source}. Replaces the table [hardware] of a run file."]
+    for part in result.parts:
+        lines.append(f"# {part.what}: fitted to {part.data}; {error_text(part.fit)}")
+        lines += [f"#   {name} is not determined: {reason}" for name, reason in part.fit.undetermined.items()]
+    lines += [f"# {note}" for note in result.notes]
+    return "\n".join(lines) + "\n\n" + tomli_w.dumps({"hardware": result.table})
+
+
+def write_hardware(out: Path, text: str) -> None:
+    """Write the table into a folder as ``hardware.toml``, or into a file whose name ends in ``.toml``.
+
+    Raises:
+        ConfigError: If that cannot be done, or there is such a file.
+    """
+    path = out if out.suffix == ".toml" else out / HARDWARE_FILE
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out must be a new file or a folder without one, got {path}, which exists") from None
+    except OSError as error:
+        raise ConfigError(f"--out must be a folder or file that can be written, got {out}: {error.strerror}") from None
+
+
+def error_text(one: Fit) -> str:
+    """Return the errors of a fit in words."""
+    held_out = "" if one.held_out_error is None else f", {one.held_out_error:.1%} in the mean on a row left out"
+    return f"error {one.mean_error:.1%} in the mean, {one.max_error:.1%} at most{held_out}"
+
+
+def doubts(result: HardwareFit) -> list[str]:
+    """Return a line for each fit that is poor, and for each share of a peak that came out at all of it.
+
+    A time that comes out at its bound, 0, is no reason to doubt: there are systems without it.
+    """
+    lines = []
+    for part in result.parts:
+        one = part.fit
+        if max(one.mean_error, one.held_out_error or 0.0) > POOR:
+            lines.append(
+                f"{part.what} is a poor fit to {part.data}: {error_text(one)}; above {POOR:.0%} it says "
+                "no more than no calibration: check that the rows are of one system, and their units"
+            )
+        fitted = {name: value for name, value in one.values.items() if name not in one.undetermined}
+        lines += [
+            f"{name} came out at its bound, {value:g}: {part.what} is as fast as the accelerator can be, or faster; "
+            "check units, GPU and model"
+            for name, value in fitted.items()
+            if is_inverse(name) and value >= 1 - AT_PEAK
+        ]
+    return lines
+
+
+def as_json(result: HardwareFit) -> dict[str, Any]:
+    """Return plain values: table, fits, notes, warnings."""
+    fits = [
+        {
+            "what": part.what,
+            "data": part.data,
+            "rows": part.fit.rows,
+            "values": part.fit.values,
+            "undetermined": part.fit.undetermined,
+            "mean_error": part.fit.mean_error,
+            "max_error": part.fit.max_error,
+            "held_out_error": part.fit.held_out_error,
+        }
+        for part in result.parts
+    ]
+    return {"hardware": result.table, "fits": fits, "notes": result.notes, "warnings": doubts(result)}

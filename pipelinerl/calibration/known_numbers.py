@@ -1,0 +1,145 @@
+"""Fit the hardware model to three numbers that a user knows: train step, rollout batch, weight synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pipelinerl.calibration.hardware_fit import (
+    DECODE_COEFFICIENTS,
+    TRAINING_COEFFICIENTS,
+    HardwareFit,
+    fixed_coefficients,
+    is_inverse,
+    rounded,
+)
+from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import coefficients
+from pipelinerl.hardware.tables import HardwareConfig, TimedTable
+
+Slower = Callable[[RunConfig, float], dict[str, Any]]
+
+
+def calibrate_numbers(
+    run: RunConfig,
+    *,
+    train_step_s: float | None = None,
+    rollout_batch_s: float | None = None,
+    weight_sync_s: float | None = None,
+    model_train_s: Callable[[RunConfig], float],
+    model_rollout_s: Callable[[RunConfig], float],
+) -> HardwareFit:
+    """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
+
+    Args:
+        run: The configuration in which the numbers were seen.
+        train_step_s: Seconds of an optimizer step: B sequences.
+        rollout_batch_s: Seconds to generate what one RL step needs, from empty engines to the last token.
+        weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
+        model_train_s: Seconds of an optimizer step of a configuration in the simulator.
+        model_rollout_s: Seconds of such a batch in the simulator.
+
+    Raises:
+        ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
+            so long that it must be in another unit.
+    """
+    numbers = {"train-step-s": train_step_s, "rollout-batch-s": rollout_batch_s, "weight-sync-s": weight_sync_s}
+    if all(value is None for value in numbers.values()):
+        raise ConfigError(f"calibrate needs SOURCE, or some of --{', --'.join(numbers)} with --run RUN.toml")
+    for name, value in numbers.items():
+        if value is not None and not 0 < value < 1e7:
+            raise ConfigError(f"--{name} must be above 0 and in seconds, got {value:g}")
+    result = HardwareFit(run.hardware, fixed_coefficients(run))
+    if train_step_s is not None:
+        result.check_number("train-step-s", train_step_s, model_train_s(run))
+        factor = _solve(run, train_step_s, model_train_s, _slower_training, "--train-step-s")
+        _scale(result, _slower_training(run, factor), factor, "training")
+    if rollout_batch_s is not None:
+        result.check_number("rollout-batch-s", rollout_batch_s, model_rollout_s(run))
+        factor = _solve(run, rollout_batch_s, model_rollout_s, _slower_generation, "--rollout-batch-s")
+        _scale(result, _slower_generation(run, factor), factor, "generation")
+    if weight_sync_s is not None:
+        result.check_number("weight-sync-s", weight_sync_s, resolved_hardware(run).weights.pause_s)
+        result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
+        result.notes.append(
+            "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
+            "generating meanwhile (transfer_s)"
+        )
+    return result
+
+
+def _slower_training(run: RunConfig, factor: float) -> dict[str, Any]:
+    """Return the parts of ``[hardware]`` that make training last ``factor`` times as long."""
+    if run.hardware.training is not None:
+        return {"training": _dumped(run.hardware.training.with_slower_software(factor))}
+    return {"coefficients": _slowed(run, TRAINING_COEFFICIENTS, factor)}
+
+
+def _slower_generation(run: RunConfig, factor: float) -> dict[str, Any]:
+    """Return the parts of ``[hardware]`` that make decode and prefill last ``factor`` times as long."""
+    hardware = run.hardware
+    parts: dict[str, Any] = {}
+    if hardware.decode is not None:
+        parts["decode"] = _dumped(hardware.decode.with_slower_software(factor))
+    if hardware.prefill is not None:
+        parts["prefill"] = _dumped(hardware.prefill.with_slower_software(factor))
+    if hardware.by_name:
+        parts["coefficients"] = _slowed(run, (*DECODE_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"), factor)
+    return parts
+
+
+def _dumped(table: TimedTable) -> dict[str, Any]:
+    return table.model_dump(exclude_none=True)
+
+
+def _slowed(run: RunConfig, names: Iterable[str], factor: float) -> dict[str, float]:
+    values = coefficients(run.hardware.level, run.hardware.coefficients)
+    return {
+        name: min(1.0, getattr(values, name) / factor) if is_inverse(name) else getattr(values, name) * factor
+        for name in names
+    }
+
+
+def _merged(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table ``[hardware]`` with other parts; coefficients that are not among them stay."""
+    merged = {**table, **parts}
+    if "coefficients" in parts:
+        merged["coefficients"] = {**table.get("coefficients", {}), **parts["coefficients"]}
+    return merged
+
+
+def _solve(run: RunConfig, goal_s: float, model_s: Callable[[RunConfig], float], slower: Slower, option: str) -> float:
+    """Return the factor on the times of the model that gives a measured time."""
+    table = run.hardware.model_dump(mode="json", exclude_none=True)
+
+    def slowed_s(factor: float) -> float:
+        hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
+        return model_s(run.model_copy(update={"hardware": hardware}))
+
+    factor = 1.0
+    now_s = slowed_s(factor)
+    for _ in range(12):
+        if abs(now_s / goal_s - 1) < 1e-4:
+            break
+        factor *= goal_s / now_s
+        now_s = slowed_s(factor)
+    if abs(now_s / goal_s - 1) > 0.01:
+        raise ConfigError(
+            f"{option}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
+            "the unit, and the batch, lengths, latencies and accelerators of --run"
+        )
+    return factor
+
+
+def _scale(result: HardwareFit, parts: Mapping[str, Any], factor: float, what: str) -> None:
+    short = {
+        name: {key: rounded(one) if isinstance(one, float) else one for key, one in part.items()}
+        for name, part in parts.items()
+    }
+    result.table = _merged(result.table, short)
+    result.notes.append(
+        f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
+        "determined and stays as it was"
+    )

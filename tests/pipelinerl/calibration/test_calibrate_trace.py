@@ -1,0 +1,167 @@
+"""Traces: the hardware that made them comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calibrated import CONVENTIONAL, NAMED, RUN, decode_s, numbers_of, run_of, traced, undetermined
+
+from pipelinerl.calibration.calibrate import calibrate_trace
+from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
+from pipelinerl.calibration.trace_times import read_times
+from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.reports import RunReport
+from pipelinerl.records.trace import Trace
+from sim.run import simulate
+
+
+def test_a_simulated_trace_gives_back_the_hardware_it_was_made_with(pipeline_folder: Path) -> None:
+    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
+    result = calibrate_trace(pipeline_folder, blank)
+    true = RUN["hardware"]
+    assert numbers_of(result.table["decode"]) == pytest.approx(numbers_of(true["decode"]), rel=1e-5)
+    assert result.table["prefill"]["token_s"] == pytest.approx(1e-4, rel=1e-5)
+    assert result.table["training"] == pytest.approx(true["training"], rel=1e-5)
+    assert result.table["weights"] == pytest.approx({**true["weights"], "transfer_s": 0.0}, abs=1e-3)
+    assert result.table["latency"]["reward_s"] == pytest.approx(0.3)
+    assert result.table["latency"]["dispatch_s"] == pytest.approx(0.05, abs=0.01)  # a step lasts 0.03 s
+    assert not undetermined(result)
+
+
+def test_what_was_calibrated_simulates_as_the_run_did(pipeline_folder: Path) -> None:
+    result = calibrate_trace(pipeline_folder)
+    again = simulate(run_of({**RUN, "hardware": result.table}))
+    before = RunReport.read(pipeline_folder / "summary.json")
+    assert again.tokens_per_s == pytest.approx(before.tokens_per_s, rel=0.01)
+    assert again.lag.mean == pytest.approx(before.lag.mean, rel=0.05)
+
+
+def test_a_conventional_trace_gives_decode_from_its_drains_and_the_phase_switch(tmp_path: Path) -> None:
+    config = run_of(RUN, *CONVENTIONAL, "hardware.switch={ to_training_s = 1.5, to_generation_s = 0.8 }")
+    result = calibrate_trace(traced(tmp_path / "run", config))
+    assert numbers_of(result.table["decode"]) == pytest.approx(numbers_of(RUN["hardware"]["decode"]), rel=1e-5)
+    assert result.table["switch"] == pytest.approx({"to_training_s": 1.5, "to_generation_s": 0.8})
+    assert any("prefill" in note for note in result.notes)
+
+
+def test_lives_of_rollouts_alone_come_close(tmp_path: Path) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN, *CONVENTIONAL, "hardware.latency.dispatch_jitter_s=0.01"))
+    times = read_times(Trace(folder / "trace.jsonl.gz"))
+    times.windows = None
+    result = HardwareFit(times.config.hardware)
+    from pipelinerl.calibration.calibrate import fit_decode
+
+    fit_decode(result, times)
+    true = decode_s(resolved_hardware(times.config).decode, 1, 12, 12 * 250)
+    fitted = run_of({**RUN, "hardware": {**RUN["hardware"], "decode": result.table["decode"]}})
+    assert decode_s(resolved_hardware(fitted).decode, 1, 12, 12 * 250) == pytest.approx(true, rel=0.03)
+
+
+def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
+    overrides = ("scheduler.kind=conventional", "hardware.coefficients.step_overhead_s=0.004", "optimizer_steps=4")
+    folder = traced(tmp_path / "run", run_of(NAMED, *overrides, "hardware.latency.dispatch_s=0.5"))
+    times = read_times(Trace(folder / "trace.jsonl.gz"))
+    times.windows = None
+    result = HardwareFit(run_of(NAMED).hardware)
+    from pipelinerl.calibration.calibrate import fit_decode
+
+    fit_decode(result, times)
+    assert result.table["coefficients"]["step_overhead_s"] == pytest.approx(0.004, rel=0.1)
+    assert result.table["latency"]["dispatch_s"] == pytest.approx(0.5, rel=0.3)  # in 8 s and more of each rollout
+
+
+@pytest.mark.parametrize("update", ["recompute", "abort", "wait"])
+def test_every_kind_of_weight_update_leaves_the_decode_step_as_it_is(tmp_path: Path, update: str) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN, f"scheduler.weight_update={update}"))
+    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
+    result = calibrate_trace(folder, blank)
+    fitted = run_of({**RUN, "hardware": result.table})
+    true = decode_s(resolved_hardware(run_of(RUN)).decode, 1, 20, 20 * 250)
+    assert decode_s(resolved_hardware(fitted).decode, 1, 20, 20 * 250) == pytest.approx(true, rel=0.1)
+
+
+def test_a_run_of_one_step_has_no_publication_to_time(tmp_path: Path) -> None:
+    result = calibrate_trace(traced(tmp_path / "run", run_of(RUN, "optimizer_steps=1")))
+    assert "weights: no publication in the trace" in result.notes
+
+
+def test_with_gpu_and_model_the_coefficients_come_back(tmp_path: Path) -> None:
+    changed = {"kv_efficiency": 0.8, "training_mfu": 0.33, "step_overhead_s": 0.002, "training_step_s": 2.5}
+    overrides = [f"hardware.coefficients.{name}={value}" for name, value in changed.items()]
+    folder = traced(tmp_path / "run", run_of(NAMED, *overrides))
+    result = calibrate_trace(folder, run_of(NAMED))
+    found = result.table["coefficients"]
+    assert {name: found[name] for name in changed} == pytest.approx(changed, rel=1e-3)
+    assert "decode" not in result.table
+    assert "training" not in result.table
+    # one engine size: reading weights and the step's own overhead are both the same in every step
+    assert "step_overhead_s" in undetermined(result)["weight_efficiency"]
+    assert "weight_efficiency" not in found
+
+
+FEW: dict[str, Any] = {"train_batch_size": 16, "generation_batch_size": 16, "micro_batch_size": 8}
+
+
+def test_a_trainer_with_few_sequences_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    """8 sequences on 8 accelerators: a micro-batch lasts as long as its longest, in the simulator and in the fit."""
+    base = {**NAMED, "scheduler": FEW}
+    folder = traced(tmp_path / "run", run_of(base, "hardware.coefficients.training_mfu=0.33", "optimizer_steps=40"))
+    found = calibrate_trace(folder, run_of(base)).table["coefficients"]
+    assert found["training_mfu"] == pytest.approx(0.33, rel=1e-3)
+    linear = calibrate_trace(folder, run_of(base, "hardware.coefficients.sequence_accelerators=8")).table
+    assert linear["coefficients"].get("training_mfu", 0.9) != pytest.approx(0.33, rel=0.1)
+
+
+def test_tables_of_a_trainer_with_few_sequences_come_back(tmp_path: Path) -> None:
+    shared = "hardware.training.sequence_accelerators=1"
+    folder = traced(tmp_path / "run", run_of({**RUN, "scheduler": {**FEW, "micro_batch_size": 4}}, shared))
+    start = "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }"
+    training = calibrate_trace(folder, run_of(RUN, start, shared)).table["training"]
+    assert training == pytest.approx({**RUN["hardware"]["training"], "sequence_accelerators": 1}, rel=1e-3)
+
+
+def test_packs_are_calibrated_for_the_longest_rollout_that_is_simulated() -> None:
+    """A length source knows its own prompts: ``workload.prompt_tokens``, far beyond any pack here, is not read."""
+    length = "workload.length={ kind = 'empirical', source = 'rgym_llama_400', mean = 300, max = 8000 }"
+    run = run_of(NAMED, length, "workload.prompt_tokens=500000")
+    trainer = fixed_coefficients(run)
+    assert trainer["pack_tokens"] < 500_000
+    hardware = run.hardware.model_copy(update={"coefficients": trainer})
+    again = resolved_hardware(run.model_copy(update={"hardware": hardware}))
+    assert again.training == resolved_hardware(run).training
+
+
+def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
+    """Recomputing or not is read from train.trainer: the same speed of the products comes back either way."""
+    task = {"name": "math", "settings": {}}
+    train = {"model": {"path": "m"}, "task": task, "optimizer": {"learning_rate": 1e-6}}
+    run = {**NAMED, "train": train}
+    for again in ("true", "false"):
+        overrides = (f"train.trainer.activation_checkpointing={again}", "optimizer_steps=12")
+        slow = run_of(run, *overrides, "hardware.coefficients.training_mfu=0.33")
+        result = calibrate_trace(traced(tmp_path / again, slow), run_of(run, *overrides))
+        assert result.table["coefficients"]["training_mfu"] == pytest.approx(0.33, rel=1e-3)
+
+
+def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Path) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN, "workload.length={ kind = 'fixed', max = 300 }"))
+    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
+    result = calibrate_trace(folder, blank)
+    names = undetermined(result)
+    assert {"micro_batch_s", "token_squared_s"} <= set(names)  # all micro-batches are alike
+    assert result.table["training"]["micro_batch_s"] == 0.0
+    training = result.table["training"]
+    work_s = (training["token_s"] * 3200 + training["token_squared_s"] * 8 * 400**2) / 2
+    assert work_s == pytest.approx(0.1 + (4e-4 * 3200 + 2e-7 * 8 * 400**2) / 2, rel=1e-5)
+
+
+def test_a_trace_that_ends_before_the_first_step_is_refused(tmp_path: Path) -> None:
+    from pipelinerl.records.trace import TraceWriter
+
+    (tmp_path / "run").mkdir()
+    TraceWriter(tmp_path / "run" / "trace.jsonl.gz", run_of(RUN)).close()
+    with pytest.raises(ConfigError, match="must hold an optimizer step and a finished rollout"):
+        calibrate_trace(tmp_path / "run")

@@ -1,0 +1,78 @@
+"""Three numbers of a user: the calibrated model gives them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from calibrated import NAMED, RUN, run_of
+
+from pipelinerl.calibration.hardware_fit import HardwareFit
+from pipelinerl.calibration.known_numbers import calibrate_numbers
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
+from sim.batch import rollout_batch_s, train_step_s
+
+
+def numbers(run: RunConfig, **values: float) -> HardwareFit:
+    return calibrate_numbers(run, **values, model_train_s=train_step_s, model_rollout_s=rollout_batch_s)
+
+
+def test_a_speed_factor_does_not_change_how_sequences_are_shared() -> None:
+    config = run_of(RUN, "hardware.training.sequence_accelerators=2")
+    goal_s = 3 * train_step_s(config)
+    table = calibrate_numbers(
+        config, train_step_s=goal_s, model_train_s=train_step_s, model_rollout_s=rollout_batch_s
+    ).table
+    assert table["training"]["sequence_accelerators"] == 2
+    assert train_step_s(run_of({**RUN, "hardware": table})) == pytest.approx(goal_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("data", [RUN, NAMED], ids=["tables", "names"])
+def test_the_calibrated_model_gives_the_numbers_back(data: dict[str, Any]) -> None:
+    run = run_of(data)
+    train_s, rollout_s = 1.7 * train_step_s(run), 2.5 * rollout_batch_s(run)
+    result = numbers(run, train_step_s=train_s, rollout_batch_s=rollout_s, weight_sync_s=3.0)
+    again = run_of({**data, "hardware": result.table})
+    assert train_step_s(again) == pytest.approx(train_s, rel=1e-3)
+    assert rollout_batch_s(again) == pytest.approx(rollout_s, rel=1e-3)
+    assert result.table["weights"] == {"publish_s": 3.0, "pause_s": 3.0}
+    assert len(result.notes) == 3
+
+
+def test_the_time_of_one_train_step_is_the_sum_of_its_parts() -> None:
+    run = run_of(RUN, "workload.length={ kind = 'fixed', max = 300 }")
+    # 32 sequences of 400 tokens on 2 accelerators, in 4 micro-batches
+    expected = 0.7 + 4 * 0.1 + (4e-4 * 32 * 400 + 2e-7 * 32 * 400**2) / 2
+    assert train_step_s(run) == pytest.approx(expected)
+
+
+def test_the_time_of_one_rollout_batch_is_that_of_its_decode_steps() -> None:
+    run = run_of(
+        RUN,
+        "workload.length={ kind = 'fixed', max = 300 }",
+        "hardware.decode={ kind = 'affine', step_s = 0.01 }",
+        "hardware.prefill.token_s=0",
+        "hardware.latency={ reward_s = 0.3 }",
+    )
+    assert rollout_batch_s(run) == pytest.approx(300 * 0.01 + 0.3)  # 16 sequences per engine at once
+
+
+def test_a_batch_faster_than_the_roofline_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--rollout-batch-s=0\.001 is out of reach"):
+        numbers(run_of(NAMED), rollout_batch_s=0.001)
+
+
+@pytest.mark.parametrize("name", ["train_step_s", "rollout_batch_s", "weight_sync_s"])
+def test_milliseconds_for_seconds_are_refused_where_gpu_and_model_are_known(name: str) -> None:
+    run = run_of(NAMED)
+    usual = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": lambda _run: 1.0}
+    with pytest.raises(ConfigError, match=rf"--{name.replace('_', '-')}=.* times what .* check unit, GPU and model"):
+        numbers(run, **{name: 1000 * usual[name](run)})
+
+
+def test_numbers_must_be_given_and_positive() -> None:
+    with pytest.raises(ConfigError, match="calibrate needs SOURCE, or some of --train-step-s"):
+        numbers(run_of(RUN))
+    with pytest.raises(ConfigError, match="--weight-sync-s must be above 0 and in seconds, got -1"):
+        numbers(run_of(RUN), weight_sync_s=-1.0)
