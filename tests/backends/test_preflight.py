@@ -63,11 +63,6 @@ def test_a_model_that_is_not_there(complaint, tmp_path):
     assert "train.model.path must be a folder with a model (config.json), got" in line
 
 
-def test_partial_rollouts_are_for_the_simulator(complaint):
-    sets = ("scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep")
-    assert "scheduler.kind='partial_rollouts' is for the simulator" in complaint(*sets)
-
-
 def test_a_model_without_weights(complaint, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert "train.model.path must hold weights as *.safetensors" in complaint(f"train.model.path={tmp_path}")
@@ -104,17 +99,6 @@ def test_a_model_with_tied_embeddings_on_cpu(complaint, model, tmp_path):
     assert "tie_word_embeddings=false on device='cpu'" in complaint(f"train.model.path={folder}")
 
 
-def test_a_rollout_longer_than_the_model_has_positions(complaint):
-    line = complaint("train.task.max_prompt_tokens=510", "train.trainer.pack_tokens=1000")
-    assert "must be at most the model's 512 positions, got 510 + 6" in line
-
-
-def test_a_rollout_that_does_not_fit_into_a_forward_pass(complaint):
-    line = complaint("train.trainer.pack_tokens=20")
-    assert "train.trainer.pack_tokens must hold the longest rollout" in line
-    assert "= 22 tokens, got pack_tokens=20" in line
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -129,18 +113,30 @@ def test_a_task_that_cannot_be_imported(complaint, name, says):
     assert says in line
 
 
-def test_more_held_out_problems_than_there_are(complaint):
-    assert "at most the task's 250 held-out problems, got 251" in complaint("train.evaluation.problems=251")
-
-
-def test_weights_in_a_folder_that_is_not_there(complaint):
-    assert "train.weights_folder must be a folder that can be written" in complaint("train.weights_folder=/nowhere")
-
-
-def test_a_broadcast_to_engines_on_the_trainers_gpus(complaint):
-    line = complaint("scheduler.kind=conventional", "train.transport=broadcast")
-    assert "train.transport='broadcast' needs engines and trainer on accelerators of their own" in line
-    assert "got scheduler.kind='conventional'" in line
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (
+            ["scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep"],
+            "scheduler.kind='partial_rollouts' is for the simulator",
+        ),
+        (
+            ["train.task.max_prompt_tokens=510", "train.trainer.pack_tokens=1000"],
+            "must be at most the model's 512 positions, got 510 + 6",
+        ),
+        (["train.trainer.pack_tokens=20"], "must hold the longest rollout, train.task.max_prompt_tokens + workload"),
+        (["train.trainer.pack_tokens=20"], "= 22 tokens, got pack_tokens=20"),
+        (["train.evaluation.problems=251"], "at most the task's 250 held-out problems, got 251"),
+        (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
+        (
+            ["scheduler.kind=conventional", "train.transport=broadcast"],
+            "train.transport='broadcast' needs engines and trainer on accelerators of their own: NCCL refuses a group "
+            "with two members on one GPU, got scheduler.kind='conventional'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit(complaint, sets, says):
+    assert says in complaint(*sets)
 
 
 def test_a_run_file_without_the_train_table(said_to, tmp_path):
