@@ -27,7 +27,7 @@ def save_validation(report: ValidationReport, folder: Path) -> None:
         ConfigError: If the folder cannot be made.
     """
     make_folder(folder)
-    write_json(folder / VALIDATION_FILE, report.model_dump(mode="json"))
+    write_json(folder / VALIDATION_FILE, report.to_dict())
     (folder / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
     save_validation_figure(report, folder / FIGURES_FOLDER)
 

@@ -261,7 +261,7 @@ class HardwareFit:
         return seconds
 
     def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
-        """Raise ConfigError if measured and expected seconds are worlds apart."""
+        """Raise ConfigError if measured and expected seconds are far apart."""
         assert self.gpu is not None
         assert self.model is not None
         ratio = float(np.median(measured / expected))
@@ -272,7 +272,7 @@ class HardwareFit:
             )
 
     def check_number(self, name: str, given_s: float, expected_s: float) -> None:
-        """Raise ConfigError if a number of seconds is worlds longer than what GPU and model need, where they are known.
+        """Raise ConfigError if a number of seconds is much longer than what GPU and model need, where they are known.
 
         What is much shorter is refused by the fit, which cannot reach it, or is a fast link.
         """

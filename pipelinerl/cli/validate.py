@@ -36,7 +36,7 @@ def validate(
         )
     report = validation_report(predictions)
     if as_json:
-        print_json(report.model_dump(mode="json"))
+        print_json(report.to_dict())
     else:
         from pipelinerl.cli.render_validation import print_validation
 

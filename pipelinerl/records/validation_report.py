@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pipelinerl.util.strict_model import StrictModel
+from pipelinerl.util.report import Report
 
 Quantity = Literal["s/step", "tokens/s", "staleness", "trainer idle"]
 """What is predicted of a row."""
 
 
-class PredictedRow(StrictModel):
+class PredictedRow(Report):
     """One row, predicted beside measured, both in the unit of ``quantity``."""
 
     id: str
@@ -33,9 +33,9 @@ class PredictedRow(StrictModel):
     """Published numbers of this row that went in, besides cluster, batch and lengths."""
     fitted_to: tuple[str, ...]
     """Other rows whose measurements were used, by id."""
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[str, ...]
     """Unpublished numbers that the prediction rests on, in words."""
-    alone: float | None = None
+    alone: float | None
     """Prediction of the hardware model without any other row. None: it is not asked, or knows no seconds."""
     error: float
     """Relative error; absolute for staleness."""
@@ -51,7 +51,7 @@ class PredictedRow(StrictModel):
         return self.quantity in ("s/step", "tokens/s") and "generation" not in self.inputs
 
 
-class UnusableRow(StrictModel):
+class UnusableRow(Report):
     """A row that cannot be predicted."""
 
     id: str
@@ -60,7 +60,7 @@ class UnusableRow(StrictModel):
     """The reason in words."""
 
 
-class RowPair(StrictModel):
+class RowPair(Report):
     """Two rows of one family that were measured more than 5 % apart."""
 
     rows: tuple[str, str]
@@ -69,7 +69,7 @@ class RowPair(StrictModel):
     """Whether they are predicted in the order in which they were measured."""
 
 
-class ValidationSummary(StrictModel):
+class ValidationSummary(Report):
     """Sizes of the errors of all rows together; None where there is no such row."""
 
     rows: int
@@ -92,7 +92,7 @@ class ValidationSummary(StrictModel):
     """Share of them that are in order (no unit)."""
 
 
-class ValidationReport(StrictModel):
+class ValidationReport(Report):
     """The content of validation.json."""
 
     rows: tuple[PredictedRow, ...]

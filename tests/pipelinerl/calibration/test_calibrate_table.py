@@ -83,7 +83,7 @@ def test_prefill_rows_give_the_share_of_the_peak(tmp_path: Path) -> None:
     assert result.table["coefficients"] == pytest.approx({"prefill_mfu": 0.5})
 
 
-def test_products_are_told_and_not_fitted(tmp_path: Path) -> None:
+def test_products_are_reported_and_not_fitted(tmp_path: Path) -> None:
     result = calibrate_table(table_of(tmp_path / "t.csv", "matmul,,1,,,,0.1", "matmul,,64,,,,0.8"))
     assert "matmul: utilisation 0.80 at most, with 64 rows" in result.notes[0]
     assert not result.parts

@@ -12,7 +12,7 @@ from sim.validation.report import validation_report
 def predicted(name, measured, predicted, *, family="f", quantity="s/step", assumed=()):
     return PredictedRow(
         id=name, family=family, mode="", quantity=quantity, measured=measured, predicted=predicted, low=0.0, high=0.0,
-        inputs=(), fitted_to=(), assumed=assumed, error=predicted / measured - 1,
+        inputs=(), fitted_to=(), assumed=assumed, alone=None, error=predicted / measured - 1,
     )  # fmt: skip
 
 
@@ -23,7 +23,8 @@ def test_errors_and_orders_are_counted():
     assert result.summary.within_30_percent == 0.75
     assert [pair.in_order for pair in result.pairs] == [True, True, False]  # ab, ac, bc
     assert "- `e`: no" in validation_markdown(result)
-    assert ValidationReport.model_validate_json(result.model_dump_json()) == result
+    assert ValidationReport.from_dict(result.to_dict(), name="validation.json") == result
+    assert "alone" in result.to_dict()["rows"][0]
 
 
 def test_without_rows_there_are_no_errors():
