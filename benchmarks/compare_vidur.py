@@ -10,7 +10,7 @@ lengths and runs them as one conventional RL step whose training takes no time; 
 trace, in the same order, under its own default scheduler (Sarathi), Llama-3-8B on one A100.
 
 What is left out, in Vidur's favour: training its predictor of execution times and tabulating it (once per model and
-hardware, stated at the end), its imports, its metrics and its trace. Here, keeping the run's books is part of the time.
+hardware, stated at the end), its imports, its metrics and its trace. Here, keeping the ledger is part of the time.
 Both build what they simulate before the clock starts, and both run without the collector of reference cycles.
 
 Straight lines stand in for Vidur's profile of attention, so that a checkout without its largest files will do, and
@@ -98,12 +98,10 @@ def lengths_of(config):
 
 
 def run_here(config, engine):
-    """Seconds of one simulation with books, as ``pipelinerl simulate`` does without a folder."""
-    accountant = RunLedger(
-        num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
-    )
-    world = SimulatedCluster(config, engine_factory=engine)
-    return timed(lambda: world.run(accountant))
+    """Seconds of one simulation with its ledger, as ``pipelinerl simulate`` does without a folder."""
+    ledger = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
+    cluster = SimulatedCluster(config, engine_factory=engine)
+    return timed(lambda: cluster.run(ledger))
 
 
 def attention_profile(path):

@@ -93,8 +93,8 @@ def played(config, make=ClosedFormEngine):
     return recorded.entries
 
 
-def books(config):
-    """Simulate with books only, as ``pipelinerl simulate`` does without a folder."""
+def with_ledger(config):
+    """Simulate with a ledger only, as ``pipelinerl simulate`` does without a folder."""
     accountant = RunLedger(
         num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
     )
@@ -133,15 +133,15 @@ def test_the_closed_form_is_a_hundred_times_as_fast_as_single_steps(benchmark, t
 
 
 def test_twice_the_rollouts_take_twice_the_time(benchmark, table):
-    benchmark.pedantic(books, (workload(160),), rounds=3, warmup_rounds=1)
-    ratio = benchmark.stats.stats.min / seconds(lambda: books(workload(80)))
+    benchmark.pedantic(with_ledger, (workload(160),), rounds=3, warmup_rounds=1)
+    ratio = benchmark.stats.stats.min / seconds(lambda: with_ledger(workload(80)))
     table.append(("time for twice the optimizer steps", f"{ratio:.2f} x"))
     assert 1.5 <= ratio <= 2.6
 
 
 def test_ten_times_the_tokens_take_no_longer(benchmark, table):
-    benchmark.pedantic(books, (workload(80, mean=30_000),), rounds=3, warmup_rounds=1)
-    ratio = benchmark.stats.stats.min / seconds(lambda: books(workload(80, mean=3000)))
+    benchmark.pedantic(with_ledger, (workload(80, mean=30_000),), rounds=3, warmup_rounds=1)
+    ratio = benchmark.stats.stats.min / seconds(lambda: with_ledger(workload(80, mean=3000)))
     table.append(("time for the same rollouts with answers ten times as long", f"{ratio:.2f} x"))
     assert ratio <= 1.5
 
@@ -158,7 +158,7 @@ def test_events_per_second_of_the_scheduler(benchmark, table):
 
     benchmark.pedantic(replay, rounds=5, warmup_rounds=1)
     table.append(("scheduler, events per second", f"{len(events) / benchmark.stats.stats.min:,.0f}"))
-    share = benchmark.stats.stats.min / seconds(lambda: books(config))
+    share = benchmark.stats.stats.min / seconds(lambda: with_ledger(config))
     table.append(("scheduler, share of a simulated run", f"{share:.0%}"))
     assert share < 1
 

@@ -1,1 +1,1 @@
-"""The simulated world: a discrete-event cluster (SimPy) that executes the scheduler's commands."""
+"""The simulator: a discrete-event cluster (SimPy) that executes the scheduler's commands."""

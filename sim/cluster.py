@@ -1,4 +1,4 @@
-"""The simulated world: it carries out the scheduler's commands and reports what happens.
+"""The simulated cluster: it carries out the scheduler's commands and reports what happens.
 
 Theory of operation. Everything happens in events of the SimPy environment. ``_deliver`` hands an event to the
 scheduler and carries out what it answers; carrying out only schedules, it never delivers, so events are
@@ -63,12 +63,12 @@ from sim.workload import Workload, grown_length, growth_factor
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
 
 
-class PolicyInTheLoop(Protocol):
-    """A policy that learns while the world runs (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
+class LearningPolicy(Protocol):
+    """A policy that learns during the run (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
 
     @property
-    def answers(self) -> Asked:
-        """What engines ask for lengths, and is told of rollouts on their way."""
+    def answers(self) -> PolicyAnswers:
+        """The answers it gives, from which engines have their lengths."""
 
     def finished(self, rollout_id: int, spans: VersionSpans) -> float:
         """Return the reward of a rollout whose last token is there."""
@@ -83,8 +83,8 @@ class PolicyInTheLoop(Protocol):
         """Train on a micro-batch; raise RunFailedError if that diverges."""
 
 
-class Asked(TokenSource, Protocol):
-    """A token source that is told which prompt a rollout answers."""
+class PolicyAnswers(TokenSource, Protocol):
+    """A token source that knows which prompt a rollout answers."""
 
     def ask(self, rollout_id: int, prompt_id: int) -> None:
         """Note a rollout that is on its way to an engine."""
@@ -98,15 +98,15 @@ class SimulatedCluster:
         config: RunConfig,
         *,
         engine_factory: EngineFactory = ClosedFormEngine,
-        policy: PolicyInTheLoop | None = None,
+        policy: LearningPolicy | None = None,
     ) -> None:
         """Build the cluster; nothing runs yet.
 
         Args:
             config: What to simulate.
             engine_factory: Makes the engines: in closed form, or step by step.
-            policy: What answers, rewards and learning come from; None: from chance, and nothing learns. A world
-                that is not going to run needs none.
+            policy: Gives answers and rewards, and learns. None: chance gives them, and nothing learns; also for a
+                cluster that only checks its configuration.
 
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
@@ -141,14 +141,16 @@ class SimulatedCluster:
             pause_ticks=to_ticks(hardware.weights.pause_s),
             tokens=None if policy is None else policy.answers,
         )
-        self._engines = [engine_factory(self._clock, self, index, settings) for index in range(config.num_engines)]
+        self._engines = {  # by engine id
+            engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)
+        }
         self._training = training_cost(hardware.training, training_accelerators=config.training_accelerators)
-        # A rollout in progress is known to its engine alone: small books stay in the processor's cache. Of a finished
+        # A rollout in progress is known to its engine alone: small tables stay in the processor's cache. Of a finished
         # one its tokens are kept, prompt included, four bytes until the run ends; 0: not finished.
         self._aborted: dict[int, Request] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
         self._tokens = array("I")
-        self._aborting: set[int] = set()  # rollouts that nobody wants any more
+        self._aborting: set[int] = set()  # to be forgotten once their engines have ended them
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
         self._drawn_id = -1
@@ -180,7 +182,7 @@ class SimulatedCluster:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
 
         Args:
-            recorder: Told every event and command, in order.
+            recorder: Receives every event and command, in order.
 
         Raises:
             RunFailedError: If the scheduler gave up, or the run was interrupted. What happened until then
@@ -192,9 +194,9 @@ class SimulatedCluster:
             self._carry_out(command)
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
-        for index, engine in enumerate(self._engines):
+        for engine_id, engine in self._engines.items():
             for rollout_id, spans in engine.end():
-                self._recorder.event(now_s, RolloutAborted(rollout_id, index, spans))
+                self._recorder.event(now_s, RolloutAborted(rollout_id, engine_id, spans))
         if self._failure is not None:
             raise self._failure
         if self._stop is None:
@@ -211,29 +213,29 @@ class SimulatedCluster:
 
     # ---------------------------------------------------------------------------------- from engines
 
-    def rollout_finished(self, engine: int, sequence: Request, spans: VersionSpans) -> None:
+    def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
-        rollout_id = sequence.rollout_id
+        rollout_id = request.rollout_id
         if self._aborting:
             self._aborting.discard(rollout_id)
         if self._policy is not None:
-            sequence.reward = self._policy.finished(rollout_id, spans)
-        self._tokens[rollout_id] = sequence.prompt_tokens + sequence.length
+            request.reward = self._policy.finished(rollout_id, spans)
+        self._tokens[rollout_id] = request.prompt_tokens + request.length
         if not self._score_ticks:
-            self._deliver(RolloutFinished(rollout_id, engine, spans, sequence.reward))
+            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward))
             return
-        self._rewards[rollout_id] = sequence.reward
+        self._rewards[rollout_id] = request.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         Wake(self._clock, self._score_ticks, CLUSTER_PRIORITY, rollout_id, self._scored)
 
-    def rollout_aborted(self, engine: int, sequence: Request) -> None:
+    def rollout_aborted(self, engine: int, request: Request) -> None:
         """Report a rollout that ended early."""
-        rollout_id = sequence.rollout_id
-        self._aborted[rollout_id] = sequence
+        rollout_id = request.rollout_id
+        self._aborted[rollout_id] = request
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, sequence.spans))
+        self._deliver(RolloutAborted(rollout_id, engine, request.spans))
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
         """Report a rollout that has to be prefilled again."""
@@ -295,17 +297,17 @@ class SimulatedCluster:
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
         if rollout_id in self._aborted:  # it goes on where it was aborted
-            sequence = self._aborted.pop(rollout_id)
+            request = self._aborted.pop(rollout_id)
         else:
-            sequence = self._drawn[member]
+            request = self._drawn[member]
             if self._growth != 1.0:
-                sequence.finish_at(self._grown(sequence.length, engine.version))
+                request.finish_at(self._grown(request.length, engine.version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
-        engine.submit(sequence, self._now + self._drawn_delays[member])
+        engine.submit(request, self._now + self._drawn_delays[member])
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
-        """Look up what chance has decided for a group; its rollouts mostly start one after the other."""
+        """Draw the requests and delays of a group; its rollouts mostly start one after the other."""
         ids = range(group_id * self._group_size, (group_id + 1) * self._group_size)
         self._tokens.extend(repeat(0, ids.stop - len(self._tokens)))  # nothing for a group drawn again
         if self._policy is None:
@@ -332,7 +334,7 @@ class SimulatedCluster:
                 return
         switch_ticks = self._to_training_ticks if self._generating else 0
         if self._generating and self._config.scheduler.schedule.carries_over:
-            for engine in self._engines:
+            for engine in self._engines.values():
                 engine.suspend()
         self._generating = False
         tokens = self._tokens
@@ -345,11 +347,11 @@ class SimulatedCluster:
     def _publish(self, command: PublishWeights) -> None:
         self._generating = self._config.colocated
         if self._policy is not None:
-            self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines))
+            self._policy.publish(command.version, oldest=min(engine.version for engine in self._engines.values()))
         published = WeightsPublished(command.version, to_seconds(self._publish_ticks))
         self._after(self._publish_ticks, lambda _: self._deliver(published))
         arrival = self._now + self._transfer_ticks
-        for engine in self._engines:
+        for engine in self._engines.values():
             engine.update(command.version, command.weight_update, arrival)
 
     def _forget(self, rollout_id: int) -> None:

@@ -1,4 +1,8 @@
-"""A rollout on an engine, and what engines and world say to each other."""
+"""A rollout on an engine, and the interface between engines and the simulated cluster.
+
+A request's answer is one generated segment (``pipelinerl.rl.segments``). Turns would come in here: a request would then
+hold its segments in order, the observed ones prefilled like a prompt, and its engine would report the end of each.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
 
 
 class Request:
-    """A rollout as the simulator knows it, its true length included (mutable; owned by the world)."""
+    """A rollout and its true length (mutable; owned by the simulated cluster)."""
 
     __slots__ = (
         "first_update",
@@ -48,13 +52,13 @@ class Request:
         self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
 
     def finish_at(self, length: int) -> None:
-        """Have it finish with so many tokens: what a policy has decided."""
+        """Have it finish with so many tokens, as a policy has decided."""
         self.length = length
         self.num_left = length - self.spans.num_tokens
 
 
 class TokenSource(Protocol):
-    """What decides the lengths of rollouts while they are generated: a policy. Without one they are known before."""
+    """Decides the lengths of rollouts while they are generated, as a policy does. Without one they are known before."""
 
     def begin(self, request: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
@@ -64,10 +68,10 @@ class TokenSource(Protocol):
 
 
 class EngineHost(Protocol):
-    """What an engine reports, at the tick at which it happens."""
+    """Receives the reports of engines, each at the tick at which it happens."""
 
     def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
-        """The last token of a rollout is there: these are all."""
+        """A rollout has its last token; ``spans`` are those of all its tokens."""
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
         """A rollout has ended early; it keeps the tokens it has."""
@@ -76,17 +80,17 @@ class EngineHost(Protocol):
         """A rollout has lost its place in the KV cache; its tokens so far are prefilled again when it is admitted."""
 
     def weights_loaded(self, engine: int, version: int, pause_ticks: int) -> None:
-        """The engine samples with ``version`` from now on, after standing still for so long."""
+        """The engine samples with ``version`` from now on; it has made no step for ``pause_ticks``."""
 
 
 class SimulatedEngine(Protocol):
-    """An engine in simulated time. What it is asked at tick t takes effect at its first step boundary after t."""
+    """An engine in simulated time. A call at tick t takes effect at its first step boundary after t."""
 
     version: int
     """Version it samples with."""
 
     def submit(self, request: Request, at: int) -> None:
-        """Have a rollout arrive at tick ``at``."""
+        """Have a request arrive at tick ``at``."""
 
     def abort(self, rollout_id: int) -> None:
         """End a rollout early; no effect if it has ended."""
@@ -95,7 +99,7 @@ class SimulatedEngine(Protocol):
         """Have new weights arrive at tick ``at``."""
 
     def suspend(self) -> None:
-        """Stop, with what is in progress, until new weights are loaded."""
+        """Stop decoding, with everything in progress kept, until new weights are loaded."""
 
     def end(self) -> list[tuple[int, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

@@ -45,13 +45,13 @@ def simulate(
         ConfigError: If a file of the configuration is wrong, or the folder holds a run; nothing is written.
         RunFailedError: If the run could not reach its end; the folder holds what happened until then.
     """
-    world = SimulatedCluster(config)  # before anything is written: it finds what is wrong with the input
+    cluster = SimulatedCluster(config)  # before anything is written: it finds what is wrong with the input
     if config.policy is not None:
         return _simulate_learning(config, out=out, trace=trace, on_step=on_step)
     recording = Recording(config, out=out, trace=trace, on_step=on_step)
     try:
-        with _interruptible(world), no_garbage_collection():
-            world.run(recording.recorder)
+        with _interruptible(cluster), no_garbage_collection():
+            cluster.run(recording.recorder)
     finally:
         report = recording.finish()
     return report
@@ -76,7 +76,7 @@ def _simulate_learning(
         check_vacant(out)  # not after the base model has been made
     with one_thread(), ExitStack() as files:
         learner = Learner(config)
-        world = SimulatedCluster(config, policy=learner)
+        cluster = SimulatedCluster(config, policy=learner)
         metrics_file: TextIO | None = None
 
         def step_done(row: StepRow) -> None:
@@ -90,21 +90,21 @@ def _simulate_learning(
         if out is not None:
             metrics_file = files.enter_context((out / METRICS_FILE).open("w", encoding="utf-8", buffering=1))
         try:
-            with _interruptible(world):
-                world.run(recording.recorder)
+            with _interruptible(cluster):
+                cluster.run(recording.recorder)
         finally:
             report = recording.finish(learner.summary())
     return report
 
 
 @contextmanager
-def _interruptible(world: SimulatedCluster) -> Iterator[None]:
+def _interruptible(cluster: SimulatedCluster) -> Iterator[None]:
     """Turn Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, lambda _signal, _frame: world.interrupt())
+    before = signal.signal(signal.SIGINT, lambda _signal, _frame: cluster.interrupt())
     try:
         yield
     finally:

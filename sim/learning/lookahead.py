@@ -2,8 +2,8 @@
 
 Theory of operation. An engine must know when the next rollout in its batch finishes, so an answer is generated to its
 end as soon as it joins a batch, by the weights that the engine then has (``begin``). When other weights arrive, what
-lies beyond the tokens that the engine has made by then is thrown away and generated again (``go_on``): what an engine
-does that samples token by token. With ``keep`` the keys and values of the earlier tokens stay those of the weights
+lies beyond the tokens that the engine has made by then is thrown away and generated again (``go_on``), as in an engine
+that samples token by token. With ``keep`` the keys and values of the earlier tokens stay those of the weights
 that computed them. Wherever an engine fills a cache anew (``recompute``; a rollout that was aborted or preempted joins
 again), its weights compute them again.
 
@@ -53,7 +53,7 @@ def _pieces(spans: VersionSpans, refills: Set[int], recompute: bool) -> list[_Pi
 
 
 class LookaheadAnswers:
-    """Keeps the answers that are asked for and not yet trained on or given up.
+    """Keeps the answers of rollouts that are started and not yet trained on or given up.
 
     Args:
         sampler: Completes answers.
@@ -89,7 +89,7 @@ class LookaheadAnswers:
         self._made_by: dict[int, tuple[int, int]] = {}  # version that made the last tokens of each, and its tokens then
         self._ahead: dict[int, dict[int, Draft]] = {0: {}}  # by version, of those that may join next
 
-    # ------------------------------------------------------------------------------------ from the world
+    # ------------------------------------------------------------------------------------ from the simulated cluster
 
     def ask(self, rollout_id: int, prompt_id: int) -> None:
         """Note a rollout that is on its way to an engine."""
@@ -117,16 +117,16 @@ class LookaheadAnswers:
         return draft.prompt, draft.word_L[: draft.length], draft.logprob_L[: draft.length]
 
     def forget(self, rollout_id: int) -> None:
-        """Forget a rollout that nobody wants any more."""
+        """Forget a rollout that will not be trained on, or has been."""
         self._prompt_ids.pop(rollout_id, None)
         self._drafts.pop(rollout_id, None)
         self._made_by.pop(rollout_id, None)
 
     # ----------------------------------------------------------------------------------- from the engines
 
-    def begin(self, sequence: Request, version: int) -> None:
+    def begin(self, request: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
-        rollout_id, num_tokens = sequence.rollout_id, sequence.spans.num_tokens
+        rollout_id, num_tokens = request.rollout_id, request.spans.num_tokens
         if self._made_by.get(rollout_id) != (version, num_tokens):
             if num_tokens:
                 draft = self._cut(rollout_id, num_tokens)
@@ -135,24 +135,24 @@ class LookaheadAnswers:
             else:
                 draft = self._fresh(rollout_id, version)
             self._drafts[rollout_id], self._made_by[rollout_id] = draft, (version, num_tokens)
-        sequence.finish_at(self._drafts[rollout_id].length)
+        request.finish_at(self._drafts[rollout_id].length)
 
-    def go_on(self, sequences: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
+    def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch that has other weights from now on.
 
         Args:
-            sequences: The rollouts.
+            requests: The rollouts.
             num_tokens: Tokens each has, at least 1.
             version: Version of the weights.
             recompute: Whether these weights compute the keys and values of these tokens again.
         """
-        drafts = [self._cut(one.rollout_id, num) for one, num in zip(sequences, num_tokens, strict=True)]
+        drafts = [self._cut(one.rollout_id, num) for one, num in zip(requests, num_tokens, strict=True)]
         for draft in drafts:
             assert recompute or draft.cache is not None  # the sampler keeps caches wherever engines do
             draft.cache = None if recompute else draft.cache
         self._sampler.complete(self._weights[version], drafts)
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            sequence.finish_at(draft.length)
+        for request, draft in zip(requests, drafts, strict=True):
+            request.finish_at(draft.length)
             self._made_by[draft.rollout_id] = (version, JOINED_BEFORE)
 
     # -------------------------------------------------------------------------------------- from a trace

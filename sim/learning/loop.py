@@ -1,4 +1,4 @@
-"""The trainer of a policy in the loop: what the world asks for when it carries out the scheduler's commands.
+"""The trainer of a policy that learns during a simulated run; the simulated cluster calls it.
 
 Simulated time decides what is trained on and which weights sample what; the gradient of a micro-batch is computed
 when its training starts, at the weights of that version, and the optimizer step is made with the last micro-batch.
@@ -34,9 +34,9 @@ BETAS = (0.9, 0.95)
 """Adam's decays (no unit)."""
 
 LEVELS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-"""Mean rewards whose time is told (no unit)."""
+"""Mean rewards whose time is reported (no unit)."""
 REACHED_STEPS = 8
-"""Steps that the mean reward is taken over, to tell when it was reached (count)."""
+"""Steps over which the mean reward is taken, to find when a level was reached (count)."""
 
 
 class Learner:
@@ -94,10 +94,10 @@ class Learner:
         self._mean_rewards: list[float] = []
         self._times_s: list[float] = []
 
-    # ------------------------------------------------------------------------------------ from the world
+    # ------------------------------------------------------------------------ from the simulated cluster
 
     def finished(self, rollout_id: int, spans: VersionSpans) -> float:
-        """Return the reward of a rollout whose last token is there."""
+        """Return the reward of a rollout that has its last token."""
         prompt, word_L, _ = self.answers.answer(rollout_id)
         assert len(word_L) == spans.num_tokens  # engine and policy agree
         self._spans[rollout_id] = spans
@@ -137,7 +137,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------- results
 
     def take_metrics(self, row: StepRow) -> dict[str, float]:
-        """Return what is to be logged of an optimizer step that is done, and begin the next."""
+        """Return the metrics of an optimizer step that is done, and begin those of the next."""
         metrics = {
             "reward/mean": row.reward_mean,
             "length/mean": row.length_mean,
@@ -152,7 +152,7 @@ class Learner:
         return metrics
 
     def summary(self) -> RunMeasurements:
-        """Return what a learning run adds to summary.json."""
+        """Return the part of the report that only a learning run has."""
         rewards = self._mean_rewards
         if not rewards:
             return RunMeasurements()

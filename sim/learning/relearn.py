@@ -1,4 +1,4 @@
-"""Learn again from a trace alone: neither engines nor a scheduler, only what they reported and decided."""
+"""Learn again from a trace alone: without engines or a scheduler, from the events and commands they recorded."""
 
 from __future__ import annotations
 

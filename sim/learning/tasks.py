@@ -1,4 +1,4 @@
-"""Tasks for a small policy: what it is asked, what its answers are worth, and what it is shown before.
+"""Tasks for a small policy: prompts, rewards of answers, and demonstrations for its base model.
 
 Prompts of a task have one length, shorter problems are filled up with blanks. An answer is a list of words; it ends
 with ``END``, or without it where generation is cut. Words 0 to 9 are digits (or letters); the others are below.
@@ -32,7 +32,7 @@ BREAKS = 0.04
 
 
 class TokenTask(Protocol):
-    """What a task must offer."""
+    """The interface of a task."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -49,7 +49,7 @@ class TokenTask(Protocol):
         """Return an answer as the base model is to give it, with its mistakes."""
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Tell whether an answer is right."""
+        """Return whether an answer is right."""
 
 
 class Addition:
@@ -77,7 +77,7 @@ class Addition:
         return _with_mistakes(self._answer(prompt), stream)
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Tell whether every digit is right."""
+        """Return whether every digit is right."""
         return list(answer) == self._answer(prompt)
 
 
@@ -102,7 +102,7 @@ class Reverse:
         return _with_mistakes(self._answer(prompt), stream)
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Tell whether every letter is right."""
+        """Return whether every letter is right."""
         return list(answer) == self._answer(prompt)
 
 
@@ -147,7 +147,7 @@ class Chain:
         return [*steps, RESULT, total, END]
 
     def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Tell whether the answer ends with the right result."""
+        """Return whether the answer ends with the right result."""
         total = sum(word for word in prompt if word < NUM_DIGITS) % CHAIN_MODULUS
         return list(answer[-3:]) == [RESULT, total, END]
 

@@ -63,7 +63,7 @@ def policy_shape(config: PolicyConfig, *, positions: int) -> PolicyShape:
 
 
 def _demonstrations(task: TokenTask, seed: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the words of a batch of demonstrations and what is to follow each, shapes [B, T]."""
+    """Return the words of a batch of demonstrations and the word that is to follow each, shapes [B, T]."""
     stream = named_stream(seed, "demonstrations", step)
     prompts = [task.draw(stream) for _ in range(size)]
     rows = [[*prompt, *task.demonstrate(prompt, stream)] for prompt in prompts]

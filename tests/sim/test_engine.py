@@ -663,7 +663,7 @@ TIES = {
 
 FIXED = {"prompt_tokens": 0, "length": {"kind": "fixed", "max": 12}}
 
-WORLDS = {
+RUNS = {
     **{f"weight update {kind}": {"scheduler": {"weight_update": kind}} for kind in WeightUpdate},
     **{
         f"ties, weight update {kind}": {
@@ -709,7 +709,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("tables", WORLDS.values(), ids=WORLDS)
+@pytest.mark.parametrize("tables", RUNS.values(), ids=RUNS)
 def test_a_run_is_the_same_with_both_engines(tables):
     entries = run_of(ClosedFormEngine, tables)
     assert entries == run_of(StepByStepEngine, tables)

@@ -37,7 +37,7 @@ from sim.workload import Workload
 
 
 class Played(RunLedger):
-    """A simulated run: its books, and every event and command with its time."""
+    """A simulated run: its ledger, and every event and command with its time."""
 
     def __init__(self, config: RunConfig, make=ClosedFormEngine):
         super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
