@@ -9,7 +9,8 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.hardware.utilisation import fitted_utilisation, read_utilisation
-from pipelinerl.theory.paper import Setting, lengths_from, throughput_against_lag, uniform_lengths
+from pipelinerl.theory.lengths import lengths_from, uniform_lengths
+from pipelinerl.theory.paper import Setting, throughput_against_lag
 
 NUM_LAGS = 24
 """Points of a curve (count)."""

@@ -79,7 +79,7 @@ def batch_s(decode: Decode, tensor_parallel: int, batch: FloatArray) -> FloatArr
         ConfigError: If a table of utilisations cannot be read.
     """
     below = np.floor(batch)
-    low_s, high_s = _whole_batch_s(decode, tensor_parallel, np.maximum([below, below + 1], 1.0))
+    low_s, high_s = _whole_batch_s(decode, tensor_parallel, np.stack([below, below + 1]))
     seconds: FloatArray = low_s + (high_s - low_s) * (batch - below)
     return seconds
 

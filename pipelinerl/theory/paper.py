@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipelinerl.hardware.utilisation import UtilisationCurve
+from pipelinerl.theory.lengths import Lengths
 from pipelinerl.util.arrays import check
 
 # ----------------------------------------------------------------------------- cost of a decode step
@@ -57,79 +57,6 @@ def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
     check(flops_per_token > 0, "flops_per_token must be above 0", flops_per_token)
     check(peak_flops > 0, "peak_flops must be above 0", peak_flops)
     return flops_per_token / peak_flops
-
-
-# ----------------------------------------------------------------------------------- answer lengths
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lengths:
-    """How long answers are, as a survivor function in whole sequences, so that no bound suffers from rounding."""
-
-    unfinished: npt.NDArray[np.int64]
-    """Sequences with at least l tokens, for l = 1..L (so the first entry counts them all), shape [L]."""
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences described (count)."""
-        return int(self.unfinished[0])
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them (count): each decode step gives one to every unfinished sequence."""
-        return int(self.unfinished.sum())
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest answer, L (tokens)."""
-        return len(self.unfinished)
-
-    @property
-    def mean_tokens(self) -> float:
-        """Mean answer, L̄ (tokens)."""
-        return self.num_tokens / self.num_sequences
-
-    @property
-    def cv(self) -> float:
-        """Standard deviation over mean (no unit)."""
-        odd = np.arange(1, 2 * self.max_tokens, 2)  # n^2 is the sum of the first n odd numbers
-        squares = int(odd @ self.unfinished)
-        return math.sqrt((self.num_sequences * squares - self.num_tokens**2) / self.num_tokens**2)
-
-
-def uniform_lengths(max_tokens: int) -> Lengths:
-    """Return lengths equally likely on 1..L, exactly: h(l)/S = 1 - (l - 1)/L, mean (L + 1)/2 (the case study).
-
-    Args:
-        max_tokens: Longest answer L in tokens, at least 1.
-
-    Returns:
-        The lengths.
-
-    Raises:
-        ValueError: If ``max_tokens`` is below 1.
-    """
-    check(max_tokens >= 1, "max_tokens must be at least 1", max_tokens)
-    return Lengths(np.arange(max_tokens, 0, -1, dtype=np.int64))
-
-
-def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
-    """Return the lengths of given answers; the longest of them is L.
-
-    Args:
-        tokens: Whole numbers of at least 1 token, one per answer, shape [n], n at least 1.
-
-    Returns:
-        The lengths.
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, not of whole numbers, or has an entry below 1.
-    """
-    array = np.asarray(tokens)
-    whole = array.ndim == 1 and array.size > 0 and np.issubdtype(array.dtype, np.integer)
-    check(bool(whole and array.min() >= 1), "tokens must be a list of whole numbers, each at least 1", array)
-    ending = np.bincount(array)[1:]
-    return Lengths(ending[::-1].cumsum()[::-1].astype(np.int64))
 
 
 # -------------------------------------------------------------------------------------------- rates

@@ -27,114 +27,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.costs import DecodeStep, TrainingCost, loading_s, prefill_s, training_cost
+from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
 from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
-from pipelinerl.theory.paper import Lengths
+from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.util.arrays import FloatArray
 
-FloatArray = npt.NDArray[np.float64]
-
-GRID_POINTS = 1024
-"""Positions at which the survivor function of long answers is looked at."""
 TOLERANCE = 1e-3
 """Relative, of the times that are found by trial."""
 LAG_ROUNDS = 20
 """Trials of a step time that keeps to ``max_lag``."""
-
-
-@dataclass(frozen=True, eq=False)
-class LengthStatistics:
-    """Prompts and answers, as far as the steady state depends on them."""
-
-    lengths: Lengths
-    """Lengths of the answers."""
-    prompt_tokens: float
-    """Mean prompt (tokens)."""
-    group_wait: float = 0.0
-    """Decode steps that a token's rollout, once finished, waits for the longest of its group (mean over tokens)."""
-
-    @cached_property
-    def width(self) -> int:
-        """Tokens that a position of the grid stands for."""
-        return math.ceil(self.lengths.max_tokens / GRID_POINTS)
-
-    @cached_property
-    def position(self) -> FloatArray:
-        """Positions in the answer, in the middle of each piece of ``width`` tokens."""
-        starts = np.arange(0, self.lengths.max_tokens, self.width, dtype=np.float64)
-        return starts + (self.width + 1) / 2
-
-    @cached_property
-    def share(self) -> FloatArray:
-        """Share of the answers with at least so many tokens, by position."""
-        pad = -self.lengths.max_tokens % self.width
-        counts = np.concatenate([self.lengths.unfinished, np.zeros(pad)])
-        share: FloatArray = counts.reshape(-1, self.width).mean(axis=1) / self.lengths.num_sequences
-        return share
-
-    @cached_property
-    def rest(self) -> FloatArray:
-        """Stationary batch: share with at least so many tokens left, by position."""
-        return self._tail(self.share) / self.mean
-
-    @cached_property
-    def rest_context(self) -> FloatArray:
-        """Stationary batch: answer tokens so far of those with at least so many left, per sequence, by position."""
-        return self._tail(self.share * self.position) / self.mean
-
-    @cached_property
-    def mean(self) -> float:
-        """Mean answer (tokens)."""
-        return self.lengths.mean_tokens
-
-    @cached_property
-    def spread(self) -> float:
-        """1 + cv^2: what the mean remaining length is longer than half the mean by."""
-        return 1 + self.lengths.cv**2
-
-    @cached_property
-    def context(self) -> float:
-        """Mean tokens that a sequence holds in a stationary batch."""
-        return self.prompt_tokens + self.spread * self.mean / 2
-
-    def longest(self, number: int) -> float:
-        """Return the mean of the longest of ``number`` answers (tokens)."""
-        return self._moments(1 - (1 - self.share) ** number)[0]
-
-    def training_s(self, cost: TrainingCost, *, sequences: int, micro_batch: int) -> float:
-        """Return the seconds of an optimizer step on so many sequences, in micro-batches.
-
-        The largest of the mean bounds on the fullest rank stands for the mean of the largest: too fast where two of
-        them are about equal, by up to a tenth.
-        """
-        tokens, squares = self._with_prompt(self.mean, self.spread * self.mean**2)
-        bounds_s = cost.bounds_s(
-            (micro_batch * tokens, micro_batch * squares),
-            longest=self._with_prompt(*self._moments(1 - (1 - self.share) ** micro_batch)),
-            shortest=self._with_prompt(*self._moments(self.share**micro_batch)),
-            sequences=micro_batch,
-            fixed_s=cost.micro_batch_s,
-        )
-        return sequences / micro_batch * max(bounds_s) + cost.step_s
-
-    def _with_prompt(self, tokens: float, squares: float) -> tuple[float, float]:
-        """Return mean and mean square of prompt and answer together, from those of an answer."""
-        prompt = self.prompt_tokens
-        return prompt + tokens, prompt**2 + 2 * prompt * tokens + squares
-
-    def _moments(self, share: FloatArray) -> tuple[float, float]:
-        """Return mean and mean square of a length that has at least so many tokens with this probability."""
-        return float(self.width * share.sum()), float(self.width * ((2 * self.position - 1) * share).sum())
-
-    def _tail(self, value: FloatArray) -> FloatArray:
-        whole = value[::-1].cumsum()[::-1]
-        return self.width * (whole - value / 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import ScheduleKind
-from pipelinerl.theory.steady_state import Estimate, LengthStatistics, screen
+from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.theory.steady_state import Estimate, screen
 from sim.planning.axes import AXES, SCHEDULE, SPLIT, Choice, choice_of, label_of, schedule_of
 from sim.planning.search_space import Limits, Reason, SearchSpace
 

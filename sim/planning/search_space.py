@@ -17,8 +17,7 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
-from pipelinerl.theory.paper import lengths_from
-from pipelinerl.theory.steady_state import LengthStatistics
+from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from sim.workload import Workload, grown_length
 
 SAMPLE_SIZE = 8192

@@ -13,8 +13,7 @@ from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
-from pipelinerl.theory.paper import lengths_from
-from pipelinerl.theory.steady_state import LengthStatistics
+from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from sim.validation.reconstruct import LARGEST_MEAN, MAX_SLOTS, PROMPT_TOKENS, ReconstructedRun
 from sim.validation.records import DEFAULT_GROUP_SIZE, PublishedRun, Schedule
 from sim.workload import Workload

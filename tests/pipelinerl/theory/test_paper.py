@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation, read_utilisation
 from pipelinerl.theory import paper as analytic
+from pipelinerl.theory.lengths import Lengths, lengths_from, uniform_lengths
 from pipelinerl.theory.paper import (
     LagPoint,
-    Lengths,
     PipelineChoice,
     Rates,
     Setting,
@@ -29,14 +29,12 @@ from pipelinerl.theory.paper import (
     flash_s,
     lag_estimate,
     largest_lag,
-    lengths_from,
     mean_lag_conventional,
     mean_lag_pipeline,
     pipeline_rates,
     search_pipeline,
     staleness_applied_compute,
     throughput_against_lag,
-    uniform_lengths,
 )
 
 GUIDE = Path(__file__).parents[3] / "docs" / "analytic.md"

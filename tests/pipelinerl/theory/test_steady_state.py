@@ -14,8 +14,8 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep, training_cost
 from pipelinerl.records.steps import StepRow
-from pipelinerl.theory.paper import lengths_from, uniform_lengths
-from pipelinerl.theory.steady_state import Estimate, LengthStatistics, screen
+from pipelinerl.theory.lengths import LengthStatistics, lengths_from, uniform_lengths
+from pipelinerl.theory.steady_state import Estimate, screen
 from sim.planning.search_space import answers_of
 from sim.run import simulate
 from sim.workload import Workload
