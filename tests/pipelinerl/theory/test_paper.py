@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware import utilisation
 from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation, read_utilisation
-from pipelinerl.theory import paper as analytic
+from pipelinerl.theory import lengths, paper
 from pipelinerl.theory.lengths import Lengths, lengths_from, uniform_lengths
 from pipelinerl.theory.paper import (
     LagPoint,
@@ -676,8 +677,9 @@ def test_examples_of_the_guide_give_the_stored_output():
 def test_guide_names_every_public_function():
     public = [
         name
-        for name, value in vars(analytic).items()
-        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == analytic.__name__
+        for module in (lengths, paper, utilisation)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == module.__name__
     ]
     public.append(Lengths.__name__)
     guide = GUIDE.read_text(encoding="utf-8")
