@@ -17,6 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
+from pipelinerl.records.step_ledger import Step, StepLedger
 from pipelinerl.records.steps import StepRow
 from sim.cluster import SimulatedCluster
 
@@ -55,6 +56,19 @@ def simulate(
     finally:
         report = recording.finish()
     return report
+
+
+def simulate_steps(config: RunConfig) -> list[Step]:
+    """Simulate a run and return its optimizer steps; nothing else is kept.
+
+    Raises:
+        ConfigError: If a file of the configuration is wrong.
+        RunFailedError: If the run could not reach its end.
+    """
+    cluster, ledger = SimulatedCluster(config), StepLedger()
+    with no_garbage_collection():
+        cluster.run(ledger)
+    return ledger.steps
 
 
 def check_installed(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.bottleneck import find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.reports import (
     FigureData,
@@ -35,7 +35,9 @@ from pipelinerl.records.reports import (
     Utilisation,
 )
 from pipelinerl.records.rollout_buffer import FinishedRollouts
+from pipelinerl.records.step_ledger import OpenStep
 from pipelinerl.records.steps import StepRow
+from pipelinerl.records.token_histogram import TokenHistogram
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -57,47 +59,15 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
 )
 
-BALANCED_SHARE = 0.05
-"""Idle share below which neither side counts as the bottleneck."""
-
 
 class _MicroBatch(NamedTuple):
-    """What is kept of a micro-batch until its optimizer step is done; the arrays have an entry per version span."""
+    """The rewards and version spans of a micro-batch, kept until its optimizer step is done."""
 
-    samples: int
-    reward: float
+    reward: float  # sum
     starts: NDArray[np.int64]  # first position of each span
     ends: NDArray[np.int64]  # position after it
     lags: NDArray[np.int64]
     queue_lags: NDArray[np.int64]  # the part of the lag from after the rollout finished
-
-
-class _Histogram:
-    """Counts by whole number."""
-
-    def __init__(self) -> None:
-        self.counts: NDArray[np.float64] = np.zeros(1)
-
-    def add(self, value_N: NDArray[np.int64], weight_N: NDArray[np.int64]) -> None:
-        """Add weights (token counts, exact in float64) at values of at least 0."""
-        added: NDArray[np.float64] = np.bincount(value_N, weight_N, len(self.counts)).astype(np.float64)
-        added[: len(self.counts)] += self.counts
-        self.counts = added
-
-    def mean(self) -> float:
-        total = self.counts.sum()
-        return float((self.counts * np.arange(len(self.counts))).sum() / total) if total else 0.0
-
-    def quantile(self, share: float) -> int:
-        """Return the least value with at least ``share`` of the weight at or below it."""
-        below = np.cumsum(self.counts)
-        return int(np.searchsorted(below, share * below[-1])) if below[-1] else 0
-
-    def max(self) -> int:
-        return int(np.flatnonzero(self.counts)[-1]) if self.counts.any() else 0
-
-    def as_list(self) -> list[int]:
-        return [int(count) for count in self.counts]
 
 
 class RunLedger:
@@ -128,8 +98,7 @@ class RunLedger:
         "_num_started",
         "_reasons",
         "_seconds",
-        "_step_seconds",
-        "_step_start_s",
+        "_step",
         "_stop",
         "_time_s",
         "_tokens",
@@ -177,11 +146,10 @@ class RunLedger:
         self._training_since_s: float | None = None
         # Trainer.
         self._seconds = {"training": 0.0, "publishing": 0.0}
-        self._step_start_s = 0.0
-        self._step_seconds = {"training": 0.0, "publishing": 0.0}
+        self._step = OpenStep()
         self._micro_batches: list[_MicroBatch] = []  # of the optimizer step that is under way
         # Lag.
-        self._lag = {part: _Histogram() for part in ("total", "in_flight", "in_queue")}
+        self._lag = {part: TokenHistogram() for part in ("total", "in_flight", "in_queue")}
 
     # --------------------------------------------------------------------------------------- events
 
@@ -212,7 +180,7 @@ class RunLedger:
                 self._trained(event)
             case WeightsPublished():
                 self._seconds["publishing"] += event.publish_s
-                self._step_seconds["publishing"] += event.publish_s
+                self._step.publish_s += event.publish_s
                 self.profile.trainer_worked(time_s - event.publish_s, time_s, "publishing")
             case WeightsLoaded():
                 self._loaded(event)
@@ -298,9 +266,9 @@ class RunLedger:
 
     def _training_started(self, command: StartTraining) -> None:
         taken = self._finished.take(command.rollout_ids)
+        self._step.add(taken, command.version)
         self._micro_batches.append(
             _MicroBatch(
-                samples=len(taken.rewards_M),
                 reward=math.fsum(taken.rewards_M),
                 starts=taken.starts_N,
                 ends=taken.ends_N,
@@ -311,44 +279,40 @@ class RunLedger:
 
     def _trained(self, event: TrainingFinished) -> None:
         self._seconds["training"] += event.train_s
-        self._step_seconds["training"] += event.train_s
+        self._step.train_s += event.train_s
         self.profile.trainer_worked(self._time_s - event.train_s, self._time_s, "training")
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
         self._version = event.version
-        samples_M, reward_M, *spans_M = zip(*self._micro_batches, strict=True)
+        step = self._step.close(self._time_s, ready=len(self._finished))
+        rewards, *spans = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
-        samples, reward = sum(samples_M), sum(reward_M)
-        start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans_M)
+        start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans)
         tokens_N = end_N - start_N
         self._lag["total"].add(lag_N, tokens_N)
         self._lag["in_queue"].add(queue_N, tokens_N)
         self._lag["in_flight"].add(lag_N - queue_N, tokens_N)
         self.profile.trained(start_N, end_N, lag_N)
-        tokens = int(tokens_N.sum())
         lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
-        training_s, publishing_s = self._step_seconds["training"], self._step_seconds["publishing"]
         row = StepRow(
             step=event.version,
-            time_s=self._time_s,
-            train_s=training_s,
-            publish_s=publishing_s,
-            wait_s=max(0.0, self._time_s - self._step_start_s - training_s - publishing_s),
-            samples=samples,
-            tokens=tokens,
-            lag_mean=lag_tokens / tokens,
-            lag_max=int(lag_N.max()),
-            lag_in_flight_mean=(lag_tokens - queue_tokens) / tokens,
-            lag_in_queue_mean=queue_tokens / tokens,
+            time_s=step.time_s,
+            train_s=step.train_s,
+            publish_s=step.publish_s,
+            wait_s=step.wait_s,
+            samples=step.samples,
+            tokens=step.tokens,
+            lag_mean=step.lag_mean,
+            lag_max=step.lag_max,
+            lag_in_flight_mean=(lag_tokens - queue_tokens) / step.tokens,
+            lag_in_queue_mean=queue_tokens / step.tokens,
             in_progress=sum(self._engine_rollouts),
-            ready=len(self._finished),
-            reward_mean=reward / samples,
-            length_mean=tokens / samples,
+            ready=step.ready,
+            reward_mean=sum(rewards) / step.samples,
+            length_mean=step.tokens / step.samples,
         )
-        self._ended["trained"] += samples
-        self._tokens["trained"] += tokens
-        self._step_start_s = self._time_s
-        self._step_seconds = {"training": 0.0, "publishing": 0.0}
+        self._ended["trained"] += step.samples
+        self._tokens["trained"] += step.tokens
         self.steps.append(row)
         self.profile.step_done(self._time_s, event.version)
         if self.on_step is not None:
@@ -410,25 +374,15 @@ class RunLedger:
                 publishing=publishing_s,
                 waiting_for_data=0.0 if self._colocated else rest_s,
             ),
-            bottleneck=self._bottleneck(rest_s),
+            bottleneck=find_bottleneck(
+                self.steps,
+                colocated=self._colocated,
+                duration_s=duration_s,
+                training_s=training_s,
+                waiting_s=rest_s,
+            ),
             complete=self._stop == "done",
         )
-
-    def _bottleneck(self, rest_s: float) -> Bottleneck:
-        """Return which side limits the throughput.
-
-        Colocated: the longer of the two phases. Otherwise: generation, if the trainer waits for data; training,
-        if after most steps another whole batch was there already; balanced, if neither.
-        """
-        if self._colocated:
-            difference_s = rest_s - self._seconds["training"]
-            if abs(difference_s) <= BALANCED_SHARE * self._time_s:
-                return Bottleneck.BALANCED
-            return Bottleneck.GENERATION if difference_s > 0 else Bottleneck.TRAINING
-        if rest_s > BALANCED_SHARE * self._time_s:
-            return Bottleneck.GENERATION
-        num_ahead = sum(row.ready >= row.samples for row in self.steps)
-        return Bottleneck.TRAINING if 2 * num_ahead > len(self.steps) else Bottleneck.BALANCED
 
     def _lag_summary(self) -> LagReport:
         total = self._lag["total"]

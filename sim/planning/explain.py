@@ -13,7 +13,7 @@ from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.records.ledger import BALANCED_SHARE
+from pipelinerl.records.bottleneck import BALANCED_SHARE, Bottleneck
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
 from sim.planning.axes import MAX_LAG, Axis, Choice, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener
@@ -42,6 +42,10 @@ class Simulated(Protocol):
     def waiting(self) -> float:
         """Share of the time in which the trainer neither trains nor publishes."""
 
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """The side that limits the throughput of the steady state."""
+
 
 def bottleneck(outcome: Simulated, screener: Screener) -> str:
     """Return one line: the bottleneck in the simulation, and the gain from more GPUs by the screening."""
@@ -53,7 +57,7 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
     generation = _gain(candidate, screener, accelerators=more, generation_accelerators=more)
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
-    if waiting > BALANCED_SHARE:
+    if outcome.bottleneck is Bottleneck.GENERATION:
         bounded = max_lag is not None and MAX_LAG.applies_to(candidate.schedule)
         freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
         if freer > max(generation, BALANCED_SHARE):
@@ -65,8 +69,8 @@ def bottleneck(outcome: Simulated, screener: Screener) -> str:
             f"generation-bound: the trainer waits {waiting:.0%} of the time; {_gpus(more, 'generation ')} "
             f"{generation:+.0%}"
         )
-    estimate = screener.screen(candidate).estimate
-    if estimate.idle_share > BALANCED_SHARE:
+    if outcome.bottleneck is Bottleneck.TRAINING:
+        estimate = screener.screen(candidate).estimate
         spare = estimate.step_s / estimate.generation_s - 1
         return (
             f"training-bound: generation could give {spare:.0%} more, the trainer waits {waiting:.0%} of the time; "

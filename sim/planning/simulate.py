@@ -10,10 +10,12 @@ from itertools import zip_longest
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.bottleneck import Bottleneck, find_bottleneck
+from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
 from sim.planning.candidates import Candidate
-from sim.stepbooks import Step, simulate_steps
+from sim.run import simulate_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the stage, the number done, and the number in all."""
@@ -58,6 +60,8 @@ class Outcome:
     """Share in which it publishes."""
     waiting: float
     """Share in which it does neither."""
+    bottleneck: Bottleneck
+    """The side that limits the throughput of the steady state."""
     ess: float | None = None
     """Effective sample size that the run file's drift model gives the lags of the steady state."""
 
@@ -129,6 +133,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     known = len(rows) if len(rows) >= config.optimizer_steps else end  # of a whole run, a broken RL step at its end too
     rest = config.optimizer_steps - known
     seconds = rows[known - 1].time_s + rest * step_s
+    training_s, waiting_s = sum(row.train_s for row in window), sum(row.wait_s for row in window)
     return Outcome(
         job.candidate,
         job.level,
@@ -137,9 +142,16 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
         seconds=seconds,
         lag_mean=sum(row.lag_mean * row.tokens for row in window) / tokens,
         lag_max=max(row.lag_max for row in rows),
-        training=sum(row.train_s for row in window) / window_s,
+        training=training_s / window_s,
         publishing=sum(row.publish_s for row in window) / window_s,
-        waiting=sum(row.wait_s for row in window) / window_s,
+        waiting=waiting_s / window_s,
+        bottleneck=find_bottleneck(
+            window,
+            colocated=config.colocated,
+            duration_s=window_s,
+            training_s=training_s,
+            waiting_s=waiting_s,
+        ),
         ess=_modelled_ess(config, window),
     )
 

