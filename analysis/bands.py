@@ -11,11 +11,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
-from analysis.json_file import FloatArray
 from analysis.metrics import ESS_RAW, REWARD
 from analysis.read import Run
-from analysis.style import INK, PAGE_IN, SeriesStyle
+from analysis.style import (
+    INK,
+    PAGE_IN,
+    SeriesStyle,
+    add_legend,
+    handy_scale,
+    handy_time,
+    house_style,
+    make_panels,
+    styled,
+)
+from pipelinerl.util.arrays import FloatArray
 
 Arms = Mapping[str, Sequence[Run]]
 """The runs of each arm, one per seed, by name of the arm."""
@@ -43,14 +52,14 @@ def learning(arms: Arms) -> Figure:
     Returns:
         Three panels, a line per arm in each.
     """
-    ends_s = [float(run.steps["time_s"][-1]) for runs in arms.values() for run in runs]
+    ends_s = [float(run.steps.time_s[-1]) for runs in arms.values() for run in runs]
     shown_s = min(max(ends_s), 3 * min(ends_s))
     time_scale, unit = handy_time(shown_s)
-    scale, word = handy_scale(max(float(run.steps["samples"].sum()) for runs in arms.values() for run in runs))
+    scale, word = handy_scale(max(float(run.steps.samples.sum()) for runs in arms.values() for run in runs))
     figure, [[by_time, by_samples, throughput]] = make_panels(PAGE_IN, 2.0, columns=3)
     for (name, runs), style in _styled(arms):
-        time_S = [_from_eighth(run.steps["time_s"] / time_scale) for run in runs]
-        samples_S = [_from_eighth(np.cumsum(run.steps["samples"]) / scale) for run in runs]
+        time_S = [_from_eighth(run.steps.time_s / time_scale) for run in runs]
+        samples_S = [_from_eighth(np.cumsum(run.steps.samples) / scale) for run in runs]
         reward_S = [_from_eighth(_trailing_mean(run.metrics[REWARD])) for run in runs]
         _draw(by_time, time_S, reward_S, style, name)
         _draw(by_samples, samples_S, reward_S, style, name)
@@ -79,9 +88,9 @@ def lag_and_ess(arms: Arms) -> Figure:
     """
     figure, [[largest, mean, ess]] = make_panels(PAGE_IN, 2.0, columns=3)
     for (name, runs), style in _styled(arms):
-        step_S = [_from_eighth(run.steps["step"]) for run in runs]
-        _draw(largest, step_S, [_from_eighth(_trailing_max(run.steps["lag_max"])) for run in runs], style, name)
-        _draw(mean, step_S, [_from_eighth(_trailing_mean(run.steps["lag_mean"])) for run in runs], style, name)
+        step_S = [_from_eighth(run.steps.step) for run in runs]
+        _draw(largest, step_S, [_from_eighth(_trailing_max(run.steps.lag_max)) for run in runs], style, name)
+        _draw(mean, step_S, [_from_eighth(_trailing_mean(run.steps.lag_mean)) for run in runs], style, name)
         _draw(ess, step_S, [_from_eighth(_trailing_mean(run.metrics[ESS_RAW])) for run in runs], style, name)
     largest.set(ylabel="largest lag of 8 steps\n(optimizer steps)", ylim=(0, None))
     mean.set(ylabel="mean lag (optimizer steps)", ylim=(0, None))

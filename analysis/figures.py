@@ -20,10 +20,24 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
-from analysis.read import SECONDS, Comparison, EngineTimeline, RateCurves, RatePoint, Run, Timeline
-from analysis.style import ACTIVITY_COLORS, COLUMN_IN, INK, MUTED, PAGE_IN, SeriesStyle, series_styles
+from analysis.read import Run
+from analysis.style import (
+    ACTIVITY_COLORS,
+    COLUMN_IN,
+    INK,
+    MUTED,
+    PAGE_IN,
+    SeriesStyle,
+    add_legend,
+    handy_scale,
+    handy_time,
+    house_style,
+    make_panels,
+    styled,
+)
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.reports import EngineTimeline, Timeline, TrainerSeconds
+from pipelinerl.util.arrays import FloatArray
 
 
 @house_style
@@ -38,9 +52,9 @@ def lag_by_position(runs: Sequence[Run]) -> Figure:
     """
     figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
     for run, style in styled(runs):
-        bins = run.profile.lag_by_position
+        bins = run.figure_data.lag_by_position
         middle_tokens = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
-        axes.plot(middle_tokens, bins.lag_mean, color=style.color, linestyle=style.dash, label=run.name)
+        axes.plot(middle_tokens, _array(bins.lag_mean), color=style.color, linestyle=style.dash, label=run.name)
     axes.set(xlabel="position in the answer (tokens)", ylabel="mean lag (optimizer steps)")
     axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -62,11 +76,11 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     Returns:
         A row of one or two panels per run, all on one lag axis, and on one step axis if the runs are equally long.
     """
-    num_steps = max(len(run.steps["step"]) for run in runs)
+    num_steps = max(len(run.steps.step) for run in runs)
     columns = 2 if num_steps > 150 else 1
-    top = 1.05 * max(1.0, *(run.steps["lag_max"].max() for run in runs))
+    top = 1.05 * max(1.0, *(run.steps.lag_max.max() for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
-    same_steps = len({len(run.steps["step"]) for run in runs}) == 1
+    same_steps = len({len(run.steps.step) for run in runs}) == 1
     height, sharex = 0.55 + 0.95 * len(runs), "col" if same_steps else False
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
@@ -106,13 +120,14 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
     """
     figure, panels = make_panels(PAGE_IN, 0.4 + 1.1 * len(runs), rows=len(runs), columns=3, sharex="row")
     for row, (run, style) in zip(panels, styled(runs), strict=True):
-        histogram = run.profile.lag_histogram
+        histogram = run.figure_data.lag_histogram
         parts = (
             (histogram.total, f"{run.name}\nlag", style.color),
             (histogram.in_flight, "part in flight", ACTIVITY_COLORS["generating"]),
             (histogram.in_queue, "part in queue", MUTED),
         )
-        for axes, (tokens, what, color) in zip(row, parts, strict=True):
+        for axes, (counts, what, color) in zip(row, parts, strict=True):
+            tokens = _array(counts)
             percent = 100 * tokens / tokens.sum()
             mean = float(percent @ np.arange(len(percent))) / 100
             axes.stairs(percent, np.arange(len(percent) + 1) - 0.5, fill=True, color=color, linewidth=0)
@@ -122,54 +137,6 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
             axes.grid(axis="y")
     figure.supxlabel("lag (optimizer steps)")
     figure.supylabel("trained tokens (%)")
-    return figure
-
-
-@house_style
-def throughput_against_max_lag(
-    points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
-) -> Figure:
-    """Draw throughput against the largest lag for each method (Fig. 9).
-
-    Args:
-        points: Runs; a thin line joins those of a method unless there are curves. May be empty if there are curves.
-        curves: The analytic model, in tokens/flash.
-        unit: Unit of the points; must be ``tokens/flash`` if there are curves.
-
-    Returns:
-        One panel.
-
-    Raises:
-        ConfigError: If there is nothing to draw, or points and curves have different units.
-    """
-    if curves is None and not points:
-        raise ConfigError("throughput against lag needs a point or a curve, got none")
-    if curves is not None and unit != "tokens/flash":
-        raise ConfigError(f"points must be in tokens/flash to be drawn with analytic curves, got {unit}")
-    figure, [[axes]] = make_panels(COLUMN_IN, 2.0)
-    scale, word = handy_scale(max((point.rate for point in points), default=0.0))
-    if curves is not None:
-        for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
-            style = series_styles([method], [0.0])[0]
-            axes.plot(curves.max_lag, rate / scale, color=style.color, linestyle=style.dash, label=f"{method}, model")
-    for method in dict.fromkeys(point.method for point in points):
-        style = series_styles([method], [0.0])[0]
-        chosen = sorted((point.max_lag, point.rate / scale) for point in points if point.method == method)
-        axes.plot(
-            *zip(*chosen, strict=True),
-            color=style.color,
-            marker=style.marker,
-            markeredgecolor="white",
-            linewidth=0.7 if curves is None else 0.0,
-            label=f"{method}, runs" if curves is not None else method,
-        )
-    axes.margins(0.08)
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.set(
-        xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
-    )
-    axes.grid()
-    add_legend(figure, axes)
     return figure
 
 
@@ -186,19 +153,19 @@ def generation_phase(runs: Sequence[Run]) -> Figure:
     Raises:
         ConfigError: If no run has a generation window.
     """
-    shown = [(run, style) for run, style in styled(runs) if len(run.profile.generation_window.in_progress)]
+    shown = [(run, style) for run, style in styled(runs) if len(run.figure_data.generation_window.in_progress)]
     if not shown:
         raise ConfigError(f"no generation window in {', '.join(run.name for run in runs)}")
-    windows = [run.profile.generation_window for run, _ in shown]
+    windows = [run.figure_data.generation_window for run, _ in shown]
     time_scale, time_unit = handy_time(max(window.width_s * len(window.in_progress) for window in windows))
-    rate_scale, word = handy_scale(max(one.tokens_per_s.max() for one in windows))
+    rate_scale, word = handy_scale(max(max(window.tokens_per_s) for window in windows))
     figure, panels = make_panels(COLUMN_IN, 2.6, rows=2, sharex=True)
     upper, lower = panels.flat
     for (run, style), window in zip(shown, windows, strict=True):
         middle = (np.arange(len(window.in_progress)) + 0.5) * window.width_s / time_scale
         look = {"color": style.color, "linestyle": style.dash}
-        upper.plot(middle, window.in_progress, label=run.name, **look)
-        lower.plot(middle, window.tokens_per_s / rate_scale, **look)
+        upper.plot(middle, _array(window.in_progress), label=run.name, **look)
+        lower.plot(middle, _array(window.tokens_per_s) / rate_scale, **look)
     upper.set(ylabel="in progress\n(sequences)", ylim=(0, None))
     lower.set(ylabel=f"generation\n({word}tokens/s)", ylim=(0, None))
     lower.set(xlabel=f"time from the start of generation ({time_unit})", xlim=(0, None))
@@ -220,11 +187,11 @@ def samples_against_time(runs: Sequence[Run]) -> Figure:
         One panel, a line per run from the origin through the end of every optimizer step.
     """
     figure, [[axes]] = make_panels(COLUMN_IN, 1.9)
-    time_scale, time_unit = handy_time(max(run.steps["time_s"][-1] for run in runs))
-    scale, word = handy_scale(max(run.steps["samples"].sum() for run in runs))
+    time_scale, time_unit = handy_time(max(run.steps.time_s[-1] for run in runs))
+    scale, word = handy_scale(max(run.steps.samples.sum() for run in runs))
     for run, style in styled(runs):
-        time = np.concatenate([[0.0], run.steps["time_s"]]) / time_scale
-        samples = np.concatenate([[0.0], np.cumsum(run.steps["samples"])]) / scale
+        time = np.concatenate([[0.0], run.steps.time_s]) / time_scale
+        samples = np.concatenate([[0.0], np.cumsum(run.steps.samples)]) / scale
         axes.plot(time, samples, color=style.color, label=run.name)
     axes.set(xlabel=f"time ({time_unit})", ylabel=f"trained ({word}samples)", xlim=(0, None), ylim=(0, None))
     axes.grid()
@@ -246,17 +213,17 @@ def timeline(run: Run) -> Figure:
     Raises:
         ConfigError: If the timeline holds no engine.
     """
-    line = run.profile.timeline
+    line = run.figure_data.timeline
     if not line.engines:
         raise ConfigError(f"no engine in the timeline of {run.name}")
     scale, unit = handy_time(line.until_s)
-    full = max(max((engine.in_progress.max() for engine in line.engines if len(engine.time_s)), default=1.0), 1.0)
+    full = max([1, *(count for engine in line.engines for count in engine.in_progress)])
     rows = len(line.engines)
     figure, [[axes]] = make_panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
     for row, engine in enumerate(line.engines):
         _draw_engine(axes, engine, bottom=rows - row, full=full, until_s=line.until_s, scale=scale)
-    for spans, what in ((line.training_s, "training"), (line.publishing_s, "publishing")):
-        bars = [(start / scale, (end - start) / scale) for start, end in spans]
+    for what in ("training", "publishing"):
+        bars = [(start / scale, (end - start) / scale) for start, end, work in line.trainer if work == what]
         axes.broken_barh(bars, (0, 0.8), facecolor=ACTIVITY_COLORS[what], edgecolor="white", linewidth=0.2)
     _draw_updates(axes, line, scale, top=rows + 0.9)
     axes.set(xlim=(0, line.until_s / scale), ylim=(-0.1, rows + 0.9), xlabel=f"time ({unit})")
@@ -270,7 +237,7 @@ def timeline(run: Run) -> Figure:
     ]
     if line.updates:
         handles.append(Line2D([], [], color=MUTED, linewidth=0.6, label="weights published, with version"))
-    if any(len(engine.paused_s) for engine in line.engines):
+    if any(engine.paused for engine in line.engines):
         handles.append(Patch(color=INK, linewidth=0, label="engine paused"))
     figure.legend(handles=handles, loc="outside upper left", ncols=5, title=run.name, alignment="left")
     return figure
@@ -288,13 +255,14 @@ def time_split(runs: Sequence[Run]) -> Figure:
         (busy fraction) of generation and training.
     """
     figure, [[axes]] = make_panels(PAGE_IN, 0.75 + 0.3 * len(runs))
-    seconds = np.array([[run.number(f"seconds.{what}") for run in runs] for what in SECONDS])
+    kinds = tuple(TrainerSeconds.model_fields)
+    seconds = np.array([[getattr(run.report.seconds, what) for run in runs] for what in kinds])
     wall = seconds.sum(axis=0)
-    lengths = seconds * 1000 / np.array([run.number("samples_trained") for run in runs])
+    lengths = seconds * 1000 / np.array([run.report.samples_trained for run in runs])
     longest = lengths.sum(axis=0).max()
     rows = np.arange(len(runs))
     starts = np.cumsum(lengths, axis=0) - lengths
-    for what, length, start, spent in zip(SECONDS, lengths, starts, seconds, strict=True):
+    for what, length, start, spent in zip(kinds, lengths, starts, seconds, strict=True):
         bars = axes.barh(rows, length, 0.7, start, color=ACTIVITY_COLORS[what], label=what.replace("_", " "))
         texts = [
             f"{part:.0%}" if width > 0.05 * longest else "" for part, width in zip(spent / wall, length, strict=True)
@@ -303,49 +271,19 @@ def time_split(runs: Sequence[Run]) -> Figure:
     for offset_pt, kind in ((35, "generation"), (85, "training")):
         column: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "annotation_clip": False}
         for row, run in enumerate(runs):
-            text = f"{run.number(f'utilisation.{kind}'):.0%}"
-            axes.annotate(text, (longest, row), (offset_pt, 0), va="center", **column)
+            share = getattr(run.report.utilisation, kind)
+            axes.annotate(f"{share:.0%}", (longest, row), (offset_pt, 0), va="center", **column)
         axes.annotate(f"{kind}\nutilisation", (longest, -0.5), (offset_pt, 2), va="bottom", color=MUTED, **column)
     axes.set_yticks(rows, [run.name for run in runs])
     axes.set(xlabel="trainer's wall time (s per 1000 trained samples)", xlim=(0, longest), ylim=(len(runs) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(SECONDS))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(kinds))
     return figure
 
 
-@house_style
-def speedup_by_scenario(comparison: Comparison) -> Figure:
-    """Draw the speed-up of every arm over the baseline, a row per scenario.
-
-    Args:
-        comparison: At least one arm in one scenario.
-
-    Returns:
-        One panel: a marker per arm in the row of its scenario; the baseline is the vertical line at 1.
-    """
-    scenarios = list(comparison.scenarios)
-    arms = {arm.name: arm for name in scenarios for arm in comparison.scenarios[name]}
-    styles = series_styles([arm.method for arm in arms.values()], [arm.max_lag for arm in arms.values()])
-    figure, [[axes]] = make_panels(COLUMN_IN, 0.5 + 0.2 * len(scenarios))
-    for name, style in zip(arms, styles, strict=True):
-        if name == comparison.baseline:
-            axes.axvline(1.0, color=style.color, linestyle=style.dash, linewidth=0.9, label=f"{name} (baseline)")
-            continue
-        cells = [
-            (arm.speedup, row)
-            for row, scenario in enumerate(scenarios)
-            for arm in comparison.scenarios[scenario]
-            if arm.name == name and arm.speedup is not None
-        ]
-        if cells:
-            axes.plot(*zip(*cells, strict=True), style.marker, color=style.color, markeredgecolor="white", label=name)
-    axes.set(xlabel="speed-up (ratio of trained tokens/s)", xlim=(0, None))
-    axes.set(ylim=(len(scenarios) - 0.5, -0.5))
-    axes.set_yticks(range(len(scenarios)), scenarios)
-    axes.tick_params(axis="y", length=0)
-    axes.grid()
-    add_legend(figure, axes)
-    return figure
+def _array(values: Sequence[float | None]) -> FloatArray:
+    """Return values as an array, nan for None."""
+    return np.array(values, dtype=np.float64)
 
 
 def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
@@ -362,27 +300,29 @@ def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
 
 def _draw_each_step(axes: Axes, run: Run, style: SeriesStyle, last: int) -> None:
     """Draw the last steps as they are."""
-    step = run.steps["step"][-last:]
-    axes.plot(step, run.steps["lag_max"][-last:], color=style.color, linewidth=0.6)
-    axes.plot(step, run.steps["lag_mean"][-last:], color=style.color)
+    step = run.steps.step[-last:]
+    axes.plot(step, run.steps.lag_max[-last:], color=style.color, linewidth=0.6)
+    axes.plot(step, run.steps.lag_mean[-last:], color=style.color)
 
 
 def _draw_engine(
     axes: Axes, engine: EngineTimeline, *, bottom: float, full: float, until_s: float, scale: float
 ) -> None:
     """Draw the sequences in progress of one engine, 0.8 high where they are ``full``, and its pauses."""
-    if len(engine.time_s):
-        times = np.append(engine.time_s, until_s) / scale
-        tops = bottom + 0.8 * np.append(engine.in_progress, engine.in_progress[-1]) / full
+    if engine.time_s:
+        times = _array([*engine.time_s, until_s]) / scale
+        tops = bottom + 0.8 * _array([*engine.in_progress, engine.in_progress[-1]]) / full
         axes.fill_between(times, bottom, tops, step="post", color=ACTIVITY_COLORS["generating"], linewidth=0)
-    for start_s, end_s in engine.paused_s:
+    for start_s, end_s in engine.paused:
         axes.barh(bottom + 0.4, (end_s - start_s) / scale, 0.8, start_s / scale, color=INK, linewidth=0)
 
 
 def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:
     """Draw a line per weight update, and the version above about ten of them."""
     every = math.ceil(len(line.updates) / 10) if line.updates else 1
-    for index, (version, published_s) in enumerate(line.updates):
-        axes.vlines(published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)
+    for index, update in enumerate(line.updates):
+        axes.vlines(update.published_s / scale, 1.0, top, color=MUTED, linewidth=0.6)
         if index % every == 0:
-            axes.text(published_s / scale, top, f"{version}", ha="center", va="bottom", color=MUTED, fontsize=7)
+            axes.text(
+                update.published_s / scale, top, f"{update.version}", ha="center", va="bottom", color=MUTED, fontsize=7
+            )

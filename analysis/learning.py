@@ -15,12 +15,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from analysis.canvas import add_legend, handy_scale, handy_time, house_style, make_panels, styled
-from analysis.json_file import FloatArray
 from analysis.metrics import ESS_RAW, ESS_TRUNCATED, REWARD, ess_by_lag
 from analysis.read import Run
-from analysis.style import INK, PAGE_IN, SeriesStyle
+from analysis.style import (
+    INK,
+    PAGE_IN,
+    SeriesStyle,
+    add_legend,
+    handy_scale,
+    handy_time,
+    house_style,
+    make_panels,
+    styled,
+)
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.arrays import FloatArray
 
 _TICK_STEPS = (1, 2, 5, 10)
 
@@ -48,7 +57,7 @@ def ess(runs: Sequence[Run]) -> Figure:
     reach = _reach(run for run, _ in shown)
     figure, [[left, right]] = make_panels(PAGE_IN, 1.9, columns=2, sharey=True, width_ratios=(3, 2))
     for run, style in shown:
-        step = _logged(run, run.steps["step"])
+        step = _logged(run, run.steps.step)
         _draw_steps(left, step, run.metrics[ESS_RAW], style, reach, label=run.name)
         if ESS_TRUNCATED in run.metrics:
             smooth = _moving_mean(run.metrics[ESS_TRUNCATED], reach)
@@ -91,15 +100,15 @@ def reward(runs: Sequence[Run]) -> Figure:
     if not shown:
         raise ConfigError(f"no metrics in {', '.join(run.name for run in runs)}")
     reach = _reach(run for run, _ in shown)
-    samples = {run.name: _logged(run, np.cumsum(run.steps["samples"])) for run, _ in shown}
+    samples = {run.name: _logged(run, np.cumsum(run.steps.samples)) for run, _ in shown}
     scale, word = handy_scale(max(float(one[-1]) for one in samples.values()))
-    time_scale, time_unit = handy_time(max(float(_logged(run, run.steps["time_s"])[-1]) for run, _ in shown))
+    time_scale, time_unit = handy_time(max(float(_logged(run, run.steps.time_s)[-1]) for run, _ in shown))
     figure, [panels] = make_panels(PAGE_IN, 1.8, columns=3, sharey=True)
     for run, style in shown:
         positions = (
-            _logged(run, run.steps["step"]),
+            _logged(run, run.steps.step),
             samples[run.name] / scale,
-            _logged(run, run.steps["time_s"]) / time_scale,
+            _logged(run, run.steps.time_s) / time_scale,
         )
         for axes, position in zip(panels, positions, strict=True):
             _draw_steps(axes, position, run.metrics[REWARD], style, reach, label=run.name, linestyle=style.dash)

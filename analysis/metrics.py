@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from analysis.json_file import FloatArray, read_text
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.arrays import FloatArray, RealArray
+from pipelinerl.util.explain import read_text
 
 REWARD = "reward/mean"
 """Mean reward of the rollouts of a step; in every line."""
@@ -22,7 +23,7 @@ ESS_RAW, ESS_TRUNCATED = "ess/token_raw", "ess/token_truncated"
 _ESS_AT_LAG = re.compile(r"ess/lag_([0-9]+)")
 
 
-def read_metrics(path: Path, step: FloatArray) -> dict[str, FloatArray]:
+def read_metrics(path: Path, step: RealArray) -> dict[str, FloatArray]:
     """Read the metrics of a run.
 
     Args:
@@ -39,7 +40,7 @@ def read_metrics(path: Path, step: FloatArray) -> dict[str, FloatArray]:
     if not path.exists():
         return {}
     lines = []
-    for number, text in enumerate(read_text(path).splitlines(), start=1):
+    for number, text in enumerate(read_text(path, "metrics").splitlines(), start=1):
         place = f"{path}, line {number}"
         line = _parsed(place, text)
         if number > len(step):

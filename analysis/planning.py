@@ -9,9 +9,18 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from analysis.canvas import add_legend, handy_scale, house_style, make_panels
-from analysis.report import save_figure
-from analysis.style import BLUE, COLUMN_IN, INK, MUTED, series_styles
+from analysis.style import (
+    BLUE,
+    COLUMN_IN,
+    INK,
+    MUTED,
+    add_legend,
+    handy_scale,
+    house_style,
+    make_panels,
+    save_figure,
+    series_styles,
+)
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.plan_report import PlanReport
 

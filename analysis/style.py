@@ -1,4 +1,4 @@
-"""How every figure looks: colours, sizes, fonts. Plain values; matplotlib is not needed here.
+"""What all figures share: colours, sizes, fonts, panels, legends, units of handy numbers, and how a figure is saved.
 
 A method has one hue in all figures, and its runs go from light to dark with their largest lag. An activity
 (generating, training, ...) has a colour that no method uses. All come from the palette of Okabe and Ito
@@ -7,9 +7,19 @@ A method has one hue in all figures, and its runs go from light to dark with the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from analysis.read import Run
 
 BLUE, VERMILLION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 SKY, GREEN, YELLOW = "#56b4e9", "#009e73", "#f0e442"
@@ -68,6 +78,14 @@ RC: Any = {  # Any: matplotlib 3.11 types the keys, earlier ones do not
 }
 """Settings of matplotlib that hold while a figure is drawn."""
 
+house_style = matplotlib.rc_context(RC)
+"""As a decorator: the house style holds while the function runs, and matplotlib's settings are put back then."""
+
+_METADATA = {  # neither file says when or with what it was made
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SeriesStyle:
@@ -104,3 +122,64 @@ def tone(color: str, shade: float) -> str:
     share *= abs(shade)
     parts = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + share * (end - part)):02x}" for part in parts)
+
+
+def make_panels(
+    width_in: float, height_in: float, rows: int = 1, columns: int = 1, **keywords: Any
+) -> tuple[Figure, Any]:
+    """Return a figure and its panels, an array of shape [rows, columns]."""
+    figure = Figure(figsize=(width_in, height_in), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **keywords)
+
+
+def styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
+    """Return each run with its style, the same in every figure of these runs."""
+    return list(
+        zip(runs, series_styles([run.method for run in runs], [run.report.lag.max for run in runs]), strict=True)
+    )
+
+
+def add_legend(figure: Figure, axes: Axes, notes: Sequence[Line2D] = ()) -> None:
+    """Put a legend above the panels, in as many columns as its labels leave room for; the start of a long one goes.
+
+    Args:
+        figure: Made taller by the legend, so that the panels keep their size.
+        axes: Every labelled artist of this panel gets an entry.
+        notes: Further entries, after those.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = [*handles, *notes], [*labels, *(str(note.get_label()) for note in notes)]
+    room = int(17 * figure.get_figwidth())  # 17 letters of 7 pt per inch, 6 of them for the line and the gap
+    labels = [label if len(label) <= room - 6 else "…" + label[7 - room :] for label in labels]
+    for columns in range(len(labels), 0, -1):
+        widths = [max(len(label) for label in column) + 6 for column in np.array_split(labels, columns)]
+        if sum(widths) <= room:
+            break
+    figure.set_figheight(figure.get_figheight() + 0.15 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+
+
+def handy_time(longest_s: float) -> tuple[float, str]:
+    """Return the seconds of the unit in which this time is a handy number, and its symbol."""
+    for seconds, symbol in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if longest_s >= 3 * seconds:
+            return seconds, symbol
+    return 1.0, "s"
+
+
+def handy_scale(largest: float) -> tuple[float, str]:
+    """Return what to divide values by, and the word that says so before their unit."""
+    for factor, word in ((1e6, "million "), (1e3, "thousand ")):
+        if largest >= 5 * factor:
+            return factor, word
+    return 1.0, ""
+
+
+def save_figure(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG to look at and PDF to print, laid out once; the same figure gives the same bytes."""
+    paths = [folder / f"{name}.{kind}" for kind in _METADATA]
+    with matplotlib.rc_context(RC):
+        for path, metadata in zip(paths, _METADATA.values(), strict=True):
+            figure.savefig(path, dpi=DPI, metadata=metadata)
+            figure.set_layout_engine(None)  # "none" would have the next one drawn twice
+    return paths

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from analysis.canvas import house_style, make_panels
-from analysis.style import BLUE, DPI, GREEN, INK, MUTED, PAGE_IN, PALE, PURPLE, SKY, VERMILLION
-from pipelinerl.cli.render_validation import validation_markdown
+from analysis.style import (
+    BLUE,
+    DPI,
+    GREEN,
+    INK,
+    MUTED,
+    PAGE_IN,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    house_style,
+    make_panels,
+)
 from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
 from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.records.validation_table import validation_markdown
 
 TABLE_FILE = "validation.md"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)

@@ -207,7 +207,7 @@ def process_seconds(*arguments, rounds=5):
 def test_start_up_is_short_beside_what_it_would_be_with_everything_loaded(benchmark, table):
     bare_s = process_seconds("-c", "pass")
     import_s = process_seconds("-c", "import pipelinerl")
-    everything_s = process_seconds("-c", "import sim.run, sim.compare, analysis.report")
+    everything_s = process_seconds("-c", "import sim.run, sim.compare, analysis.plot")
     help_s = benchmark.pedantic(process_seconds, ("-c", "from pipelinerl.cli import main; main()", "--help"), rounds=1)
     table.append(("python -c pass, seconds", f"{bare_s:.3f}"))
     table.append(("import pipelinerl, seconds more", f"{import_s - bare_s:.3f}"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
+from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
@@ -43,7 +43,7 @@ def simulate(
     return simulate_run(_config(run), out=_path(out), trace=trace, on_step=on_step)
 
 
-def compare(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> dict[str, Any]:
+def compare(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> ComparisonReport:
     """Simulate the same workload under several schedules and circumstances: the ``[compare]`` table of the run file.
 
     Args:

@@ -8,12 +8,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
 from sim.cluster import SimulatedCluster
@@ -100,7 +100,7 @@ def compare(
     out: Path | None = None,
     workers: int | None = None,
     on_done: Callable[[Cell, str | None], None] | None = None,
-) -> dict[str, Any]:
+) -> ComparisonReport:
     """Simulate all cells and put them side by side.
 
     On Ctrl-C the cells that have ended are kept and compared; the others are left out.
@@ -112,7 +112,7 @@ def compare(
         on_done: Called after each cell, with what went wrong with it, if anything.
 
     Returns:
-        The comparison: ``baseline``, ``scenarios`` with their arms and speed-ups, ``failures``, ``complete``.
+        The comparison.
 
     Raises:
         ConfigError: If the input is wrong; nothing is written.
@@ -137,14 +137,14 @@ def compare(
         failures.append(str(error))
     except KeyboardInterrupt:
         pass  # what has ended is kept
-    result = {
-        "baseline": comparison.baseline,
-        "scenarios": _side_by_side(cells, reports, comparison.baseline),
-        "failures": sorted(failures),
-        "complete": complete,
-    }
+    result = ComparisonReport(
+        baseline=comparison.baseline,
+        scenarios=_side_by_side(cells, reports, comparison.baseline),
+        failures=sorted(failures),
+        complete=complete,
+    )
     if out is not None and reports:
-        write_json(out / COMPARISON_FILE, result)
+        write_json(out / COMPARISON_FILE, result.to_dict())
     return result
 
 
@@ -167,32 +167,50 @@ def _run_cell(cell: Cell, out: Path | None) -> CellResult:
         return cell, None, str(error)
 
 
-def _side_by_side(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[dict[str, Any]]:
-    """Return the arms of each scenario with their speed-up in tokens/s over the baseline of scenario and seed.
+def _side_by_side(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[ScenarioReport]:
+    """Return the arms of each scenario whose runs have ended."""
+    return [
+        ScenarioReport(
+            name=name,
+            arms=_arms([cell for cell in cells if cell.scenario == name and cell.folder in reports], reports, baseline),
+        )
+        for name in dict.fromkeys(cell.scenario for cell in cells)
+    ]
 
-    With several seeds an arm is shown by the first that ended, and ``repeats`` names them all.
-    """
-    scenarios: list[dict[str, Any]] = []
-    for name in dict.fromkeys(cell.scenario for cell in cells):
-        done = [cell for cell in cells if cell.scenario == name and cell.folder in reports]
-        rates = {(cell.arm, cell.seed): reports[cell.folder].tokens_per_s for cell in done}
-        arms: list[dict[str, Any]] = []
-        for cell in done:
-            base_rate = rates.get((baseline, cell.seed))
-            speedup = rates[cell.arm, cell.seed] / base_rate if base_rate else None
-            report = reports[cell.folder]
-            if not arms or arms[-1]["name"] != cell.arm:
-                summary = report.to_dict()
-                arms.append({"name": cell.arm, "folder": cell.folder, "speedup": speedup, "summary": summary})
-            if cell.seed is not None:
-                repeats = arms[-1].setdefault("repeats", [])
-                repeat = {"seed": cell.seed, "folder": cell.folder, "speedup": speedup}
-                if report.reward is not None and report.ess is not None:
-                    repeat["reward"] = report.reward.last
-                    repeat["ess"] = report.ess.mean
-                repeats.append(repeat)
-        scenarios.append({"name": name, "arms": arms})
-    return scenarios
+
+def _arms(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> list[ArmReport]:
+    """Return the arms of one scenario with their speed-up in tokens/s over the baseline of the same seed."""
+    rates = {(cell.arm, cell.seed): reports[cell.folder].tokens_per_s for cell in cells}
+
+    def speedup(cell: Cell) -> float | None:
+        base_rate = rates.get((baseline, cell.seed))
+        return rates[cell.arm, cell.seed] / base_rate if base_rate else None
+
+    def repeat(cell: Cell, seed: int) -> RepeatReport:
+        report = reports[cell.folder]
+        return RepeatReport(
+            seed=seed,
+            folder=cell.folder,
+            speedup=speedup(cell),
+            reward=None if report.reward is None else report.reward.last,
+            ess=None if report.ess is None else report.ess.mean,
+        )
+
+    arms = []
+    for name in dict.fromkeys(cell.arm for cell in cells):
+        own = [cell for cell in cells if cell.arm == name]
+        repeats = [repeat(cell, cell.seed) for cell in own if cell.seed is not None]
+        first = own[0]
+        arms.append(
+            ArmReport(
+                name=name,
+                folder=first.folder,
+                speedup=speedup(first),
+                summary=reports[first.folder],
+                repeats=repeats or None,
+            )
+        )
+    return arms
 
 
 def _file_name(name: str) -> str:

@@ -57,9 +57,7 @@ def calibrate(
         from sim.batch import rollout_batch_s as model_rollout_s
         from sim.batch import train_step_s as model_train_s
 
-        result = calibrate_numbers(
-            config, **numbers, model_train_s=model_train_s, model_rollout_s=model_rollout_s
-        )
+        result = calibrate_numbers(config, **numbers, model_train_s=model_train_s, model_rollout_s=model_rollout_s)
         name = ", ".join(f"{key}={value:g}" for key, value in numbers.items() if value is not None)
     elif any(value is not None for value in numbers.values()):
         raise ConfigError(f"calibrate takes SOURCE or numbers, got {source} and numbers")

@@ -24,16 +24,16 @@ def compare(
     with progress_bar("runs", len(plan_cells(config))) as advance:
         result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance())
     if as_json:
-        print_json(result)
+        print_json(result.to_dict())
     else:
         from pipelinerl.cli.render_comparison import print_comparison
 
         print_comparison(result, run.name)
-    if not result["complete"]:
-        for failure in result["failures"] or ["interrupted; the runs that had ended are kept"]:
+    if not result.complete:
+        for failure in result.failures or ["interrupted; the runs that had ended are kept"]:
             complain(failure)
-    if out is not None and any(scenario["arms"] for scenario in result["scenarios"]):
+    if out is not None and result.arms:
         from analysis.plot import draw
 
         draw([out])
-    raise typer.Exit(0 if result["complete"] else 1)
+    raise typer.Exit(0 if result.complete else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +23,14 @@ def drift(
     as_json: JsonOption = False,
 ) -> None:
     """Fit how fast importance weights spread with lag: prints the [drift] table for the run file of a larger run."""
-    from analysis.drift import checked, learned_run
+    from analysis import drift_fit
     from analysis.read import read_runs
-    from pipelinerl.rl.drift import fit_drift
 
-    model = fit_drift([learned_run(run) for run in read_runs(folders)])
-    checks = [checked(model, run) for run in (read_runs(check) if check else [])]
+    model = drift_fit.fit(read_runs(folders))
+    checks = [drift_fit.check(model, run) for run in read_runs(check)]
     if as_json:
-        print_json({**model.model_dump(), "checks": checks})
+        print_json({**model.model_dump(), "checks": [asdict(one) for one in checks]})
         return
     typer.echo(f"[drift]\nexponent = {model.exponent:g}\nrates = [{', '.join(f'{rate:.4g}' for rate in model.rates)}]")
     for one in checks:
-        typer.echo(f"# {one['run']}: ESS {one['modelled']:.3f} modelled, {one['measured']:.3f} measured")
+        typer.echo(f"# {one.run}: ESS {one.modelled:.3f} modelled, {one.measured:.3f} measured")

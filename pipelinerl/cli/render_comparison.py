@@ -2,71 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
 
-def print_comparison(comparison: dict[str, Any], name: str) -> None:
+
+def print_comparison(comparison: ComparisonReport, name: str) -> None:
     """Print a comparison as one table, a block of rows per scenario.
 
     Args:
-        comparison: The content of comparison.json.
-        name: What the title calls the run file.
+        comparison: The comparison.
+        name: Name of the run file in the title.
     """
-    baseline = comparison["baseline"]
-    title = escape(f"{name}: speed-up over {baseline}")
+    title = escape(f"{name}: speed-up over {comparison.baseline}")
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     table.add_column("scheduler", overflow="fold")  # a long name gives way, the numbers do not
-    summaries = [arm["summary"] for scenario in comparison["scenarios"] for arm in scenario["arms"]]
-    flashes = bool(summaries) and all("tokens_per_flash" in summary for summary in summaries)
+    reports = [arm.summary for arm in comparison.arms]
+    flashes = bool(reports) and all(report.tokens_per_flash is not None for report in reports)
+    learned = bool(reports) and all(report.reward is not None for report in reports)
     rate = "tok/flash" if flashes else "tok/s"
-    learned = bool(summaries) and all("reward" in summary for summary in summaries)
     shares = ("reward", "ESS") if learned else ("gen", "train", "publ", "wait")
     for column in ("speed-up", rate, "s/step", "lag", "max", *shares):
         table.add_column(column, justify="right", no_wrap=True)
-    for scenario in comparison["scenarios"]:
+    for scenario in comparison.scenarios:
         table.add_section()
-        table.add_row(f"[bold]{escape(scenario['name'])}[/bold]")
-        for arm in scenario["arms"]:
-            table.add_row(*_comparison_row(arm, flashes, learned))
+        table.add_row(f"[bold]{escape(scenario.name)}[/bold]")
+        for arm in scenario.arms:
+            seeds = f" ({len(arm.folders)} seeds)" if learned and len(arm.folders) > 1 else ""
+            rest = _learning(arm) if learned else _time_shares(arm)
+            table.add_row(escape(arm.name) + seeds, *_numbers(arm, flashes), *rest)
     console = Console()
     console.print(table)
-    rest = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
-    console.print(f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {rest}.", style="dim")
+    text = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
+    console.print(f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {text}.", style="dim")
 
 
-def _comparison_row(arm: dict[str, Any], flashes: bool, learned: bool) -> list[str]:
-    summary = arm["summary"]
-    seconds, duration_s = summary["seconds"], summary["duration_s"] or 1.0
-    shares = [seconds[key] / duration_s for key in ("generating", "training", "publishing", "waiting_for_data")]
-    steps = summary["optimizer_steps"]
-    repeats = arm.get("repeats", [])
-    seeds = f" ({len(repeats)} seeds)" if learned and len(repeats) > 1 else ""
+def _numbers(arm: ArmReport, flashes: bool) -> list[str]:
+    report, steps = arm.summary, arm.summary.optimizer_steps
     return [
-        escape(arm["name"]) + seeds,
-        "-" if arm["speedup"] is None else f"{arm['speedup']:.2f}",
-        f"{summary['tokens_per_flash']:.2f}" if flashes else f"{summary['tokens_per_s']:,.0f}",
-        f"{summary['duration_s'] / steps:.4g}" if steps else "-",
-        f"{summary['lag']['mean']:.2f}",
-        f"{summary['lag']['max']}",
-        *(
-            (
-                _mean_and_spread([one["reward"] for one in repeats] or [summary["reward"]["last"]]),
-                _mean_and_spread([one["ess"] for one in repeats] or [summary["ess"]["mean"]]),
-            )
-            if learned
-            else (f"{share:.0%}" if share else "-" for share in shares)
-        ),
+        "-" if arm.speedup is None else f"{arm.speedup:.2f}",
+        f"{report.tokens_per_flash:.2f}" if flashes else f"{report.tokens_per_s:,.0f}",
+        f"{report.duration_s / steps:.4g}" if steps else "-",
+        f"{report.lag.mean:.2f}",
+        f"{report.lag.max}",
     ]
 
 
-def _mean_and_spread(values: list[float]) -> str:
+def _time_shares(arm: ArmReport) -> list[str]:
+    duration_s = arm.summary.duration_s or 1.0
+    return [f"{seconds / duration_s:.0%}" if seconds else "-" for _, seconds in arm.summary.seconds]
+
+
+def _learning(arm: ArmReport) -> list[str]:
+    """Return the reward and the ESS of an arm that has learned, over all its seeds."""
+    report = arm.summary
+    rewards = [one.reward for one in arm.repeats or () if one.reward is not None]
+    ess = [one.ess for one in arm.repeats or () if one.ess is not None]
+    assert report.reward is not None
+    assert report.ess is not None
+    return [_mean_and_spread(rewards or [report.reward.last]), _mean_and_spread(ess or [report.ess.mean])]
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
     """Return the mean, and of several values the sample standard deviation."""
     mean = sum(values) / len(values)
     if len(values) == 1:

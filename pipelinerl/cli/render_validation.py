@@ -1,4 +1,4 @@
-"""A validation as a table on a terminal, and as Markdown."""
+"""A validation as a table on a terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipelinerl.records.validation_report import PredictedRow, ValidationReport
-
-COLUMNS = (
-    "run", "unit", "measured", "predicted", "10-90 %", "error", "alone", "inputs of the row itself", "assumed",
-    "rows used",
-)  # fmt: skip
+from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.records.validation_table import validation_cells, validation_sentence
 
 
 def print_validation(report: ValidationReport) -> None:
@@ -27,7 +23,7 @@ def print_validation(report: ValidationReport) -> None:
     for column in ("unit", "measured", "predicted", "error"):
         table.add_column(column, justify="left" if column == "unit" else "right", no_wrap=True)
     for row in report.rows:
-        name, unit, measured, predicted, _, error, *_ = (escape(cell) for cell in _cells(row))
+        name, unit, measured, predicted, _, error, *_ = (escape(cell) for cell in validation_cells(row))
         table.add_row(name, unit, measured, predicted, error)
     console = Console()
     console.print(table)
@@ -38,32 +34,6 @@ def print_validation(report: ValidationReport) -> None:
     console.print(validation_sentence(report), highlight=False, markup=False)
 
 
-def validation_markdown(report: ValidationReport) -> str:
-    """Return the table of a validation in Markdown, as docs/validation.md has it."""
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *(_cells(row) for row in report.rows)]
-    lines = [f"| {' | '.join(cells)} |" for cells in rows]
-    unusable = [f"- `{one.id}`: {one.reason}" for one in report.unusable]
-    return "\n".join([*lines, "", "Not usable:", "", *unusable, "", validation_sentence(report), ""])
-
-
-def validation_sentence(report: ValidationReport) -> str:
-    """Return in a sentence how far off the predictions are."""
-    summary = report.summary
-    parts = [f"{summary.rows} rows predicted, {len(report.unusable)} not usable"]
-    if summary.median_error is not None:
-        parts.append(f"median error {summary.median_error:.0%}, 9 of 10 within {summary.p90_error:.0%}")
-        parts.append(f"{summary.within_30_percent:.0%} within 30 %")
-    if summary.median_error_simulated is not None:
-        parts.append(f"of the simulated ones alone the median is {summary.median_error_simulated:.0%}")
-    if summary.median_error_alone is not None:
-        parts.append(f"the hardware model without any other row is {summary.median_error_alone:.0%} off")
-    if summary.pairs_in_order is not None:
-        parts.append(f"{summary.pairs_in_order:.0%} of {summary.pairs} pairs in the right order")
-    if summary.largest_staleness_error is not None:
-        parts.append(f"mean staleness off by {summary.largest_staleness_error:.2f} at most")
-    return "; ".join(parts) + "."
-
-
 def _assumptions(report: ValidationReport) -> dict[str, list[str]]:
     """Return the rows of each thing that was assumed."""
     rows: dict[str, list[str]] = {}
@@ -71,20 +41,3 @@ def _assumptions(report: ValidationReport) -> dict[str, list[str]]:
         for words in row.assumed:
             rows.setdefault(words, []).append(row.id)
     return rows
-
-
-def _cells(row: PredictedRow) -> list[str]:
-    error = f"{row.error:+.0%}" if row.is_relative else f"{row.error:+.2f}"
-    band = "" if row.low == row.high else f"{row.low:,.4g}-{row.high:,.4g}"
-    return [
-        row.id,
-        row.quantity,
-        f"{row.measured:,.4g}",
-        f"{row.predicted:,.4g}",
-        band,
-        error,
-        "" if row.alone is None else f"{row.alone:,.4g}",
-        ", ".join(row.inputs),
-        "; ".join(row.assumed),
-        str(len(row.fitted_to)),
-    ]

@@ -171,7 +171,7 @@ def test_import_pipelinerl_loads_no_heavy_package() -> None:
 
 
 def test_importing_all_packages_loads_no_torch_and_no_pyplot() -> None:
-    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.planning.search, analysis, analysis.report, backends"
+    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.planning.search, analysis, analysis.plot, backends"
     assert not loaded_by(statement) & {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"}
 
 

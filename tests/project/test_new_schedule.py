@@ -100,10 +100,10 @@ def test_it_is_simulated_and_replayed(tmp_path: Path) -> None:
 def test_it_is_compared_in_other_processes() -> None:
     arms = '[{ name = "on policy" }, { name = "pipeline", set = ["scheduler.kind=pipeline"] }]'
     result = compare(run_of(f"compare.arms={arms}", "compare.baseline=pipeline"), workers=1)
-    assert result["complete"]
-    own, pipeline = result["scenarios"][0]["arms"]
-    assert own["speedup"] < pipeline["speedup"] == 1.0
-    assert own["summary"]["lag"]["max"] == 0 < pipeline["summary"]["lag"]["max"]
+    assert result.complete
+    own, pipeline = result.scenarios[0].arms
+    assert own.speedup < pipeline.speedup == 1.0
+    assert own.summary.lag.max == 0 < pipeline.summary.lag.max
 
 
 def test_it_is_planned() -> None:

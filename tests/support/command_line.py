@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 TINY = """
 seed = 3
@@ -68,36 +65,6 @@ def assert_fails(result: Result, status: int, *words: str) -> None:
 
 def sets(*overrides: str) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
-
-
-def everything_in(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """Return the rows of steps.csv, each whole."""
-    text = (folder / "steps.csv").read_text()
-    assert text.endswith("\n")
-    rows = list(csv.DictReader(text.splitlines(), strict=True))
-    for row in rows:
-        assert None not in row  # no cell too many
-        assert None not in row.values()  # and none too few
-    return rows
-
-
-class InThisProcess:
-    """Stands in for ``ProcessPoolExecutor``: runs what is submitted at once; processes are slow to start."""
-
-    def __init__(self, workers: int, context: Any, *, initializer: Callable[[], None]) -> None:
-        assert workers >= 1
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
-        """Nothing is left to end."""
 
 
 # ------------------------------------------------------------------------------ processes of their own

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import TINY, Command, InThisProcess, Result
+from command_line import TINY, Command, Result
 
-import analysis.report
-import sim.parallel
+import analysis.plot
+import analysis.style
 from pipelinerl import cli
 
 
@@ -31,18 +31,13 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw nothing: it is most of the time of a short run."""
-    monkeypatch.setattr(analysis.report, "save_figures", lambda *_, **__: [])
+    monkeypatch.setattr(analysis.plot, "save_figures", lambda *_, **__: [])
 
 
 @pytest.fixture
 def small_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw everything, but with few pixels."""
-    monkeypatch.setattr(analysis.report, "DPI", 20)
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sim.parallel, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(analysis.style, "DPI", 20)
 
 
 @pytest.fixture

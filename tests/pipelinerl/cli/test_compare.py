@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import COMPARE, STALLS, TINY, Command, everything_in
+from command_line import COMPARE, STALLS, TINY, Command
+from run_folders import everything_in
 
-import analysis.figures
-import analysis.report
+import analysis.plot
+import analysis.style
+import analysis.throughput
 from pipelinerl.config.run_file import load_run
 
 
@@ -75,7 +77,7 @@ def test_paper_mode_is_compared_in_flashes_with_the_analytic_curves_beside_it(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     curves = []
-    monkeypatch.setattr(analysis.report, "save_figures", lambda *_, **drawn: curves.append(drawn["curves"]) or [])
+    monkeypatch.setattr(analysis.plot, "save_figures", lambda *_, **drawn: curves.append(drawn["curves"]) or [])
     tiny.write_text(TINY + COMPARE)
     flashes = "hardware.decode={kind='utilisation', flash_s=0.001}"
     result = command("compare", tiny, "--set", flashes, "--out", tmp_path / "out")
@@ -93,7 +95,7 @@ def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, has_baseline: bool
 ) -> None:
     """Where the baseline is among the failed there is no speed-up to draw, but all else."""
-    monkeypatch.setattr(analysis.report, "DPI", 20)
+    monkeypatch.setattr(analysis.style, "DPI", 20)
     baseline = "pipeline" if has_baseline else "stalls"
     arms = f'[{{ name = "pipeline" }}, {{ name = "stalls", set = {json.dumps(STALLS)} }}]'
     tiny.write_text(f'{TINY}\n[compare]\nbaseline = "{baseline}"\narms = {arms}\n')
@@ -115,11 +117,12 @@ def test_the_first_scenario_with_a_finished_run_stands_for_all_in_the_figures_of
     drawn = []
 
     def draw(runs: list[Any], _folder: Path, *, comparison: Any, curves: Any, **_: Any) -> list[Path]:
-        analysis.figures.speedup_by_scenario(comparison)  # it does without the missing arms
-        drawn.append(([(run.name, run.summary["seed"]) for run in runs], list(comparison.scenarios), curves))
+        analysis.throughput.speedup_by_scenario(comparison)  # it does without the missing arms
+        scenarios = [scenario.name for scenario in comparison.scenarios]
+        drawn.append(([(run.name, run.report.seed) for run in runs], scenarios, curves))
         return []
 
-    monkeypatch.setattr(analysis.report, "save_figures", draw)
+    monkeypatch.setattr(analysis.plot, "save_figures", draw)
     scenarios = f'[{{ name = "stalls", set = {json.dumps(STALLS)} }}, {{ name = "goes well", set = ["seed=5"] }}]'
     tiny.write_text(TINY + COMPARE + f"scenarios = {scenarios}\n")
     result = command("compare", tiny, "--out", tmp_path / "out")

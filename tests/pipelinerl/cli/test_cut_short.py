@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command_line import TINY, Command, assert_fails, has_rows, rows_of, started, wait_for
+from command_line import TINY, Command, assert_fails, has_rows, started, wait_for
+from run_folders import rows_of
 
 from pipelinerl.config.run_file import load_run
 

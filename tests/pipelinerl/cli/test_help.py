@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import COMPARE, TINY, Command, everything_in, program
+from command_line import COMPARE, TINY, Command, program
+from run_folders import everything_in
 
 from pipelinerl import cli
 from pipelinerl.cli.options import needs_extra

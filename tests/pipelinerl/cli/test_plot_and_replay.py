@@ -7,15 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import TINY, Command, Result, assert_fails, everything_in
+from command_line import TINY, Command, Result, assert_fails
+from run_folders import everything_in
 
-import analysis.report
+import analysis.plot
+import analysis.style
 
 
 def test_plot_prints_the_figures_it_has_drawn(command: Command, tmp_path: Path, finished: Path) -> None:
     paths = [finished / "figures" / "one.png"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(analysis.report, "save_figures", lambda *_, **__: paths)
+        patch.setattr(analysis.plot, "save_figures", lambda *_, **__: paths)
         assert command("plot", finished) == Result(0, f"{paths[0]}\n", "")
 
 
@@ -24,11 +26,11 @@ def test_plot_draws_runs_side_by_side_where_it_is_told_to(
     command: Command, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(analysis.report, "save_figures", lambda *_, **__: [])
+        patch.setattr(analysis.plot, "save_figures", lambda *_, **__: [])
         for lag in (1, 2):
             out = tmp_path / f"lag{lag}"
             assert command("simulate", tiny, "--set", f"scheduler.max_lag={lag}", "--out", out).status == 0
-    monkeypatch.setattr(analysis.report, "DPI", 20)
+    monkeypatch.setattr(analysis.style, "DPI", 20)
     result = command("plot", tmp_path / "lag1", tmp_path / "lag2", "--out", tmp_path / "new" / "figures")
     assert (result.status, result.err) == (0, "")
     paths = [Path(line) for line in result.out.splitlines()]

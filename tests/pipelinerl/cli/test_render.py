@@ -12,6 +12,7 @@ from command_line import Command
 
 from pipelinerl.cli.render_comparison import print_comparison
 from pipelinerl.cli.render_run import duration, print_summary
+from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.reports import RunReport
 
 
@@ -54,9 +55,11 @@ def test_a_run_of_no_time_at_all_has_a_table(summary: dict[str, Any], capsys: py
     assert "none" in capsys.readouterr().out
 
 
-def one_arm(name: str, scenario: str, summary: dict[str, Any], baseline: str = "b") -> dict[str, Any]:
+def one_arm(name: str, scenario: str, summary: dict[str, Any], baseline: str = "b") -> ComparisonReport:
     arm = {"name": name, "folder": "x", "speedup": 1.5, "summary": summary}
-    return {"baseline": baseline, "scenarios": [{"name": scenario, "arms": [arm]}]}
+    scenarios = [{"name": scenario, "arms": [arm]}]
+    data = {"baseline": baseline, "scenarios": scenarios, "failures": [], "complete": True}
+    return ComparisonReport.from_dict(data, name="comparison")
 
 
 def test_names_are_printed_as_they_are(summary: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import (
-    EMPIRICAL,
-    RUN_FILES,
-    STALLS,
-    Command,
-    Result,
-    assert_fails,
-    everything_in,
-    program,
-    rows_of,
-    sets,
-)
+from command_line import EMPIRICAL, RUN_FILES, STALLS, Command, Result, assert_fails, program, sets
+from run_folders import everything_in, rows_of
 
 from pipelinerl.cli.render_run import duration
 from pipelinerl.config.run_file import load_run

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import EMPIRICAL, TINY, Command, Result, assert_fails, everything_in, sets
+from command_line import EMPIRICAL, TINY, Command, Result, assert_fails, sets
+from run_folders import everything_in
 
 from pipelinerl.errors import ConfigError
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from published import changed, row
 
-from pipelinerl.cli.render_validation import validation_markdown
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
+from pipelinerl.records.validation_table import validation_markdown
 from sim.run import simulate
 from sim.validation.inference import STEP, simulation_grid
 from sim.validation.predict import shipped_runs, validate

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipelinerl.cli.render_validation import print_validation, validation_markdown
+from pipelinerl.cli.render_validation import print_validation
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow, ValidationReport
+from pipelinerl.records.validation_table import validation_markdown
 from sim.validation.report import validation_report
 
 

@@ -1,0 +1,72 @@
+"""What a comparison reports, typed: the content of comparison.json, for ``compare`` and for who reads it."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict
+
+from pipelinerl.records.reports import RunReport
+from pipelinerl.util.report import Report
+
+
+class RepeatReport(Report):
+    """The run of an arm with one of several seeds."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    seed: int
+    """Seed of the run."""
+    folder: str
+    """Folder of the run, relative to that of the comparison."""
+    speedup: float | None
+    """Trained tokens/s over those of the baseline with the same seed; null: that run has failed."""
+    reward: float | None = None
+    """Mean reward over the last tenth of the steps. Absent: the policy does not learn."""
+    ess: float | None = None
+    """Mean effective sample size (share of the tokens). Absent: the policy does not learn."""
+
+
+class ArmReport(Report):
+    """One arm in one scenario; with several seeds, the first one that ended stands for it."""
+
+    name: str
+    """Name of the arm."""
+    folder: str
+    """Folder of its run, relative to that of the comparison."""
+    speedup: float | None
+    """Trained tokens/s over those of the baseline; null: the baseline has failed."""
+    summary: RunReport
+    """The numbers of its run."""
+    repeats: list[RepeatReport] | None = None
+    """Its runs with every seed. Absent: the comparison has no seeds."""
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of all its runs."""
+        return [self.folder] if self.repeats is None else [one.folder for one in self.repeats]
+
+
+class ScenarioReport(Report):
+    """The arms in one scenario."""
+
+    name: str
+    """Name of the scenario."""
+    arms: list[ArmReport]
+    """Those whose run has ended, in the order of the run file."""
+
+
+class ComparisonReport(Report):
+    """The same workload under several schedules and circumstances: the content of comparison.json."""
+
+    baseline: str
+    """Name of the arm to which speed-ups refer."""
+    scenarios: list[ScenarioReport]
+    """The scenarios, in the order of the run file."""
+    failures: list[str]
+    """A line per run that has failed."""
+    complete: bool
+    """Whether every run has ended without a failure."""
+
+    @property
+    def arms(self) -> list[ArmReport]:
+        """The arms of all scenarios."""
+        return [arm for scenario in self.scenarios for arm in scenario.arms]

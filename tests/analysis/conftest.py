@@ -1,0 +1,44 @@
+"""Fixtures of the figures."""
+
+from __future__ import annotations
+
+import pytest
+from made_up_runs import write_run
+
+from analysis.read import Run, read_runs
+from pipelinerl.records.comparison_report import ComparisonReport
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    """A pipeline, and conventional with G = 32 and G = 8, in this order."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = [write_run(root / "pipeline", num_steps=200)]
+    folders += [write_run(root / f"conventional G={g}", rl_step=g, num_steps=200) for g in (32, 8)]
+    return read_runs(folders)
+
+
+@pytest.fixture(scope="session")
+def comparison(runs: list[Run]) -> ComparisonReport:
+    speedups = {"central": (1.5, 1.0, 0.6), "long tail": (1.8, 1.0, 0.5)}
+    data = {
+        "failures": [],
+        "complete": True,
+        "baseline": runs[1].name,
+        "scenarios": [
+            {
+                "name": name,
+                "arms": [
+                    {
+                        "name": run.name,
+                        "folder": f"{name}/{run.name}",
+                        "speedup": speedup,
+                        "summary": run.report.to_dict(),
+                    }
+                    for run, speedup in zip(runs, values, strict=True)
+                ],
+            }
+            for name, values in speedups.items()
+        ],
+    }
+    return ComparisonReport.from_dict(data, name="comparison")

@@ -1,0 +1,118 @@
+"""The house style of all figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up_runs import CURVES, POINTS, with_metrics, write_run
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from analysis import figures, learning, throughput
+from analysis.read import Run, read_run
+from analysis.style import METHOD_HUES, handy_time, series_styles, tone
+from pipelinerl.records.comparison_report import ComparisonReport
+
+FIGURES: dict[str, Callable[[list[Run], ComparisonReport], Figure]] = {
+    "lag_by_position": lambda runs, _: figures.lag_by_position(runs),
+    "lag_by_step": lambda runs, _: figures.lag_by_step(runs),
+    "lag_histogram": lambda runs, _: figures.lag_histogram(runs),
+    "throughput_against_max_lag": lambda *_: throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash"),
+    "generation_phase": lambda runs, _: figures.generation_phase(runs),
+    "samples_against_time": lambda runs, _: figures.samples_against_time(runs),
+    "timeline": lambda runs, _: figures.timeline(runs[0]),
+    "time_split": lambda runs, _: figures.time_split(runs),
+    "speedup_by_scenario": lambda _, comparison: throughput.speedup_by_scenario(comparison),
+    "ess": lambda runs, _: learning.ess(with_metrics(runs)),
+    "reward": lambda runs, _: learning.reward(with_metrics(runs)),
+}
+
+
+def labels_of(figure: Figure) -> list[str]:
+    """Every label of the axes and of the whole figure."""
+    own = [figure.get_supxlabel(), figure.get_supylabel()]
+    return [text for text in own + [t for a in figure.axes for t in (a.get_xlabel(), a.get_ylabel())] if text]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_names_a_unit_on_its_number_axes(name: str, runs: list[Run], comparison: ComparisonReport) -> None:
+    labels = labels_of(FIGURES[name](runs, comparison))
+    bare = [label for label in labels if not label.endswith(")") and "optimizer step" not in label]
+    assert labels
+    assert bare == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_text_fits_the_figure_and_is_large_enough_to_print(
+    name: str, runs: list[Run], comparison: ComparisonReport
+) -> None:
+    figure = FIGURES[name]([replace(run, name=f"trial 7, eight nodes, {run.name}") for run in runs], comparison)
+    figure.draw_without_rendering()
+    box = figure.get_tightbbox()  # of all that is drawn, in inches
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert figure.get_figwidth() in (3.4, 7.0)
+    assert min(text.get_fontsize() for text in texts) >= 7.0
+    assert min(box.x0, box.y0) >= -0.01
+    assert box.x1 <= figure.get_figwidth() + 0.01
+    assert box.y1 <= figure.get_figheight() + 0.01
+
+
+def test_a_run_without_lag_is_drawn_at_the_foot_of_an_axis_from_0_to_1(tmp_path: Path) -> None:
+    on_policy = read_run(write_run(tmp_path / "run", rl_step=1, num_steps=10))
+    for draw in (figures.lag_by_position, figures.lag_by_step):
+        [axes] = draw([on_policy]).axes
+        assert all(np.nanmax(line.get_ydata()) == 0 for line in axes.lines)
+        assert axes.get_ylim() == pytest.approx((0, 1), abs=0.06)
+
+
+def test_a_long_legend_takes_its_room_from_the_paper_and_not_from_the_panel(runs: list[Run]) -> None:
+    heights_in = []
+    for number in (1, 20):
+        figure = figures.lag_by_position(
+            [replace(runs[0], name=f"a run with a name, number {k}") for k in range(number)]
+        )
+        figure.draw_without_rendering()
+        heights_in.append(figure.axes[0].get_position().height * figure.get_figheight())
+    assert heights_in[1] == pytest.approx(heights_in[0], abs=0.25)
+    assert heights_in[0] > 1.3
+
+
+def test_a_long_name_loses_its_start_in_a_legend(runs: list[Run]) -> None:
+    figure = figures.samples_against_time([replace(runs[0], name="a" * 100 + "bc")])
+    [label] = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert label == "…" + "a" * 48 + "bc"  # 3.4 in hold 57 letters, 6 of them for line and gap
+    figure.draw_without_rendering()
+    assert figure.get_tightbbox().x1 <= 3.41
+
+
+def test_a_run_has_one_colour_in_all_figures(runs: list[Run]) -> None:
+    for draw in (figures.lag_by_position, figures.generation_phase, figures.samples_against_time):
+        assert [line.get_color() for line in draw(runs).axes[0].lines] == [
+            METHOD_HUES["pipeline"],
+            tone(METHOD_HUES["conventional"], 1.0),  # the larger lag is the darker
+            tone(METHOD_HUES["conventional"], -1.0),
+        ]
+
+
+@given(st.lists(st.integers(0, 500), min_size=2, max_size=12, unique=True), st.sampled_from(["pipeline", "other"]))
+def test_within_a_method_colours_darken_with_lag(max_lags: list[int], method: str) -> None:
+    styles = series_styles([method] * len(max_lags), max_lags)
+    order = sorted(range(len(max_lags)), key=lambda index: max_lags[index])
+    light = [sum(int(styles[index].color[at : at + 2], 16) for at in (1, 3, 5)) for index in order]
+    assert all(one > other for one, other in pairwise(light))
+
+
+@given(st.floats(1e-3, 1e8))
+def test_a_time_axis_keeps_to_handy_numbers(longest_s: float) -> None:
+    seconds, symbol = handy_time(longest_s)
+    assert {"s": 1, "min": 60, "h": 3600, "days": 86400}[symbol] == seconds
+    assert longest_s / seconds >= 3 or symbol == "s"
+    assert longest_s / seconds < 180 or symbol == "days"

@@ -1,0 +1,51 @@
+"""Throughput against lag, and speed-ups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_up_runs import CURVES, POINTS
+
+from analysis import throughput
+from analysis.read import Run
+from analysis.throughput import RatePoint, rate_points
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.comparison_report import ComparisonReport
+
+
+def test_throughput_against_max_lag_shows_points_in_order_of_lag_and_both_curves() -> None:
+    [axes] = throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash").axes
+    drawn = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
+    assert drawn == {
+        "pipeline, model": [[8, 1.10], [132, 16.90]],
+        "conventional, model": [[8, 1.18], [132, 10.69]],
+        "pipeline, runs": [[64, 8.1], [132, 16.2]],
+        "conventional, runs": [[133, 10.4]],
+    }
+    assert axes.get_ylabel() == "throughput (tokens/flash)"
+
+
+def test_throughput_in_tokens_per_second_cannot_be_drawn_with_curves_in_flashes() -> None:
+    with pytest.raises(ConfigError, match="points must be in tokens/flash"):
+        throughput.throughput_against_max_lag(POINTS, CURVES)
+    with pytest.raises(ConfigError, match="needs a point or a curve"):
+        throughput.throughput_against_max_lag([])
+
+
+def test_runs_are_compared_in_flashes_only_if_all_know_them(runs: list[Run]) -> None:
+    in_flashes = [replace(run, report=run.report.model_copy(update={"tokens_per_flash": 2.5})) for run in runs]
+    assert rate_points(in_flashes) == ([RatePoint(r.method, r.report.lag.max, 2.5) for r in runs], "tokens/flash")
+    points, unit = rate_points([*in_flashes[:1], runs[1]])
+    assert unit == "tokens/s"
+    assert [point.rate for point in points] == [run.report.tokens_per_s for run in runs[:2]]
+
+
+def test_speedup_by_scenario_marks_each_arm_in_each_row(comparison: ComparisonReport) -> None:
+    [axes] = throughput.speedup_by_scenario(comparison).axes
+    drawn = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
+    assert drawn["pipeline"] == [[1.5, 0], [1.8, 1]]
+    assert drawn["conventional G=8"] == [[0.6, 0], [0.5, 1]]
+    assert [x for x, _ in drawn["conventional G=32 (baseline)"]] == [1.0, 1.0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["central", "long tail"]

@@ -1,0 +1,123 @@
+"""Runs in parallel processes: Ctrl-C, workers that die, and workers without a parent."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_this_process import InThisProcess
+from tiny_comparison import PIPELINE, run, two_by_two
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.records.comparison_report import ComparisonReport
+from sim import parallel
+from sim.compare import Cell, compare
+
+
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_on_ctrl_c_the_runs_that_had_ended_are_kept(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    def interrupt_the_second(cell: Cell, failure: str | None) -> None:
+        ended.append(cell.folder)
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+
+    result = compare(two_by_two(), out=tmp_path, on_done=interrupt_the_second)
+    kept = [arm.folder for arm in result.arms]
+    assert sorted(kept) == sorted(ended)
+    assert (len(kept), result.failures, result.complete) == (2, [], False)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == result.to_dict()
+
+
+def long_and_short() -> RunConfig:
+    long = {"name": "long", "set": ["optimizer_steps=1000000"]}
+    return run(arms=[{"name": "short"}, long], baseline="short")
+
+
+def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
+    def interrupt(_cell: Cell, _failure: str | None) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    result = compare(long_and_short(), out=tmp_path, workers=2, on_done=interrupt)
+    assert multiprocessing.active_children() == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [arm.name for arm in result.scenarios[0].arms] == ["short"]
+    assert (result.failures, result.complete) == ([], False)
+
+
+def test_workers_are_started_with_ctrl_c_ignored_which_they_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal sends Ctrl-C to all of them, and one that heeded it would print a traceback."""
+    handlers: list[Any] = []
+
+    class Watching(InThisProcess):
+        def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            return super().submit(function, *arguments)
+
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", Watching)
+    compare(two_by_two())
+    assert handlers == [signal.SIG_IGN] * 4
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_worker_that_dies_is_told_and_what_had_ended_is_kept(tmp_path: Path) -> None:
+    """As when the system runs out of memory and kills one."""
+
+    def kill(_cell: Cell, _failure: str | None) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    result = compare(long_and_short(), out=tmp_path, workers=2, on_done=kill)
+    assert result.failures == [
+        "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"
+    ]
+    assert [arm.name for arm in result.scenarios[0].arms] == ["short"]
+    assert json.loads((tmp_path / "comparison.json").read_text()) == result.to_dict()
+
+
+def test_it_runs_in_any_thread() -> None:
+    """Signal handlers can be set in the main thread only."""
+    results: list[ComparisonReport] = []
+    config = run(arms=[PIPELINE], baseline="pipeline")
+    thread = threading.Thread(target=lambda: results.append(compare(config)))
+    thread.start()
+    thread.join()
+    assert results[0].complete is True
+
+
+def test_a_worker_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, ended = threading.Event(), threading.Event()
+    codes: list[int] = []
+
+    class Parent:
+        def join(self) -> None:
+            gone.wait()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(multiprocessing, "parent_process", Parent)
+    monkeypatch.setattr(os, "_exit", leave)
+    parallel._end_with_parent()
+    assert not ended.wait(0.05)
+    gone.set()
+    assert ended.wait(10.0)
+    assert codes == [1]

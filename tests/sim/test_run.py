@@ -1,0 +1,75 @@
+"""One run: interrupted, beside other threads, and what is on disk at any time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_comparison import run
+
+from pipelinerl.errors import RunFailedError
+from sim.run import simulate
+
+
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_in_another_thread_leaves_ctrl_c_alone() -> None:
+    summaries: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: summaries.append(simulate(run())))
+    thread.start()
+    thread.join()
+    assert summaries == [simulate(run())]
+
+
+def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    """As one that a shell has put into the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    summary = simulate(run(), on_step=lambda _row: signal.raise_signal(signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert summary == simulate(run())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    before = gc.isenabled()
+    states: list[bool] = []
+    try:
+        (gc.enable if enabled else gc.disable)()
+        simulate(run(), on_step=lambda _row: states.append(gc.isenabled()))
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert states == [False] * 6
+
+
+def test_a_row_is_on_disk_as_soon_as_its_step_is_done(tmp_path: Path) -> None:
+    """So that a killed run leaves every step it made."""
+    seen: list[list[str]] = []
+
+    def look(_row: Any) -> None:
+        text = (tmp_path / "steps.csv").read_text()
+        assert text.endswith("\n")
+        seen.append([line.partition(",")[0] for line in text.splitlines()])
+
+    simulate(run("optimizer_steps=3"), out=tmp_path, on_step=look)
+    assert seen == [["step", "1"], ["step", "1", "2"], ["step", "1", "2", "3"]]
+
+
+def test_ctrl_c_ends_a_run_at_the_step_it_was_in_and_is_free_again(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="interrupted; what was finished is kept"):
+        simulate(run(), out=tmp_path, on_step=lambda row: row.step == 2 and signal.raise_signal(signal.SIGINT))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["optimizer_steps"], summary["complete"]) == (2, False)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
