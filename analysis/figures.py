@@ -204,7 +204,7 @@ def timeline(run: Run) -> Figure:
     """Draw engines and trainer over the first part of a run, event by event.
 
     Args:
-        run: A run whose profile has a timeline.
+        run: A run with a timeline.
 
     Returns:
         One panel: a row per engine (filled: sequences in progress; dark: pause), a row for the trainer

@@ -1,7 +1,7 @@
-"""Figures of what only real runs have: how much a batch is worth (ESS), and the reward. As ``analysis.figures``.
+"""Figures of runs that have learned, real or simulated: effective sample size (ESS) and reward.
 
-Simulated runs have neither; they are left out, and the others keep the colours that they have beside them. Runs of
-more than 150 steps are drawn as a moving mean over each step in a lighter tone.
+Other runs are left out, and those that are drawn keep the colours that they have beside them. Runs of more than 150
+steps are drawn as a moving mean over each step in a lighter tone.
 """
 
 from __future__ import annotations
