@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import importlib.util
 import os
 import re
 import signal
@@ -18,136 +17,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from character_model import make_model
+from vllm_engine import real, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
-from backends.vllm.engine import VLLMEngine, VLLMSettings, version_spans
-from backends.vllm.process import check_model
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError
+from backends.vllm.engine import VLLMEngine
+from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
 PROMPT = (3, 13, 4, 16)
 END = 1
-
-
-def real(test: Any) -> Any:
-    """Mark a test that needs vLLM; it, torch and transformers warn of much."""
-    for mark in (
-        pytest.mark.real,
-        pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed"),
-        pytest.mark.filterwarnings("ignore"),
-    ):
-        test = mark(test)
-    return test
-
-
-# ------------------------------------------------------------------------- without processes, without vLLM
-
-
-def reported(*spans: tuple[str, int, int]) -> list[Any]:
-    return [SimpleNamespace(version=version, start=start, end=end) for version, start, end in spans]
-
-
-def test_spans_are_the_engines_with_its_first_label_as_version_0() -> None:
-    spans = reported(("default", 0, 182), ("1", 182, 290), ("12", 290, 400))
-    assert version_spans(spans, 400) == VersionSpans((0, 1, 12), (182, 290, 400))
-    assert version_spans([], 0) == VersionSpans((), ())
-
-
-def test_empty_spans_go_and_equal_neighbours_merge() -> None:
-    spans = reported(("default", 0, 0), ("1", 0, 3), ("1", 3, 5), ("2", 5, 5))
-    assert version_spans(spans, 5) == VersionSpans((1,), (5,))
-
-
-def test_spans_that_do_not_cover_the_tokens_are_refused() -> None:
-    with pytest.raises(BackendError, match="version spans end at token 3, but 4 tokens were generated"):
-        version_spans(reported(("1", 0, 3)), 4)
-
-
-def settings(model_path: Path, **changed: Any) -> VLLMSettings:
-    values: dict[str, Any] = {"engine_id": 2, "num_slots": 64, "max_tokens": 512, "device": "cpu", "cpu_cores": "0"}
-    return VLLMSettings(model_path=str(model_path), **{**values, **changed})
-
-
-def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config.json is not there"):
-        check_model(settings(tmp_path))
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
-        check_model(settings(tmp_path))
-    check_model(settings(tmp_path, device="gpu"))
-
-
-class ScriptedLLM:
-    """Stands in for vLLM's client: notes the calls of an update; some fail or hang."""
-
-    def __init__(self, *, fail: tuple[str, ...] = (), hang: str = "", label: str = "7") -> None:
-        self.calls: list[str] = []
-        self._fail, self._hang, self._label = list(fail), hang, label
-        self.output_processor = SimpleNamespace(propagate_error=lambda error: self.calls.append("propagate"))
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            if name == self._hang:
-                await asyncio.Event().wait()
-            if name in self._fail:
-                self._fail.remove(name)
-                raise Exception(f"Call to {name} failed")
-            return {"is_paused": True, "get_weight_version": self._label}.get(name)
-
-        return call
-
-
-def update_scripted(llm: ScriptedLLM) -> list[str]:
-    async def scenario() -> list[str]:
-        engine = VLLMEngine(settings(Path("model"), update_timeout_s=0.05))
-        engine._llm = llm
-        await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
-        return llm.calls
-
-    return asyncio.run(scenario())
-
-
-@real
-def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() -> None:
-    calls = update_scripted(ScriptedLLM(fail=("update_weights",)))
-    transfer = ["start_weight_update", "update_weights"]
-    loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
-    assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
-
-
-@real
-@pytest.mark.parametrize(
-    ("llm", "text"),
-    [
-        (
-            ScriptedLLM(fail=("update_weights", "update_weights")),
-            "phase=transfer engine=2 .* Call to update_weights failed",
-        ),
-        (ScriptedLLM(fail=("finish_weight_update",)), "phase=transfer engine=2 .* Call to finish_weight_update failed"),
-        (ScriptedLLM(label="6"), "phase=transfer engine=2 .* the engine reports version 6"),
-        (ScriptedLLM(hang="pause_generation"), r"phase=pause engine=2 version=7 after 0.\d s; no answer for 0.05 s; "),
-        (
-            ScriptedLLM(hang="update_weights"),
-            r"phase=transfer engine=2 .* no answer for 0.05 s; start the engine again",
-        ),
-    ],
-)
-def test_an_update_that_fails_or_hangs_ends_in_a_loss_and_never_in_a_resume(llm: ScriptedLLM, text: str) -> None:
-    with pytest.raises(EngineLostError, match=f"weight update failed: {text}"):
-        update_scripted(llm)
-    assert "resume_generation" not in llm.calls
-    assert llm.calls[-1] == "propagate"
 
 
 # -------------------------------------------------------------------------------------------- fixtures
