@@ -1,4 +1,4 @@
-"""Read ``metrics.jsonl``: what only a real run can measure, a line per optimizer step."""
+"""Read ``metrics.jsonl``: a line per optimizer step of a run that learns."""
 
 from __future__ import annotations
 
