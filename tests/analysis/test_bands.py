@@ -53,8 +53,8 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     assert fitted.stdout.startswith("[drift]\nexponent = ")
     assert "# seed_0: ESS " in fitted.stdout
     assert tomllib.loads(fitted.stdout)["drift"]["rates"][0] >= 0
-    (arms,) = read_comparison(tmp_path / "out").scenarios.values()
-    assert arms[1].folders == ("as_given/G=2/seed_0", "as_given/G=2/seed_1")
+    arms = read_comparison(tmp_path / "out").arms
+    assert arms[1].folders == ["as_given/G=2/seed_0", "as_given/G=2/seed_1"]
 
 
 def test_the_band_is_students_95_percent_interval_of_the_mean():
