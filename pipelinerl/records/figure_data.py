@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -40,12 +43,12 @@ class FigureRecorder:
     The *timeline* covers the first optimizer steps or RL steps.
 
     Args:
-        num_engines: Engines that generate (count).
+        engine_ids: Engines that generate; the timeline shows the first ones.
         colocated: Whether the same accelerators generate and train in turn.
         longest: Longest answer there can be (tokens).
     """
 
-    def __init__(self, *, num_engines: int, colocated: bool, longest: int) -> None:
+    def __init__(self, *, engine_ids: Iterable[int], colocated: bool, longest: int) -> None:
         self.watching = True  # whether it still wants to be told of rollouts
         self._colocated = colocated
         # Lag by position: differences along the positions, so that a span costs two additions.
@@ -60,8 +63,9 @@ class FigureRecorder:
         self._timeline_end_s: float | None = None
         self._num_points = 0
         self._trainer: list[tuple[float, float, TrainerWork]] = []
-        self._occupancy: list[list[tuple[float, int]]] = [[] for _ in range(min(num_engines, TIMELINE_ENGINES))]
-        self._pauses: list[list[tuple[float, float]]] = [[] for _ in self._occupancy]
+        shown = list(islice(engine_ids, TIMELINE_ENGINES))
+        self._occupancy: dict[int, list[tuple[float, int]]] = {engine: [] for engine in shown}
+        self._pauses: dict[int, list[tuple[float, float]]] = {engine: [] for engine in shown}
         self._updates: dict[int, tuple[float, float]] = {}  # version -> published, last loaded
         self._num_publications = 0
         self._time_s = 0.0
@@ -98,7 +102,7 @@ class FigureRecorder:
         self.watching = not (windows_closed and self._num_left >= len(self._window))
 
     def _note_occupancy(self, time_s: float, engine: int, in_progress: int) -> None:
-        if engine < len(self._occupancy):
+        if engine in self._occupancy:
             points = self._occupancy[engine]
             if points and points[-1][0] == time_s:
                 points[-1] = (time_s, in_progress)
@@ -153,7 +157,7 @@ class FigureRecorder:
         """Note that an engine has loaded a version after a pause."""
         if version in self._updates:
             self._updates[version] = (self._updates[version][0], time_s)
-            if engine < len(self._pauses):
+            if engine in self._pauses:
                 self._pauses[engine].append((time_s - pause_s, time_s))
 
     # --------------------------------------------------------------------------------------- results
@@ -210,7 +214,7 @@ class FigureRecorder:
                 in_progress=[count for _, count in points],
                 paused=self._pauses[engine],
             )
-            for engine, points in enumerate(self._occupancy)
+            for engine, points in self._occupancy.items()
         ]
         updates = [
             WeightUpdateTimes(version=version, published_s=published_s, loaded_s=loaded_s)

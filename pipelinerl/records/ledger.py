@@ -74,7 +74,7 @@ class RunLedger:
     """Keeps the books of one run.
 
     Args:
-        num_engines: Engines that generate (count).
+        num_engines: Engines that generate (count); their ids are 0 to below that.
         colocated: Whether the same accelerators generate and train in turn.
         longest: Longest answer there can be (tokens).
         on_step: Called with each row as soon as its step is done.
@@ -121,7 +121,7 @@ class RunLedger:
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
         self.steps: list[StepRow] = []
-        self.profile = FigureRecorder(num_engines=num_engines, colocated=colocated, longest=longest)
+        self.profile = FigureRecorder(engine_ids=range(num_engines), colocated=colocated, longest=longest)
         self.num_engines = num_engines
         self._colocated = colocated
         self.on_step = on_step
@@ -138,10 +138,10 @@ class RunLedger:
         self._tokens = dict.fromkeys(self._ended, 0)
         self._reasons = dict.fromkeys(DiscardReason, 0)
         self._num_interruptions = self._num_preemptions = 0
-        # Engines.
-        self._engine_rollouts = [0] * num_engines
-        self._busy_since_s = [0.0] * num_engines
-        self._busy_s = [0.0] * num_engines
+        # By engine id.
+        self._engine_rollouts = dict.fromkeys(range(num_engines), 0)
+        self._busy_since_s = dict.fromkeys(range(num_engines), 0.0)
+        self._busy_s = dict.fromkeys(range(num_engines), 0.0)
         # Colocated, in the training phase: since when what is in progress stands still.
         self._training_since_s: float | None = None
         # Trainer.
@@ -306,7 +306,7 @@ class RunLedger:
             lag_max=step.lag_max,
             lag_in_flight_mean=(lag_tokens - queue_tokens) / step.tokens,
             lag_in_queue_mean=queue_tokens / step.tokens,
-            in_progress=sum(self._engine_rollouts),
+            in_progress=sum(self._engine_rollouts.values()),
             ready=step.ready,
             reward_mean=sum(rewards) / step.samples,
             length_mean=step.tokens / step.samples,
@@ -322,8 +322,8 @@ class RunLedger:
 
     def busy_engine_s(self) -> float:
         """Return the seconds that engines had rollouts in progress and did not stand still, added up over engines."""
-        busy_s = sum(self._busy_s)
-        for engine, rollouts in enumerate(self._engine_rollouts):
+        busy_s = sum(self._busy_s.values())
+        for engine, rollouts in self._engine_rollouts.items():
             busy_s += (self._busy_until_s() - self._busy_since_s[engine]) if rollouts else 0.0
         return busy_s
 
@@ -341,7 +341,7 @@ class RunLedger:
         generated = self._tokens_finished + self._tokens_cut_short
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
         rest_s = max(0.0, duration_s - training_s - publishing_s)
-        engine_s = duration_s * len(self._busy_s)
+        engine_s = duration_s * self.num_engines
         return RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,
