@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -275,7 +274,9 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         Raises:
             ModuleNotFoundError: If pandas is not installed.
         """
-        return import_module("pandas").DataFrame(self.steps)
+        import pandas as pd  # noqa: PLC0415 - optional, and slow to load
+
+        return pd.DataFrame(self.steps)
 
 
 # --------------------------------------------------------------------------------------- tables of profile.json

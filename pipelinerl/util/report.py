@@ -65,17 +65,17 @@ class Report(StrictModel):
 def _complaint(fault: ErrorDetails, name: str) -> str:
     """Return the line that says what pydantic found wrong in the file ``name``."""
     key, kind, ctx = ".".join(map(str, fault["loc"])), fault["type"], fault.get("ctx", {})
-    if kind == "json_invalid":
-        return f"{name} is not valid JSON: {ctx['error']}"
-    if not key:
-        return f"{name} must hold a table, got {type(fault['input']).__name__}"
     match kind:
+        case "json_invalid":
+            return f"{name} is not valid JSON: {ctx['error']}"
+        case "model_type" if not key:
+            return f"{name} must hold a table, got {type(fault['input']).__name__}"
         case "missing":
             return f"{name}: {key} is missing"
         case "extra_forbidden":
             return f"{name}: {key} is an unknown key"
         case "value_error":
-            return f"{name}: {key}.{ctx['error']}"
+            return f"{name}: {key}{'.' if key else ''}{ctx['error']}"  # the rule's text begins with a key
         case "float_type" | "finite_number":
             rule = "a number"
         case "int_type" | "int_from_float":
@@ -86,9 +86,7 @@ def _complaint(fault: ErrorDetails, name: str) -> str:
             rule = "true or false"
         case "model_type" | "model_attributes_type" | "dict_type":
             rule = "a table"
-        case "list_type":
-            rule = "a list"
-        case "tuple_type":
+        case "list_type" | "tuple_type":
             rule = "a list"
         case _:
             return f"{name}: {key}: {fault['msg']}"

@@ -26,7 +26,15 @@ TRAINING = {
     "math_verify",
 }
 MAY_IMPORT = {
-    "pipelinerl": {"numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
+    "pipelinerl": {
+        "numpy",
+        "pydantic",
+        "pydantic_core",
+        "typer",
+        "rich",
+        "tomli_w",
+        "pandas",
+    },  # pandas inside a function
     "sim": {"numpy", "simpy", "ray", "pydantic"},  # Ray inside a function, for who has a cluster
     "backends": {"numpy"} | TRAINING,
     "analysis": {"numpy", "matplotlib", "pydantic"},

@@ -1,0 +1,88 @@
+"""Reports of runs: an older summary is read, steps as arrays and as a data frame, every message for a broken table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import write_run
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.reports import RunReport
+from pipelinerl.records.steps import COLUMNS, read_steps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", num_steps=3)
+
+
+def test_a_summary_without_preemptions_is_read_and_written_without_them(folder: Path) -> None:
+    """Runs that were recorded before preemptions were counted have no such key."""
+    written = json.loads((folder / "summary.json").read_text())
+    assert "preemptions" not in written["rollouts"]
+    report = RunReport.read(folder / "summary.json")
+    assert report.rollouts.preemptions is None
+    assert report.to_dict() == written
+
+
+def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
+    steps = RunReport.read(folder / "summary.json").steps
+    assert steps.dtype.names == COLUMNS
+    assert steps.step.tolist() == [1, 2, 3]
+    assert steps.step.dtype == np.int64
+    assert steps.time_s.tolist() == [row.time_s for row in read_steps(folder / "steps.csv")]
+    (folder / "steps.csv").unlink()
+    assert len(RunReport.read(folder / "summary.json").steps) == 0
+
+
+def test_steps_are_a_data_frame_with_the_columns_of_the_file(folder: Path) -> None:
+    pytest.importorskip("pandas")
+    report = RunReport.read(folder / "summary.json")
+    frame = report.steps_frame()
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["step"].tolist() == [1, 2, 3]
+    assert frame["lag_mean"].tolist() == report.steps.lag_mean.tolist()
+
+
+CELLS = dict.fromkeys(COLUMNS, "1")
+
+
+def table(*rows: dict[str, str], columns: tuple[str, ...] = COLUMNS) -> str:
+    return "\n".join([",".join(columns), *(",".join(row.values()) for row in rows)]) + "\n"
+
+
+def test_a_table_is_read_by_its_header(tmp_path: Path) -> None:
+    """Columns in any order, unknown ones passed over, an empty cell is NaN, and no rows of a run cut short."""
+    path = tmp_path / "steps.csv"
+    columns = ("later", *reversed(COLUMNS))
+    path.write_text(table({**dict.fromkeys(columns, "1"), "later": "x", "reward_mean": ""}, columns=columns))
+    [row] = read_steps(path)
+    assert np.isnan(row.reward_mean)
+    assert [value for name, value in row if name != "reward_mean"] == [1] * (len(COLUMNS) - 1)
+    path.write_text(table())
+    assert read_steps(path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "cannot read {path}: No such file or directory"),
+        (b"\xff", "cannot read {path}: it is not UTF-8 text"),
+        ("", "{path} lacks the columns " + ", ".join(COLUMNS)),
+        (table(columns=COLUMNS[:-2]), "{path} lacks the columns " + ", ".join(COLUMNS[-2:])),
+        (table(CELLS, CELLS) + "1,2\n", f"{{path}}, line 4: must have {len(COLUMNS)} values, got 2"),
+        (table({**CELLS, "lag_mean": "much"}), "{path}, line 2: lag_mean must be a number, got much"),
+        (table(CELLS, {**CELLS, "step": "1.5"}), "{path}, line 3: step must be a number, got 1.5"),
+        (table({**CELLS, "step": ""}), "{path}, line 2: step must be a number, got nan"),
+    ],
+)
+def test_a_broken_table_is_one_line(tmp_path: Path, content: str | bytes | None, complaint: str) -> None:
+    path = tmp_path / "steps.csv"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_steps(path)
+    assert str(caught.value) == complaint.format(path=path)

@@ -1,0 +1,130 @@
+"""Tables of JSON reports: read back as written, and every message for a broken one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pytest
+from pydantic import model_validator
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.report import Report
+
+
+class Inner(Report):
+    """A table in the table below, with a rule of its own."""
+
+    low: int = 0
+    high: int = 9
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.high < self.low:
+            raise ValueError(f"high must be at least low = {self.low}, got {self.high}")
+        return self
+
+
+class Whole(Report):
+    """A field of every type, and a rule over two of them."""
+
+    rate_s: float
+    count: int
+    name: str
+    done: bool
+    inner: Inner
+    tables: dict[str, Inner]
+    values: list[float]
+    span: tuple[float, float]
+    kind: Literal["a", "b"]
+    limit: int | None
+    extra: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.name == "none" and self.count:
+            raise ValueError(f"count must be 0, got {self.count}")
+        return self
+
+
+GOOD: dict[str, Any] = {
+    "rate_s": 0.5,
+    "count": 3,
+    "name": "x",
+    "done": False,
+    "inner": {"low": 1, "high": 2},
+    "tables": {"t": {"low": 1, "high": 2}},
+    "values": [0.5, 1.0],
+    "span": [0.0, 1.0],
+    "kind": "a",
+    "limit": None,
+}
+
+
+def test_a_report_is_read_back_as_written(tmp_path: Path) -> None:
+    """A field that is None stays if it has no default, and is left out if it has one."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(GOOD))
+    report = Whole.read(path)
+    assert report == Whole.from_dict(GOOD, name="good")
+    assert json.dumps(report.to_dict()) == json.dumps(GOOD)
+    assert Whole.from_dict({**GOOD, "extra": 1}, name="good").to_dict() == {**GOOD, "extra": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"colour": "red"}, "colour is an unknown key"),
+        ({"inner": {"colour": 1}}, "inner.colour is an unknown key"),
+        ({"rate_s": "fast"}, 'rate_s must be a number, got "fast"'),
+        ({"rate_s": True}, "rate_s must be a number, got true"),
+        ({"rate_s": None}, "rate_s must be a number, got null"),
+        ({"rate_s": float("nan")}, "rate_s must be a number, got NaN"),
+        ({"count": True}, "count must be a whole number, got true"),
+        ({"count": 1.5}, "count must be a whole number, got 1.5"),
+        ({"name": 5}, "name must be a string, got 5"),
+        ({"done": 1}, "done must be true or false, got 1"),
+        ({"inner": 5}, "inner must be a table, got 5"),
+        ({"tables": []}, "tables must be a table, got []"),
+        ({"tables": {"t": 1}}, "tables.t must be a table, got 1"),
+        ({"values": "x"}, 'values must be a list, got "x"'),
+        ({"values": [1.0, []]}, "values.1 must be a number, got []"),
+        ({"span": 1.0}, "span must be a list, got 1.0"),
+        ({"span": [1.0]}, "span.1 is missing"),
+        ({"kind": "c"}, "kind: Input should be 'a' or 'b'"),
+        ({"inner": {"low": 5, "high": 4}}, "inner.high must be at least low = 5, got 4"),
+        ({"tables": {"t": {"low": 5, "high": 4}}}, "tables.t.high must be at least low = 5, got 4"),
+        ({"name": "none"}, "count must be 0, got 3"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_its_key(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Whole.from_dict({**GOOD, **changes}, name="report.json")
+    assert str(caught.value) == f"report.json: {complaint}"
+
+
+@pytest.mark.parametrize("key", GOOD)
+def test_a_missing_key_is_one_line(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Whole.from_dict({name: value for name, value in GOOD.items() if name != key}, name="report.json")
+    assert str(caught.value) == f"report.json: {key} is missing"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "{path} is not valid JSON: EOF while parsing a value at line 1 column 0"),
+        (b"garbage", "{path} is not valid JSON: expected value at line 1 column 1"),
+        (b"[1]", "{path} must hold a table, got list"),
+        (b"\xff", "cannot read {path}: it is not UTF-8 text"),
+        (None, "cannot read {path}: No such file or directory"),
+    ],
+)
+def test_a_file_that_holds_no_table_is_one_line(tmp_path: Path, content: bytes | None, complaint: str) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Whole.read(path)
+    assert str(caught.value) == complaint.format(path=path)
