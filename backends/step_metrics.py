@@ -1,4 +1,4 @@
-"""Measurements that only a real run has, per optimizer step and over the run."""
+"""Measurements of real runs only, per optimizer step and over the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipelinerl.util.running_mean import RunningMean
 
 
 class StepMetrics:
-    """Collects while a step is under way; ``take`` ends the step (mutable, can be pickled).
+    """Collects the measurements of an optimizer step; ``take`` ends the step (mutable, can be pickled).
 
     Args:
         truncation: Largest importance weight that the loss uses (no unit). Paper symbol c.
@@ -36,7 +36,7 @@ class StepMetrics:
         self._ratios.add(log_ratio_T, lag_T)
 
     def add_trainer_metrics(self, metrics: dict[str, float]) -> None:
-        """Add the metrics of a micro-batch: its share of each loss, and what is known after the optimizer step."""
+        """Add the metrics of a micro-batch: its share of each loss, and the metrics of a completed optimizer step."""
         for name, value in metrics.items():
             self._trainer[name] = value + (self._trainer.get(name, 0.0) if name.endswith("loss") else 0.0)
 
@@ -64,7 +64,7 @@ class StepMetrics:
             ledger: The run's ledger.
 
         Returns:
-            What to log, by name.
+            The metrics to log, by name.
         """
         step_s = row.time_s - self._last_s
         busy_engine_s = ledger.busy_engine_s()
@@ -100,7 +100,7 @@ class StepMetrics:
         return logged
 
     def summary(self) -> RunMeasurements:
-        """Return the parts of summary.json that only a real run has: means over optimizer steps, or over updates."""
+        """Return the parts of summary.json that only real runs have: means over optimizer steps, or over updates."""
         updates, num = self._updates, self._num_rollouts
         ess, mismatch = self._ratio_means.summary()
         return RunMeasurements(

@@ -1,4 +1,4 @@
-"""What figures need beyond a row per step, in bounded space: lag by position, one generation phase, a timeline."""
+"""Data of figures beyond a row per step, in bounded space: lag by position, one generation phase, a timeline."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ TIMELINE_POINTS = 20_000
 
 
 class FigureRecorder:
-    """Collects what figures show; told by the accountant.
+    """Collects the data of figures; the ledger reports to it.
 
-    The *generation window* of a colocated run is its first generation phase. Of any other run it is the time
-    in which its first rollouts, as many as were started at the first instant, have been replaced twice over.
-    The *timeline* covers the first optimizer steps or RL steps.
+    The *generation window* of a colocated run is its first generation phase. That of any other run ends when three
+    times as many rollouts have ended as were started at the first instant. The *timeline* covers the first optimizer
+    steps or RL steps.
 
     Args:
         engine_ids: Engines that generate; the timeline shows the first ones.
         colocated: Whether the same accelerators generate and train in turn.
-        longest: Longest answer there can be (tokens).
+        longest: Longest possible answer (tokens).
     """
 
     def __init__(self, *, engine_ids: Iterable[int], colocated: bool, longest: int) -> None:
-        self.watching = True  # whether it still wants to be told of rollouts
+        self.watching = True  # whether it still needs reports of rollouts
         self._colocated = colocated
         # Lag by position: differences along the positions, so that a span costs two additions.
         self._lag_change = np.zeros(longest + 1, dtype=np.int64)
@@ -74,7 +74,7 @@ class FigureRecorder:
 
     def rollout_started(self, time_s: float, rollout_id: int, engine: int, in_progress: int) -> None:
         """Note a start; ``in_progress`` counts the engine's rollouts with it."""
-        if rollout_id in self._window:  # a weight update aborted it, now it goes on
+        if rollout_id in self._window:  # a weight update aborted it; now it continues
             self._window[rollout_id][1] = -1.0
             self._num_left -= 1
         elif self._window_end_s is None:
@@ -111,7 +111,7 @@ class FigureRecorder:
                 self._count_point(time_s)
 
     def _count_point(self, time_s: float) -> None:
-        """Count a point of the timeline, which ends here if it is the last one it may have."""
+        """Count a point of the timeline; the timeline ends with the last point allowed."""
         self._num_points += 1
         if self._num_points == TIMELINE_POINTS:
             self._timeline_end_s = time_s
@@ -120,8 +120,8 @@ class FigureRecorder:
     # --------------------------------------------------------------------------------------- trainer
 
     def trained(self, start_N: NDArray[np.int64], end_N: NDArray[np.int64], lag_N: NDArray[np.int64]) -> None:
-        """Note the spans that a batch is trained on: tokens [start, end) at lag."""
-        # In place at the spans' ends only: what it costs does not depend on the longest answer.
+        """Note the version spans of a batch: tokens [start, end) at a lag."""
+        # Only at the ends of spans, in place: the cost does not depend on the longest answer.
         np.add.at(self._lag_change, start_N, lag_N)
         np.subtract.at(self._lag_change, end_N, lag_N)
         np.add.at(self._count_change, start_N, 1)
@@ -135,7 +135,7 @@ class FigureRecorder:
             self._trainer.append((start_s, end_s, kind))
             self._count_point(end_s)
         elif self._num_points == TIMELINE_POINTS and start_s < self._timeline_end_s < end_s:
-            self._trainer.append((start_s, self._timeline_end_s, kind))  # under way when the timeline was full
+            self._trainer.append((start_s, self._timeline_end_s, kind))  # in progress when the timeline was full
 
     def step_done(self, time_s: float, version: int) -> None:
         """Note the end of an optimizer step."""
@@ -163,10 +163,10 @@ class FigureRecorder:
     # --------------------------------------------------------------------------------------- results
 
     def data(self, lag_histogram: LagHistogram) -> FigureData:
-        """Return what figures show.
+        """Return the data of figures.
 
         Args:
-            lag_histogram: Trained tokens by lag, which the ledger counts.
+            lag_histogram: Trained tokens by lag, counted by the ledger.
         """
         return FigureData(
             lag_histogram=lag_histogram,

@@ -1,15 +1,15 @@
-"""The books of a run: from time-stamped events and commands to numbers, the same for both worlds.
+"""The ledger of a run: from time-stamped events and commands to numbers, simulated or real.
 
-A ``RunLedger`` is told every event and command and keeps sums whose size does not grow with the run (but
-for a row per optimizer step). Feeding it a recorded trace gives the same numbers again.
+A ``RunLedger`` receives every event and command. It keeps sums, whose size does not grow with the run, and a row per
+optimizer step. A recorded trace gives the same numbers again.
 
-Lag of a token = version it is trained at - version that sampled it (optimizer steps), in two parts: *in
-flight*, until its rollout finished (by the trainer's version at that time), and *in queue*, from then on.
-All lags are weighted by tokens.
+Lag of a token = version it is trained at - version that sampled it (optimizer steps). It has two parts: *in flight*,
+until its rollout finished (by the trainer's version at that time), and *in queue*, from then on. All lags are weighted
+by tokens.
 
-An engine is *busy* while it has a rollout in progress and does not stand still for a weight update; the
-*utilisation* of generation is busy engine-seconds over all engine-seconds of the run, of training it is the
-trainer's working seconds over the seconds of the run.
+An engine is *busy* while it has a rollout in progress and is not paused for a weight update. The *utilisation* of
+generation is busy engine-seconds over all engine-seconds of the run; of training it is the trainer's working seconds
+over the seconds of the run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 
 from pipelinerl.records.bottleneck import find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
+from pipelinerl.records.lag_counts import LagCounts
 from pipelinerl.records.reports import (
     FigureData,
-    LagHistogram,
-    LagReport,
     LengthReport,
     RolloutCounts,
     RunTotals,
@@ -37,7 +36,6 @@ from pipelinerl.records.reports import (
 from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.records.step_ledger import OpenStep
 from pipelinerl.records.steps import StepRow
-from pipelinerl.records.token_histogram import TokenHistogram
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -71,12 +69,12 @@ class _MicroBatch(NamedTuple):
 
 
 class RunLedger:
-    """Keeps the books of one run.
+    """Keeps the ledger of one run.
 
     Args:
         num_engines: Engines that generate (count); their ids are 0 to below that.
         colocated: Whether the same accelerators generate and train in turn.
-        longest: Longest answer there can be (tokens).
+        longest: Longest possible answer (tokens).
         on_step: Called with each row as soon as its step is done.
     """
 
@@ -142,19 +140,18 @@ class RunLedger:
         self._engine_rollouts = dict.fromkeys(range(num_engines), 0)
         self._busy_since_s = dict.fromkeys(range(num_engines), 0.0)
         self._busy_s = dict.fromkeys(range(num_engines), 0.0)
-        # Colocated, in the training phase: since when what is in progress stands still.
+        # Colocated, in the training phase: since when the rollouts in progress stand still.
         self._training_since_s: float | None = None
         # Trainer.
         self._seconds = {"training": 0.0, "publishing": 0.0}
         self._step = OpenStep()
         self._micro_batches: list[_MicroBatch] = []  # of the optimizer step that is under way
-        # Lag.
-        self._lag = {part: TokenHistogram() for part in ("total", "in_flight", "in_queue")}
+        self._lag = LagCounts()
 
     # --------------------------------------------------------------------------------------- events
 
     def event(self, time_s: float, event: Event) -> None:
-        """Book an event reported at ``time_s``."""
+        """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
@@ -186,7 +183,7 @@ class RunLedger:
                 self._loaded(event)
 
     def command(self, time_s: float, command: Command) -> None:
-        """Book a command given at ``time_s``."""
+        """Record a command that was given at ``time_s``."""
         self._time_s = time_s
         if isinstance(command, StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
@@ -258,7 +255,7 @@ class RunLedger:
         engine, time_s = event.engine, self._time_s
         self._training_since_s = None
         if self._engine_rollouts[engine]:
-            # What it had in progress stood still, as far back as it had anything in progress.
+            # Its rollouts stood still; the pause counts only as far back as it had any.
             self._busy_s[engine] -= min(event.pause_s, time_s - self._busy_since_s[engine])
         self.profile.loaded(time_s, engine, event.version, event.pause_s)
 
@@ -289,9 +286,7 @@ class RunLedger:
         self._micro_batches.clear()
         start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans)
         tokens_N = end_N - start_N
-        self._lag["total"].add(lag_N, tokens_N)
-        self._lag["in_queue"].add(queue_N, tokens_N)
-        self._lag["in_flight"].add(lag_N - queue_N, tokens_N)
+        self._lag.add(lag_N, queue_N, tokens_N)
         self.profile.trained(start_N, end_N, lag_N)
         lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
         row = StepRow(
@@ -321,22 +316,22 @@ class RunLedger:
     # -------------------------------------------------------------------------------------- results
 
     def busy_engine_s(self) -> float:
-        """Return the seconds that engines had rollouts in progress and did not stand still, added up over engines."""
+        """Return the busy seconds of all engines, added up."""
         busy_s = sum(self._busy_s.values())
         for engine, rollouts in self._engine_rollouts.items():
             busy_s += (self._busy_until_s() - self._busy_since_s[engine]) if rollouts else 0.0
         return busy_s
 
     def _busy_until_s(self) -> float:
-        """Return until when the engines that have rollouts in progress have been at work."""
+        """Return the time up to which engines with rollouts in progress have been busy (s)."""
         return self._time_s if self._training_since_s is None else self._training_since_s
 
     def ended(self) -> dict[str, int]:
-        """Return how many rollouts have ended in which way so far (counts)."""
+        """Return the rollouts that have ended so far, by how they ended (counts)."""
         return dict(self._ended)
 
     def summary(self) -> RunTotals:
-        """Return the numbers of the run so far that follow from its trace alone."""
+        """Return the numbers of the run so far that follow from its trace and its configuration."""
         duration_s, ended, tokens = self._time_s, self._ended, self._tokens
         generated = self._tokens_finished + self._tokens_cut_short
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
@@ -349,7 +344,7 @@ class RunLedger:
             tokens_trained=tokens["trained"],
             samples_per_s=ended["trained"] / duration_s if duration_s else 0.0,
             tokens_per_s=tokens["trained"] / duration_s if duration_s else 0.0,
-            lag=self._lag_summary(),
+            lag=self._lag.report(),
             rollouts=RolloutCounts(
                 started=self._num_started,
                 finished=self._num_finished,
@@ -384,23 +379,10 @@ class RunLedger:
             complete=self._stop == "done",
         )
 
-    def _lag_summary(self) -> LagReport:
-        total = self._lag["total"]
-        return LagReport(
-            mean=total.mean(),
-            p50=total.quantile(0.50),
-            p95=total.quantile(0.95),
-            p99=total.quantile(0.99),
-            max=total.max(),
-            in_flight_mean=self._lag["in_flight"].mean(),
-            in_queue_mean=self._lag["in_queue"].mean(),
-        )
-
     def tokens_by_lag(self) -> list[int]:
         """Return the trained tokens of lag 0, 1, 2, ... optimizer steps (counts)."""
-        return self._lag["total"].as_list()
+        return self._lag.by_lag()
 
     def figure_data(self) -> FigureData:
-        """Return what figures need beyond the rows of the steps."""
-        histogram = LagHistogram(**{part: histogram.as_list() for part, histogram in self._lag.items()})
-        return self.profile.data(histogram)
+        """Return the data of figures, the rows of the steps excepted."""
+        return self.profile.data(self._lag.histogram())

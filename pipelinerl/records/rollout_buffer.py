@@ -1,8 +1,8 @@
-"""Finished rollouts that wait to be trained on, as the books know them.
+"""Finished rollouts that wait to be trained on, as the ledger knows them.
 
-What is known of them is packed end to end: a fraction of the memory that objects take, so that the books of a large
-cluster stay in the processor's cache, and a micro-batch is gathered without a loop over its version spans. What lies
-before the oldest rollout that still waits is cut off now and then: the size follows what waits, not the run.
+Their numbers are packed end to end. This takes a fraction of the memory of objects, so the ledger of a large cluster
+stays in the processor's cache, and a micro-batch is gathered without a loop over its version spans. Numbers before the
+oldest waiting rollout are cut off now and then, so the size follows the waiting rollouts, not the run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipelinerl.scheduler.events import VersionSpans
 
 CUT_AT_BYTES = 2**16
-"""Size of what is packed from which on it is cut."""
+"""Packed size from which on it is cut (bytes)."""
 
 _REWARD = struct.Struct("=d")
 _NUMBER = struct.Struct("=q")
@@ -26,7 +26,7 @@ _VERSION_AT, _COUNT_AT, _SPANS_AT = 1, 2, 3  # numbers of a rollout before each 
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """What packs a rollout of so many spans."""
+    """The function that packs a rollout, by its number of spans."""
 
     def __missing__(self, num_spans: int) -> Callable[..., bytes]:
         self[num_spans] = pack = struct.Struct(f"=d{_SPANS_AT - 1 + 2 * num_spans}q").pack
@@ -37,7 +37,7 @@ _PACKERS = _Packers()
 
 
 class Gathered(NamedTuple):
-    """What is known of some rollouts, M in all, and of their version spans, N in all."""
+    """The numbers of some rollouts, M in all, and of their version spans, N in all."""
 
     rewards_M: list[float]
     """NaN: not yet known."""
@@ -52,17 +52,17 @@ class Gathered(NamedTuple):
 
 
 class FinishedRollouts:
-    """The rollouts that have finished and are neither trained on nor given up."""
+    """The rollouts that have finished and are neither trained on nor removed."""
 
     def __init__(self) -> None:
-        # Of each rollout: its reward (NaN: not yet known), the trainer's version, the number of its spans, the versions
-        # of them, the ends of them; eight bytes each.
+        # Of each rollout: its reward (NaN: not yet known), the trainer's version, the number of its spans, the spans'
+        # versions, the spans' ends; eight bytes each.
         self._packed = bytearray()
-        self._cut_off = 0  # bytes that have been cut off before these
-        self._places: dict[int, int] = {}  # where each rollout begins, in bytes from the start of the run
+        self._cut_off = 0  # bytes cut off so far
+        self._places: dict[int, int] = {}  # start of each rollout, in bytes since the start of the run
 
     def __len__(self) -> int:
-        """Return how many wait (count)."""
+        """Return the number of waiting rollouts."""
         return len(self._places)
 
     def __contains__(self, rollout_id: int) -> bool:
@@ -88,7 +88,7 @@ class FinishedRollouts:
         _REWARD.pack_into(self._packed, self._places[rollout_id] - self._cut_off, reward)
 
     def remove(self, rollout_id: int) -> int:
-        """Give a rollout up and return its tokens (count)."""
+        """Remove a rollout and return its tokens (count)."""
         place = self._places.pop(rollout_id) - self._cut_off
         num_spans: int = self._number(place, _COUNT_AT)
         return self._number(place, _SPANS_AT + 2 * num_spans - 1)
@@ -106,7 +106,7 @@ class FinishedRollouts:
         start_N[gathered_M] = 0
         finish_version_N = np.repeat(numbers[begin_M + _VERSION_AT], count_M)
         rewards_M: list[float] = numbers.view(np.float64)[begin_M].tolist()
-        del numbers  # what is looked at cannot be cut
+        del numbers  # a bytearray cannot be cut while an array views it
         self._cut()
         return Gathered(rewards_M, start_N, end_N, version_N, finish_version_N)
 
@@ -116,7 +116,7 @@ class FinishedRollouts:
         return number
 
     def _cut(self) -> None:
-        """Cut off what lies before the oldest rollout that still waits, if that is most of what there is."""
+        """Cut off all before the oldest waiting rollout, if that is at least half of the packed bytes."""
         size = len(self._packed)
         dead = next(iter(self._places.values()), self._cut_off + size) - self._cut_off
         if size >= CUT_AT_BYTES and 2 * dead >= size:

@@ -16,7 +16,7 @@ import gzip
 import json
 import operator
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,7 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.scheduler.kinds import make_scheduler
 
 FORMAT = "pipelinerl-trace"
-"""What the first line of a trace calls itself."""
+"""Name of the format in the first line."""
 FORMAT_VERSION = 3
 """Raised when a reader of the old format could misread the new one."""
 
@@ -45,16 +45,17 @@ T = TypeVar("T")
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 _COMMANDS: dict[str, type[Command]] = {kind.__name__: kind for kind in get_args(Command)}
-_FIELDS: dict[type[Any], dict[str, Any]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
+_FIELDS: dict[type, dict[str, object]] = {kind: get_type_hints(kind) for kind in get_args(Event) + get_args(Command)}
+"""The type of each field, by kind of event or command."""
 
 
 class TraceWriter:
-    """Writes a trace as the run goes on; what it has written is readable even if the run is cut off.
+    """Writes a trace during the run; the lines written so far are readable even if the run is cut off.
 
     Args:
         path: The file to create, usually ``trace.jsonl.gz``.
         config: The resolved configuration.
-        go_on_at: A ``mark`` of the file as it was: what came after it is cut off. None: a new file.
+        go_on_at: A ``mark`` of an existing file, which is cut off there. None: a new file.
     """
 
     def __init__(self, path: Path, config: RunConfig, *, go_on_at: int | None = None) -> None:
@@ -82,7 +83,7 @@ class TraceWriter:
         self._write({"t": time_s, "command": type(command).__name__, **_encoded(command)})
 
     def mark(self) -> int:
-        """Return the place that the file has been written up to (bytes); all before it is on disk."""
+        """Return the length of the file so far (bytes), all of it on disk."""
         self._file.close()
         self._raw.flush()
         place = self._raw.tell()
@@ -106,7 +107,7 @@ class TraceWriter:
     ) -> None:
         self.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: Mapping[str, object]) -> None:
         self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
@@ -115,13 +116,13 @@ class Record:
     """One line of a trace: an event, or else a command."""
 
     line: int
-    """Its number in the file, from 1 (the header)."""
+    """Number in the file, from 1 (the header)."""
     time_s: float
     """Seconds since the start."""
     event: Event | None
-    """What happened."""
+    """The event, or None."""
     command: Command | None
-    """What was commanded."""
+    """The command, or None."""
 
 
 class Trace:
@@ -131,7 +132,7 @@ class Trace:
         path: The file.
 
     Raises:
-        TraceError: If the file is missing or does not begin as a trace.
+        TraceError: If the file is missing, or its first line is not the header of a trace.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +193,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay found."""
+    """The result of a replay."""
 
     num_events: int
     """Events fed to the fresh scheduler."""
@@ -205,11 +206,11 @@ class ReplayResult:
 def replay(trace: Trace) -> ReplayResult:
     """Feed a trace's events to a fresh scheduler and compare its commands with the recorded ones.
 
-    A run that is interrupted ends by aborting what is in progress, without asking its scheduler: if a trace ends
-    in nothing but aborts, the answers to them are not compared.
+    An interrupted run aborts its rollouts in progress at the end, without asking its scheduler. If a trace ends in
+    nothing but aborts, the answers to them are therefore not compared.
 
     Args:
-        trace: The recorded run, from any world.
+        trace: The recorded run, simulated or real.
 
     Returns:
         Counts, and the first difference if there is one.
@@ -264,8 +265,8 @@ def _is_abort(record: Record) -> bool:
 # --------------------------------------------------------------------------------------- encoding
 
 
-def _encoded(content: Event | Command) -> dict[str, Any]:
-    data: dict[str, Any] = {}
+def _encoded(content: Event | Command) -> dict[str, object]:
+    data: dict[str, object] = {}
     for name in _FIELDS[type(content)]:
         one = getattr(content, name)
         if isinstance(one, VersionSpans):
@@ -275,7 +276,7 @@ def _encoded(content: Event | Command) -> dict[str, Any]:
     return data
 
 
-def _decoded(kind: type[T], data: dict[str, Any]) -> T:
+def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**{name: _DECODERS[hint](data[name]) for name, hint in _FIELDS[kind].items()})
 
 
@@ -291,7 +292,7 @@ def _decoded_spans(spans: Any) -> VersionSpans:
     return VersionSpans(versions, ends)
 
 
-_DECODERS: dict[Any, Callable[[Any], Any]] = {
+_DECODERS: dict[object, Callable[[Any], object]] = {
     int: operator.index,
     int | None: lambda one: None if one is None else operator.index(one),
     float: float,
@@ -303,4 +304,4 @@ _DECODERS: dict[Any, Callable[[Any], Any]] = {
     DiscardReason: DiscardReason,
     StopReason: StopReason,
 }
-"""How a field of each type is read; what is not of that type raises."""
+"""Reads a field of each type from JSON; a value of another type raises an error."""
