@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pipelinerl.config.run import RunConfig
     from pipelinerl.config.run_file import load_run
     from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, SchedulerError, TraceError
+    from pipelinerl.records.comparison_report import ComparisonReport
     from pipelinerl.records.plan_report import PlanReport
     from pipelinerl.records.reports import RunReport
     from pipelinerl.records.trace import ReplayResult
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "ComparisonReport",
     "ConfigError",
     "PipelineRLError",
     "PlanReport",
@@ -73,6 +75,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ComparisonReport": "pipelinerl.records.comparison_report",
     "ConfigError": "pipelinerl.errors",
     "PipelineRLError": "pipelinerl.errors",
     "PlanReport": "pipelinerl.records.plan_report",

@@ -19,9 +19,14 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.records.reports import FigureData, RunIdentity, RunMeasurements, RunTotals
+from pipelinerl.config.run import ClusterConfig, RunConfig
+from pipelinerl.config.scheduler import SchedulerConfig
+from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.plan_report import PlanReport
+from pipelinerl.records.reports import FigureData, RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.steps import StepRow
+from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.util.report import Report
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -29,11 +34,20 @@ PACKAGES = ("pipelinerl", "sim", "backends", "analysis")
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_THEIR_OWN = ("train", "plan")
 """Tables of the run file that are shown on other pages than the rest."""
+ELSEWHERE: dict[type[BaseModel], str] = {
+    RunReport: "summary.json",
+    ClusterConfig: "[cluster]",
+    SchedulerConfig: "[scheduler]",
+}
+"""Models that are parts of reports and have tables of their own."""
 REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
     "summary.json": (RunIdentity, RunTotals),
     "summary.json, measured": (RunMeasurements,),
     "steps.csv": (StepRow,),
     "profile.json": (FigureData,),
+    "comparison.json": (ComparisonReport,),
+    "plan.json": (PlanReport,),
+    "validation.json": (ValidationReport,),
 }
 """The models of each report."""
 
@@ -78,11 +92,15 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for one in get_args(annotation) for model in models_in(one)]
 
 
-def is_list(annotation: Any) -> bool:
-    """Return whether an annotation is of a list, or of one or nothing."""
+def container(annotation: Any) -> Any:
+    """Return ``list`` or ``dict`` if an annotation is of one (or of one or nothing), else None."""
     origin = get_origin(annotation)
-    inner = get_args(annotation)
-    return origin in (list, tuple) or (origin is not Annotated and any(is_list(one) for one in inner))
+    if origin in (list, tuple):
+        return list
+    if origin is dict:
+        return dict
+    inner = () if origin is Annotated else get_args(annotation)
+    return next((found for one in inner if (found := container(one)) is not None), None)
 
 
 def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[str]:
@@ -98,7 +116,7 @@ def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[s
             for one, its_kind in zip(inner, kinds, strict=True):
                 rows += key_rows(one, f"{key}.", its_kind)[1:]
         elif inner:
-            rows += key_rows(inner[0], f"{key}[]." if is_list(field.annotation) else f"{key}.")
+            rows += key_rows(inner[0], f"{key}[]." if container(field.annotation) is list else f"{key}.")
         else:
             meaning = f"{kind}: {meaning}" if kind else meaning
             range_ = allowed(schema["properties"][name], schema.get("$defs", {}))
@@ -113,16 +131,31 @@ def run_file_table(table: str | None) -> list[str]:
     return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
 
 
-def report_rows(models: tuple[type[BaseModel], ...], prefix: str = "") -> list[str]:
-    """Return a row per key of a report: key, meaning with its unit."""
+def report_rows(
+    models: tuple[type[BaseModel], ...], shown: dict[type[BaseModel], str] | None = None, prefix: str = ""
+) -> list[str]:
+    """Return a row per key of a report: key, meaning with its unit. Of a table that comes again, what is new."""
+    shown = dict(ELSEWHERE) if shown is None else shown
     rows: list[str] = []
     for model in models:
+        known = next((base for base in model.__mro__ if base in shown), None)
+        inherited = known.model_fields if known is not None else {}
+        for base in model.__mro__[: model.__mro__.index(Report)] if issubclass(model, Report) else ():
+            shown.setdefault(base, prefix.removesuffix(".").removesuffix("[]").removesuffix(".*"))
         for name, field in model.model_fields.items():
+            if name in inherited:
+                continue
             inner, key = models_in(field.annotation), f"{prefix}{name}"
-            if inner and get_origin(field.annotation) is not dict:
-                rows += report_rows((inner[0],), f"{key}[]." if is_list(field.annotation) else f"{key}.")
-            else:
-                rows.append(f"| `{key}` | {' '.join((field.description or '').replace('``', '`').split())} |")
+            meaning = " ".join((field.description or "").replace("``", "`").split())
+            known = next((base for base in inner[0].__mro__ if base in shown), None) if inner else None
+            if known is not None:
+                more = ", and:" if len(inner[0].model_fields) > len(known.model_fields) else "."
+                meaning += f" Keys as in `{shown[known]}`{more}"
+            if not inner or known is not None:
+                rows.append(f"| `{key}` | {meaning} |")
+            if inner and known is not inner[0]:
+                below = {list: "[].", dict: ".*."}.get(container(field.annotation), ".")
+                rows += report_rows((inner[0],), shown, key + below)
     return rows
 
 

@@ -29,6 +29,7 @@ SIGNATURES = {
 }
 TYPES = {
     "PipelineRLError",
+    "ComparisonReport",
     "ConfigError",
     "PlanReport",
     "ReplayResult",
