@@ -23,8 +23,8 @@ def validate(
     from pipelinerl.records.run_folder import check_vacant
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
-    from sim.validation.records import read_published_runs
     from sim.validation.report import validation_report
+    from sim.validation.runs_file import read_published_runs
 
     if out is not None:
         check_vacant(out)

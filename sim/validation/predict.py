@@ -25,7 +25,8 @@ from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
 from sim.validation.inference import Band, SimulationGrid, seconds_band, simulation_grid
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, overhead_s, reconstruct_run
-from sim.validation.records import PublishedRun, Schedule, read_published_runs
+from sim.validation.records import PublishedRun, Schedule
+from sim.validation.runs_file import read_published_runs
 
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
@@ -185,10 +186,11 @@ def _row(
     """Return a row of the report; the band is in the unit of ``quantity``."""
     low, predicted, high = band
     error = predicted - measured
+    is_time = quantity in ("s/step", "tokens/s")  # the closed forms are of asynchronous RL
     return PredictedRow(
         id=run.id,
         family=run.family_name,
-        mode=(run.schedule or Schedule.ASYNC).label,
+        mode=(run.schedule if run.schedule and is_time else Schedule.ASYNC).label,
         quantity=quantity,
         measured=measured,
         predicted=predicted,

@@ -87,7 +87,8 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
     assumed: list[str] = []
     schedule = published.schedule
     if schedule is None:
-        raise ConfigError(f"mode {published.mode!r} names no schedule that is simulated")
+        where = " with generation and training on separate GPUs" if published.apart else ""
+        raise ConfigError(f"mode {published.mode!r} names no schedule that is simulated{where}")
     row = _filled_from_family(published, family)
     if row.max_len is None:
         raise ConfigError("max_len is not published: lengths are unknown")

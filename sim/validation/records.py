@@ -1,16 +1,13 @@
-"""Published runs of other systems: the rows of a CSV file (``published_runs/README.md`` explains the columns)."""
+"""Published runs of other systems: a typed row (``published_runs/README.md`` explains the columns)."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.errors import ConfigError
 from pipelinerl.util.strict_model import StrictModel
-from pipelinerl.util.table import read_table
 
 DEFAULT_GROUP_SIZE = 8
 """Answers per prompt where a row does not say (count): the commonest choice of the field."""
@@ -126,7 +123,7 @@ class PublishedRun(StrictModel):
     """The same, at most. None: one number is published."""
     trainer_idle_share: float | None = Field(default=None, ge=0, le=1)
     """Share of its time in which the trainer waits (no unit)."""
-    mean_staleness: float | None = Field(default=None, gt=0)
+    mean_staleness: float | None = Field(default=None, ge=0)
     """Measured mean staleness (optimizer steps)."""
     in_flight: float | None = Field(default=None, gt=0)
     """C: sequences in flight on all engines (count)."""
@@ -210,23 +207,3 @@ class PublishedRun(StrictModel):
         """Optimizer steps on the answers of one RL step (count); 1 where their prompts do not divide those of it."""
         prompts, each = self.prompts_per_step, self.prompts_per_optimizer_step
         return 1 if prompts is None or each is None or prompts % each else prompts // each
-
-
-def read_published_runs(path: str | Path) -> list[PublishedRun]:
-    """Read rows of published runs.
-
-    Args:
-        path: A CSV file; its columns are fields of ``PublishedRun``.
-
-    Returns:
-        One value per row, in order.
-
-    Raises:
-        ConfigError: If the file cannot be read or has no rows, a column or a cell is wrong, or two rows have one id.
-    """
-    runs = [run for _, run in read_table(Path(path), "published runs").rows(PublishedRun)]
-    names = [run.id for run in runs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{path}: id must be different in every row, got {name!r} {names.count(name)} times")
-    return runs

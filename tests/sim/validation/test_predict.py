@@ -103,12 +103,13 @@ def test_staleness_and_idle_share_follow_from_published_rates():
         mean_staleness=1.26,
     )  # fmt: skip
     rates = {"trainer_samples_per_s": 2.0, "generator_samples_per_s": 1.4, "generator_samples_per_s_high": 1.6}
-    idle = row("idle", "async", **rates, trainer_idle_share=0.3)
+    idle = row("idle", "one_step_off", **rates, trainer_idle_share=0.3)
     first, second = validate([stale, idle], workers=1)
     assert first.predicted == pytest.approx(120 * 1.42 / 240 + 0.63)
     assert first.error == pytest.approx(0.08)
     assert second.predicted == pytest.approx(0.25)
     assert (second.low, second.high) == (pytest.approx(0.2), pytest.approx(0.3))
+    assert first.mode == second.mode == "asynchronous"  # both closed forms are
 
 
 def test_hours_of_a_whole_run_stand_for_its_steps_where_nothing_else_is_there():
@@ -131,6 +132,7 @@ def test_a_rounded_copy_of_a_row_is_the_row(changes):
     ("changes", "reason"),
     [
         ({"schedule": None, "mode": "who knows"}, "mode 'who knows' names no schedule"),
+        ({"schedule": None, "gpus_gen": 1, "gpus_train": 1}, "with generation and training on separate GPUs"),
         ({"prompts_per_step": None}, "the batch is unknown"),
         ({"max_len": None}, "lengths are unknown"),
         ({"gpus_total": None}, "the cluster's size is not published"),

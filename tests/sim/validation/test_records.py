@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from pipelinerl.errors import ConfigError
 from sim.validation.predict import shipped_runs
-from sim.validation.records import PublishedRun, Schedule, read_published_runs
+from sim.validation.records import PublishedRun, Schedule
+from sim.validation.runs_file import read_published_runs
 
 HEADER = "id,system,hw,model,schedule,gpus_total,step_s,note\n"
 
