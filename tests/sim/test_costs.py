@@ -17,6 +17,7 @@ from pipelinerl.hardware.tables import PrefillConfig, TrainingConfig
 from pipelinerl.rl.segments import Segment
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, decode_cost, prefill_cost
+from sim.run import simulate
 
 MICROSECOND = 10**6
 """Ticks."""
@@ -265,3 +266,16 @@ def test_a_step_lasts_a_tick_at_least():
     """Half a picosecond rounds to none; then the clock would stand still."""
     cost = cost_of({"kind": "affine", "step_s": 4e-13}, slots=2)
     assert cost.batch_ticks == (0, 1, 1)
+
+
+def test_the_simulator_charges_attention_by_squared_length():
+    """Two sequences of 10 and 10 tokens at 1 s per squared token over 2 trainers: 100 s, and not 200."""
+    hardware = {"decode": {"kind": "affine", "step_s": 1e-9}, "training": {"token_s": 0.0, "token_squared_s": 1.0}}
+    tables = {
+        "optimizer_steps": 1,
+        "cluster": {"accelerators": 3, "generation_accelerators": 1},
+        "scheduler": {"train_batch_size": 2, "generation_batch_size": 2},
+        "workload": {"prompt_tokens": 4, "length": {"kind": "fixed", "max": 6}},
+        "hardware": hardware,
+    }
+    assert simulate(parse_run(tables)).duration_s == pytest.approx(100.0, abs=1e-6)

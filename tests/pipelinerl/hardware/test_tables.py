@@ -1,8 +1,10 @@
-"""Which fields of a hardware table change when all of its times become longer: stated for every field."""
+"""Tables under [hardware]: wrong ones are refused, and all of their times can be made longer."""
 
 from __future__ import annotations
 
 import pytest
+from derived import run_data
+from run_tables import faults
 
 from pipelinerl.calibration.hardware_fit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, is_inverse
 from pipelinerl.hardware.coefficients import PROPORTIONAL_TO_TIMES, SHARES_OF_PEAK, Coefficients
@@ -53,3 +55,51 @@ def test_every_coefficient_that_is_fitted_is_a_time_or_a_share_of_a_peak() -> No
     assert not {*SHARES_OF_PEAK} & {*PROPORTIONAL_TO_TIMES}
     assert fitted <= Coefficients.model_fields.keys()
     assert {name for name in Coefficients.model_fields if is_inverse(name)} == {*SHARES_OF_PEAK}
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({}, "hardware.decode.experts_per_token is missing; "),
+        ({"experts_per_token": 9, "expert_parameters": 1e9}, "hardware.decode.experts_per_token must be at most"),
+        ({"bandwidth": 3350.0}, "hardware.decode.bandwidth must be from 1e+09 to 1e+18 bytes/s, got 3350; did you"),
+        ({"bandwidth": 3.35e24}, "hardware.decode.bandwidth must be from 1e+09 to 1e+18 bytes/s, got 3.35e+24; did"),
+        ({"peak_flops": 989.0}, "hardware.decode.peak_flops must be from 1e+09 to 1e+18 FLOP/s, got 989; did you"),
+    ],
+)
+def test_a_roofline_with_half_of_its_experts_or_in_other_units_is_refused(changed, line):
+    decode = {"kind": "roofline", "peak_flops": 1e15, "bandwidth": 1e12, "parameters_read": 1e9} | {
+        "parameters_active": 1e9,
+        "kv_bytes_per_token": 0.0,
+        "experts": 8,
+    }
+    assert line in "".join(faults(run_data(decode=decode | changed, training={"token_s": 0.0})))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "line"),
+    [
+        ({"gpu": "H100"}, "run: hardware.model is missing; hardware.gpu needs it"),
+        ({"model": "Qwen2.5-7B"}, "run: hardware.gpu is missing; hardware.model needs it"),
+        ({"training": {"token_s": 0.0}}, "run: hardware.decode is missing"),
+        ({"decode": {"kind": "affine", "step_s": 1.0}}, "run: hardware.training is missing"),
+        (
+            {
+                "decode": {"kind": "affine", "step_s": 1.0},
+                "training": {"token_s": 0.0},
+                "coefficients": {"pause_s": 1.0},
+            },
+            "run: hardware.coefficients are read only with hardware.gpu and hardware.model, which are missing",
+        ),
+        (
+            {"gpu": "H100", "model": "Qwen2.5-7B", "level": "best"},
+            "run: hardware.level must be 'optimistic', 'central' or 'pessimistic', got \"best\"",
+        ),
+        (
+            {"gpu": "H100", "model": "Qwen2.5-7B", "coefficients": {"training_mfu": 31.0}},
+            "run: hardware.coefficients.training_mfu must be at most 1, got 31",
+        ),
+    ],
+)
+def test_wrong_hardware_is_one_line(hardware, line):
+    assert faults(run_data(**hardware)) == [line]

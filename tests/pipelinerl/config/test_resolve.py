@@ -1,0 +1,189 @@
+"""What a run file resolves to: tables from names, what is given stays, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+
+import pytest
+from derived import (
+    H100,
+    QWEN7B,
+    by_name,
+    derived,
+    run_data,
+    trained,
+)
+
+from pipelinerl.config.resolve import resolved_hardware, run_coefficients, run_trainer_fits
+from pipelinerl.config.run_file import dump_run, load_run, parse_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.tables import RooflineDecode
+from sim.run import simulate
+
+
+def test_by_name_gives_every_table():
+    config = by_name(level="pessimistic")
+    tables = resolved_hardware(config)
+    expected = derived(level=Level.PESSIMISTIC)
+    for name in ("decode", "prefill", "kv_cache_tokens", "training", "weights", "switch"):
+        assert getattr(tables, name) == getattr(expected, name), name
+    assert (tables.gpu, tables.model, tables.level) == ("H100", "Qwen2.5-7B", Level.PESSIMISTIC)
+
+
+def test_a_copy_of_a_run_file_by_name_is_the_same():
+    config = by_name(level="optimistic", coefficients={"pause_s": 0.5}, training={"token_s": 1e-4})
+    assert parse_run(tomllib.loads(dump_run(config))) == config
+
+
+def test_what_is_given_stays():
+    given_tables = {
+        "decode": {"kind": "affine", "step_s": 0.01},
+        "prefill": {"token_s": 1e-5},
+        "kv_cache_tokens": 1234,
+        "training": {"token_s": 1e-3},
+        "weights": {"pause_s": 0.5},
+        "switch": {"to_training_s": 3.0},
+        "latency": {"reward_s": 0.25},
+    }
+    for name, table in given_tables.items():
+        config = by_name(**{name: table})
+        tables = resolved_hardware(config)
+        assert getattr(tables, name) == getattr(config.hardware, name), name
+        others = [other for other in given_tables if other not in (name, "latency")]
+        assert all(getattr(tables, other) == getattr(derived(), other) for other in others), name
+
+
+def test_without_names_missing_tables_cost_nothing():
+    config = parse_run(run_data(decode={"kind": "affine", "step_s": 0.01}, training={"token_s": 1e-4}))
+    tables = resolved_hardware(config)
+    assert tables.kv_cache_tokens is None
+    seconds = [*tables.prefill.model_dump().values(), *tables.weights.model_dump().values()]
+    assert {*seconds, *tables.switch.model_dump().values()} == {0.0}
+
+
+def test_a_given_capacity_needs_no_fit():
+    config = parse_run(run_data(gpu="H100", model="Llama-3.1-70B", kv_cache_tokens=500))
+    assert resolved_hardware(config).kv_cache_tokens == 500
+
+
+def test_coefficients_of_the_run_file_are_used():
+    expected = derived(values=coefficients(Level.CENTRAL, {"training_mfu": 0.31}))
+    assert resolved_hardware(by_name(coefficients={"training_mfu": 0.31})).training == expected.training
+
+
+@pytest.mark.parametrize(("stage", "spread"), [(0, 16), (1, 4 + 12 / 16), (2, 2 + 14 / 16), (3, 1)])
+def test_the_switch_moves_what_the_zero_stage_leaves_on_an_accelerator(stage, spread):
+    """Bytes per parameter over 16 accelerators, at 25 GB/s, both ways, and 2 s besides."""
+    config = trained(trainer={"zero_stage": stage})
+    config = config.model_copy(update={"scheduler": config.scheduler.model_copy(update={"kind": "conventional"})})
+    assert resolved_hardware(config).switch.to_training_s == pytest.approx(2 + spread * QWEN7B.parameters / 25e9)
+
+
+def test_colocated_accelerators_all_train():
+    tables = run_data(gpu="H100", model="Qwen2.5-7B")
+    tables["scheduler"]["kind"] = "conventional"
+    assert resolved_hardware(parse_run(tables)).switch == derived(trainers=16, colocated=True).switch
+
+
+def test_paths_of_a_run_file_are_relative_to_it(tmp_path):
+    """A GPU and a model of one's own, found from any folder, and kept by the copy that a run writes."""
+    (tmp_path / "mine.toml").write_text(
+        "bf16_flops = 5e14\nmemory_bytes = 64e9\nbandwidth = 2e12\nnetwork = 25e9\n", encoding="utf-8"
+    )
+    (tmp_path / "models" / "own").mkdir(parents=True)
+    config = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "vocab_size": 32000}
+    config |= {"intermediate_size": 4096}
+    (tmp_path / "models" / "own" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = "\n".join(
+        (
+            "optimizer_steps = 1",
+            "cluster = { accelerators = 2, generation_accelerators = 1 }",
+            "scheduler = { train_batch_size = 2, generation_batch_size = 2 }",
+            'workload = { length = { kind = "fixed", max = 5 } }',
+            'hardware = { gpu = "mine.toml", model = "models/own" }',
+        )
+    )
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    config = load_run(tmp_path / "run.toml")
+    assert config.hardware.gpu == str(tmp_path / "mine.toml")
+    assert config.hardware.model == str(tmp_path / "models" / "own")
+    tables = resolved_hardware(config)
+    assert isinstance(tables.decode, RooflineDecode)
+    assert tables.decode.peak_flops == 5e14
+    assert tomllib.loads(dump_run(config))["hardware"]["gpu"] == str(tmp_path / "mine.toml")
+    assert simulate(config).samples_trained == 2
+
+
+def test_a_model_that_does_not_fit_is_one_line_with_the_size_that_does():
+    """141 GB on 73.5 usable of each: two have 147.1, which leaves room for 100 tokens."""
+    config = parse_run(run_data(gpu="H100", model="Llama-3.1-70B"))
+    with pytest.raises(ConfigError) as caught:
+        resolved_hardware(config)
+    assert str(caught.value) == (
+        "cluster.tensor_parallel=1 is too small for Llama-3.1-70B on H100: weights of 141.1 GB and the KV cache of one "
+        "rollout of 100 tokens need 141.1 GB, 73.5 GB are available; the smallest that fits is tensor_parallel=2"
+    )
+
+
+def test_a_rollout_that_does_not_fit_is_one_line():
+    """32B: 65.5 GB of weights leave 8 GB, 30 521 tokens, for a rollout of 40 000."""
+    tables = run_data(gpu="H100", model="Qwen2.5-32B") | {"workload": {"length": {"kind": "fixed", "max": 40_000}}}
+    with pytest.raises(ConfigError, match=r"one rollout of 40000 tokens need 76\.0 GB, 73\.5 GB are available"):
+        resolved_hardware(parse_run(tables))
+
+
+def test_a_reserve_larger_than_the_memory_never_fits():
+    config = by_name(coefficients={"memory_reserve_bytes": 1e12})
+    with pytest.raises(ConfigError, match=r"0\.0 GB are available; none is large enough"):
+        resolved_hardware(config)
+
+
+def run_values(config, *, accelerators=8, longest=9000):
+    return run_coefficients(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
+
+
+def fits(config, *, accelerators=8, longest=9000):
+    return run_trainer_fits(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
+
+
+@pytest.mark.parametrize("level", Level)
+def test_every_level_has_packs_that_its_trainer_can_hold(level):
+    """Without recomputation, 8 H100s beside 15.2 GB of states and 1.6 of logits: 60.5 GB / 5.5 MB = 10 993 tokens."""
+    config = trained(level.value)
+    values = run_values(config)
+    expected = {"optimistic": 10_993, "central": 16_384, "pessimistic": 9000}  # the longest; not 8192
+    assert math.floor(values.pack_tokens) == expected[level.value]
+    assert fits(config)
+    assert not fits(config, accelerators=1)
+    resolved = resolved_hardware(config).training
+    packed = derived(values=run_values(config, longest=100)).training
+    assert resolved == packed
+
+
+def test_a_pack_holds_the_longest_rollout_or_training_does_not_fit():
+    """Without recomputation 8 share a sequence of 80 000 tokens; one alone holds 10 993 of them."""
+    together, alone = trained("optimistic"), trained("optimistic", coefficients={"sequence_accelerators": 1.0})
+    assert fits(together, longest=80_000)
+    assert not fits(alone, longest=11_500)
+    assert run_values(alone, longest=11_500).pack_tokens == 11_500
+    assert fits(trained("central"), longest=80_000)
+
+
+def test_what_the_run_file_says_about_its_trainer_counts_at_every_level():
+    """Packs and recomputation are known then: of these the band has none, and a pack that does not fit is refused."""
+    for level in Level:
+        values = run_values(trained(level.value, {"pack_tokens": 12_000, "activation_checkpointing": True}))
+        assert (values.pack_tokens, values.recomputation) == (12_000, 1.0)
+    assert not fits(trained(trainer={"zero_stage": 3}))  # 16 384 tokens, not computed again: 90 GB
+    assert fits(trained(trainer={"zero_stage": 3, "activation_checkpointing": True}))
+    assert not fits(trained(trainer={"zero_stage": 0, "activation_checkpointing": True}))
+    kept = run_values(trained(trainer={}, coefficients={"recomputation": 0.5}))
+    assert (kept.recomputation, kept.pack_tokens) == (0.5, 16_384)
+    slow, fast = (
+        resolved_hardware(trained(trainer={"activation_checkpointing": again})).training.token_s
+        for again in (True, False)
+    )
+    assert slow > fast

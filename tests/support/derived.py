@@ -1,0 +1,155 @@
+"""The hardware model of GPUs and models of the catalogue, and its errors against published data."""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.derive import derive_hardware, derive_training
+
+DATA = Path(__file__).parents[1] / "data"
+H100, QWEN7B = find_gpu("H100"), find_model("Qwen2.5-7B")
+SYSTEMS = {"h100_sxm": find_gpu("H100"), "h200_sxm": find_gpu("H200")}
+PLAIN = {
+    "weight_efficiency": 1.0,
+    "kv_efficiency": 1.0,
+    "flops_efficiency": 1.0,
+    "step_overhead_s": 0.0,
+    "layer_overhead_s": 0.0,
+    "sequence_overhead_s": 0.0,
+    "allreduce_s": 0.0,
+    "prefill_mfu": 1.0,
+    "memory_share": 1.0,
+    "memory_reserve_bytes": 0.0,
+    "training_mfu": 1.0,
+    "activation_traffic": 0.0,
+    "attention_flops_per_byte": 1e12,
+    "recomputation": 0.0,
+    "expert_mfu_factor": 1.0,
+    "exchange_exposed": 0.0,
+    "training_step_s": 0.0,
+    "training_micro_batch_s": 0.0,
+    "gather_exposed": 0.0,
+    "pack_tokens": 16384.0,
+    "sequence_accelerators": 1.0,
+    "extra_forward_passes": 0.0,
+    "transfer_share": 1.0,
+    "transfer_sharded": 1.0,
+    "transfer_fixed_s": 0.0,
+    "pause_s": 0.0,
+    "switch_to_training_s": 0.0,
+    "switch_to_generation_s": 0.0,
+    "host_bandwidth": 1e10,
+}
+"""Coefficients of a machine without losses, to count by hand."""
+
+
+def plain(**changed):
+    return Coefficients(**(PLAIN | changed))
+
+
+def derived(
+    gpu=H100, model=QWEN7B, *, tensor_parallel=1, trainers=8, colocated=False, level=Level.CENTRAL, values=None
+):
+    return derive_hardware(
+        gpu,
+        model,
+        tensor_parallel=tensor_parallel,
+        training_accelerators=trainers,
+        colocated=colocated,
+        coefficients=values or coefficients(level),
+    )
+
+
+def step_ms(hardware, batch, context, *, tensor_parallel=1):
+    """Milliseconds of a decode step of sequences of ``context`` tokens each."""
+    step = DecodeStep(hardware.decode, tensor_parallel=tensor_parallel, most=batch)
+    return step.of(batch, batch * context) * 1e3
+
+
+def run_data(**hardware):
+    """A run file with this table [hardware]: 16 accelerators, 8 of which train."""
+    return {
+        "optimizer_steps": 2,
+        "cluster": {"accelerators": 16, "generation_accelerators": 8},
+        "scheduler": {"train_batch_size": 16, "generation_batch_size": 8},
+        "workload": {"length": {"kind": "fixed", "max": 100}},
+        "hardware": hardware,
+    }
+
+
+def by_name(**more):
+    """A run on H100s, and what else its [hardware] says."""
+    return parse_run(run_data(gpu="H100", model="Qwen2.5-7B", **more))
+
+
+def trained(level="central", trainer=None, **hardware):
+    """A run file on 16 H100s, 8 of which train, with a table [train] if there is something about its trainer."""
+    tables = run_data(gpu="H100", model="Qwen2.5-7B", level=level, **hardware)
+    if trainer is not None:
+        tables["train"] = {
+            "model": {"path": "m"},
+            "task": {"name": "math", "settings": {}},
+            "optimizer": {"learning_rate": 1e-6},
+            "trainer": trainer,
+        }
+    return parse_run(tables)
+
+
+def rows_of(file):
+    with (DATA / file).open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+@cache
+def kernel_errors(level=Level.OPTIMISTIC):
+    """Relative errors by (model, system, accelerators); points that the KV cache cannot hold are left out."""
+    errors = {}
+    for row in rows_of("decode_step_kernels.csv"):
+        size, batch, context = int(row["tp"]), int(row["batch"]), int(row["ctx"])
+        hardware = derived(SYSTEMS[row["system"]], find_model(row["model"]), tensor_parallel=size, level=level)
+        if batch * context <= hardware.kv_cache_tokens:
+            error = step_ms(hardware, batch, context, tensor_parallel=size) / float(row["tpot_ms"]) - 1
+            errors.setdefault((row["model"], row["system"], size), []).append(error)
+    return {series: np.array(errors[series]) for series in errors}
+
+
+def mpt(row):
+    """The model of a row of pretraining_throughput.csv: no gate in its feed-forward of four times the width."""
+    width, layers = int(row["width"]), int(row["layers"])
+    parameters = 12.0 * layers * width**2 + 50_368 * width
+    return LanguageModel(
+        name=row["model"],
+        parameters=parameters,
+        active_parameters=parameters,
+        layers=layers,
+        width=width,
+        attention_width=width,
+        feed_forward_width=2 * width,
+        kv_bytes_per_token=4.0 * layers * width,
+    )
+
+
+@cache
+def pretraining_errors(level=Level.CENTRAL):
+    """Relative errors of tokens/s by GPU; micro-batch and recomputation are those of the row."""
+    errors = {}
+    for row in rows_of("pretraining_throughput.csv"):
+        length = int(row["sequence"])
+        known = {"recomputation": float(row["recomputation"]), "pack_tokens": float(length * int(row["micro_batch"]))}
+        training = derive_training(
+            find_gpu(row["gpu"]),
+            mpt(row),
+            training_accelerators=int(row["gpus"]),
+            coefficients=coefficients(level, known),
+        )
+        rate = 1 / (training.token_s + training.token_squared_s * length)
+        errors.setdefault(row["gpu"], []).append(rate / float(row["tokens_per_s_per_gpu"]) - 1)
+    return {gpu: np.array(errors[gpu]) for gpu in errors}
