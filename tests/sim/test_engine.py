@@ -1,89 +1,18 @@
-"""Engines: what they report by hand-made arithmetic, and the closed form against one step at a time.
+"""Engines: what they report by hand-made arithmetic, and what queueing theory says.
 
 Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simpy.events import NORMAL
+from engine_log import TOKEN_PREFILL, Log, both_engines, log_of, settings_with, spans
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
-from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_ticks
-from sim.cluster import SimulatedCluster
-from sim.costs import DecodeCost, PrefillCost
-from sim.engine import ClosedFormEngine, EngineSettings
+from pipelinerl.scheduler.events import NO_TOKENS, WeightUpdate
+from sim.clock import TICKS_PER_S, to_ticks
+from sim.costs import PrefillCost
 from sim.request import Request
-from sim.step_by_step import StepByStepEngine
-
-both_engines = pytest.mark.parametrize("make", [ClosedFormEngine, StepByStepEngine])
-
-NO_PREFILL = PrefillCost(0, 0, 0)
-TOKEN_PREFILL = PrefillCost(0, 1, 0)
-"""A tick per token."""
-
-
-def settings_with(*, step=(10, 10), context=0, prefill=NO_PREFILL, capacity=None, pause=0):
-    """An engine with as many slots as ``step`` has entries, one for each number of sequences."""
-    return EngineSettings(DecodeCost((0, *step), context), prefill, capacity, pause)
-
-
-class ForwardClock(Clock):
-    """A clock that nobody can turn back (SimPy would let them)."""
-
-    def schedule(self, event, priority=NORMAL, delay=0):
-        assert delay >= 0
-        super().schedule(event, priority, delay)
-
-
-class Log:
-    """Writes down what engines report."""
-
-    def __init__(self, make, given, *, num_engines=1):
-        self.clock = ForwardClock()
-        self.entries = []
-        self.engines = [make(self.clock, self, index, given) for index in range(num_engines)]
-
-    def at(self, tick, call):
-        """Have ``call`` called at a tick, before the engines have their turn."""
-        Wake(self.clock, tick - self.clock.now, CLUSTER_PRIORITY, 0, lambda _: call())
-
-    def rollout_finished(self, engine, sequence, spans):
-        self.entries.append((self.clock.now, "finished", sequence.rollout_id, spans))
-
-    def rollout_aborted(self, engine, sequence):
-        self.entries.append((self.clock.now, "aborted", sequence.rollout_id, sequence.spans))
-
-    def rollout_preempted(self, engine, rollout_id, num_tokens):
-        self.entries.append((self.clock.now, "preempted", rollout_id, num_tokens))
-
-    def weights_loaded(self, engine, version, pause_ticks):
-        self.entries.append((self.clock.now, "loaded", version, pause_ticks))
-
-
-def log_of(make, given, *, rollouts=(), updates=(), aborts=()):
-    """What an engine reports of rollouts (tick, id, prompt tokens, length), updates (tick, kind), aborts (tick, id)."""
-    log = Log(make, given)
-    for tick, *rollout in rollouts:
-        log.engines[0].submit(Request(*rollout), tick)
-    for version, (tick, kind) in enumerate(updates, start=1):
-        log.engines[0].update(version, kind, tick)
-    for tick, rollout_id in aborts:
-        log.at(tick, lambda rollout_id=rollout_id: log.engines[0].abort(rollout_id))
-    log.clock.run()
-    return log.entries
-
-
-def spans(*pairs):
-    """Spans of (version, end) pairs."""
-    return VersionSpans(tuple(version for version, _ in pairs), tuple(end for _, end in pairs))
-
 
 # ---------------------------------------------------------------------------------------- decode steps
 
@@ -142,11 +71,11 @@ def test_an_aborted_rollout_leaves_after_the_running_step(make):
 def test_a_rollout_goes_on_where_an_abort_ended_it(make):
     """2 of 3 tokens are there at 20; 4 prompt tokens and those 2 are prefilled, then one step: 100 + 6 + 10."""
     log = Log(make, settings_with(prefill=TOKEN_PREFILL))
-    sequence = Request(0, 4, 3)
-    log.engines[0].submit(sequence, 0)
+    request = Request(0, 4, 3)
+    log.engines[0].submit(request, 0)
     log.at(15, lambda: log.engines[0].abort(0))
     log.clock.run(until=50)
-    log.engines[0].submit(sequence, 100)
+    log.engines[0].submit(request, 100)
     log.clock.run()
     assert log.entries == [(24, "aborted", 0, spans((0, 2))), (116, "finished", 0, spans((0, 3)))]
 
@@ -156,8 +85,8 @@ def test_a_rollout_goes_on_on_another_engine(make):
     """It leaves at 20 and has its 4 tokens at 25 + 20; engine 0, where it would have at 40, takes no notice."""
     log = Log(make, settings_with(step=(10, 10, 10)), num_engines=2)
     moving = Request(0, 0, 4)
-    for sequence in (moving, Request(1, 0, 3), Request(2, 0, 8)):
-        log.engines[0].submit(sequence, 0)
+    for request in (moving, Request(1, 0, 3), Request(2, 0, 8)):
+        log.engines[0].submit(request, 0)
     log.at(15, lambda: log.engines[0].abort(0))
     log.at(25, lambda: log.engines[1].submit(moving, 25))
     log.clock.run()
@@ -182,19 +111,17 @@ def test_who_arrived_first_joins_first_whenever_the_other_was_submitted(make):
 
 @both_engines
 def test_coefficients_of_a_measured_engine(make):
-    """H100, 7B: 64 sequences, 131072 tokens of context: 1000 steps last 9.4993736 s, 541 fit into 5 s.
+    """H100, 7B: 64 requests, 131072 tokens of context: 1000 steps last 9.4993736 s, 541 fit into 5 s.
 
     6.5296 ms * 1000 + 18.215 ns * (1000 * 131072 + 64 * 1000 * 999 / 2) = 6.5296 s + 2.9697736 s; the positive
     root of t(n) = 5 s is 541.584.
     """
     step = [to_ticks(5.848e-3 + 10.65e-6 * batch) for batch in range(1, 65)]
-    log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
-    for rollout_id in range(64):
-        log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
-    log.clock.run()
-    assert log.entries == [(9_499_373_600_000, "finished", rollout_id, spans((0, 1000))) for rollout_id in range(64)]
+    given = settings_with(step=step, context=to_ticks(18.215e-9))
+    entries = log_of(make, given, rollouts=[(0, rollout_id, 2048, 1000) for rollout_id in range(64)])
+    assert entries == [(9_499_373_600_000, "finished", rollout_id, spans((0, 1000))) for rollout_id in range(64)]
 
-    log = Log(make, settings_with(step=step, context=to_ticks(18.215e-9)))
+    log = Log(make, given)
     for rollout_id in range(64):
         log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
     log.clock.run(until=5 * TICKS_PER_S)
@@ -285,16 +212,13 @@ def test_an_update_exactly_at_a_boundary_waits_for_the_next(make):
     assert entries == [(20, "loaded", 1, 0), (30, "finished", 0, spans((0, 2), (1, 3)))]
 
 
-# -------------------------------------------------------------------------------------------- KV cache
-
-
 @both_engines
 @pytest.mark.parametrize(("asked", "stops"), [(5, 10), (10, 20), (15, 20)])
 def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weights(make, asked, stops):
     """Steps of 10, a pause of 4, weights at 55: it loads at 59 and prefills the 1 + n tokens it has, at 3 each."""
     log = Log(make, settings_with(prefill=PrefillCost(0, 3, 0), pause=4))
-    engine, sequence = log.engines[0], Request(0, 1, 4)
-    log.at(0, lambda: engine.submit(sequence, 0))
+    engine, request = log.engines[0], Request(0, 1, 4)
+    log.at(0, lambda: engine.submit(request, 0))
     log.at(asked + 3, engine.suspend)  # the first step lasts 3 longer: its prefill
     log.at(40, lambda: engine.update(1, WeightUpdate.RECOMPUTE, 55))
     log.clock.run()
@@ -304,6 +228,9 @@ def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weig
         (59, "loaded", 1, 59 - stops - 3),
         (finish, "finished", 0, spans((0, num_before), (1, 4))),
     ]
+
+
+# -------------------------------------------------------------------------------------------- KV cache
 
 
 @both_engines
@@ -396,9 +323,9 @@ def test_one_slot_is_a_queue_with_fixed_service_time(make):
 class Refill(Log):
     """Replaces every finished rollout at once by one of the same length."""
 
-    def rollout_finished(self, engine, sequence, spans):
-        super().rollout_finished(engine, sequence, spans)
-        self.engines[0].submit(Request(sequence.rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
+    def rollout_finished(self, engine, request, spans):
+        super().rollout_finished(engine, request, spans)
+        self.engines[0].submit(Request(request.rollout_id + 1000, 0, spans.num_tokens), self.clock.now)
 
 
 @both_engines
@@ -425,291 +352,3 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
     log.clock.run(until=50 + 10 * 25 * 40)
     num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 24 * len(log.entries)
     assert num_tokens == 15 + 5 * 24 * 40
-
-
-# ----------------------------------------------------------------- the closed form is what single steps do
-
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """What happens to a few engines, chance included: all that a host does is looked up here."""
-
-    engine: EngineSettings
-    num_engines: int
-    num_at_once: int
-    """Rollouts started at the beginning."""
-    rollouts: list[tuple[int, int, int]]
-    """Prompt tokens, length, and delay until it arrives; rollout k is started when an earlier one has ended."""
-    moves: bool
-    """Whether an aborted rollout goes on on the next engine."""
-    updates: list[tuple[int, int, WeightUpdate]]
-    """Publications: ticks after the one before has been loaded everywhere, ticks of transfer, kind."""
-    aborts: list[tuple[int, int]]
-    """Tick, rollout."""
-    aborts_on_finish: dict[int, int]
-    """When the first rollout finishes, the second is aborted."""
-    late: list[tuple[int, int]]
-    """Tick, engine: one more rollout is started."""
-    ends_at: int
-    """Tick, whatever the engines do at it comes after the end."""
-
-
-class Scripted(Log):
-    """Reacts like a scheduler: replaces what has ended, resumes what an update aborted, publishes again."""
-
-    def __init__(self, make, script):
-        super().__init__(make, script.engine, num_engines=script.num_engines)
-        self.script = script
-        self.sequences = [Request(k, prompt, length) for k, (prompt, length, _) in enumerate(script.rollouts)]
-        self.place = [None] * len(self.sequences)
-        self.unwanted = set()
-        self.num_started = 0
-        self.num_published = 0
-        self.num_loading = 0
-        self.over = False
-
-    def at(self, tick, call):
-        super().at(tick, lambda: None if self.over else call())
-
-    def play(self):
-        script = self.script
-        for k in range(script.num_at_once):
-            self.start_next(k % script.num_engines)
-        for tick, rollout_id in script.aborts:
-            self.at(tick, lambda rollout_id=rollout_id: self.abort(rollout_id))
-        for tick, engine in script.late:
-            self.at(tick, lambda engine=engine: self.start_next(engine))
-        self.publish_next()
-        self.clock.run(until=script.ends_at)
-        ended = [engine.end() for engine in self.engines]
-        versions = [engine.version for engine in self.engines]
-        self.over = True
-        self.clock.run()  # engines that have ended do nothing any more
-        return self.entries, ended, versions
-
-    def start_next(self, engine):
-        if self.num_started < len(self.sequences):
-            self.num_started += 1
-            self.start(self.num_started - 1, engine)
-
-    def start(self, rollout_id, engine):
-        self.place[rollout_id] = engine
-        delay = self.script.rollouts[rollout_id][2]
-        self.engines[engine].submit(self.sequences[rollout_id], self.clock.now + delay)
-
-    def abort(self, rollout_id):
-        if self.place[rollout_id] is not None:
-            self.unwanted.add(rollout_id)
-            self.engines[self.place[rollout_id]].abort(rollout_id)
-
-    def publish_next(self):
-        if self.num_published < len(self.script.updates):
-            delay, *_ = self.script.updates[self.num_published]
-            self.num_published += 1
-            self.num_loading = len(self.engines)
-            if delay:
-                self.at(self.clock.now + delay, self.publish)
-            else:
-                self.publish()  # in the middle of a boundary of the engine that has loaded last
-
-    def publish(self):
-        _, transfer, kind, stand_still = self.script.updates[self.num_published - 1]
-        for engine in self.engines:
-            if stand_still:
-                engine.suspend()
-            engine.update(self.num_published, kind, self.clock.now + transfer)
-
-    def note(self, *entry):
-        self.entries.append((self.clock.now, *entry, [engine.version for engine in self.engines]))
-
-    def rollout_finished(self, engine, sequence, spans):
-        rollout_id = sequence.rollout_id
-        self.note("finished", engine, rollout_id, spans)
-        self.place[rollout_id] = None
-        self.start_next(engine)
-        if rollout_id in self.script.aborts_on_finish:
-            self.abort(self.script.aborts_on_finish[rollout_id])
-
-    def rollout_preempted(self, engine, rollout_id, num_tokens):
-        self.note("preempted", engine, rollout_id, num_tokens)
-
-    def rollout_aborted(self, engine, sequence):
-        rollout_id = sequence.rollout_id
-        self.note("aborted", engine, rollout_id, sequence.spans)
-        self.place[rollout_id] = None
-        if rollout_id in self.unwanted:
-            self.start_next(engine)
-        else:
-            self.start(rollout_id, (engine + self.script.moves) % len(self.engines))
-
-    def weights_loaded(self, engine, version, pause_ticks):
-        self.note("loaded", engine, version, pause_ticks)
-        self.num_loading -= 1
-        if not self.num_loading:
-            self.publish_next()
-
-
-@st.composite
-def scripts(draw, *, unit=1, longest=12):
-    """Times are small multiples of ``unit``, so that much happens at the same tick; half the caches fill up."""
-    small, kind = st.integers(0, 3), st.sampled_from(WeightUpdate)
-    delay, tick = (st.integers(0, most).map(unit.__mul__) for most in (9, 10 * longest))
-    num_slots = draw(st.integers(1, 5))
-    step = draw(st.lists(st.integers(1, 4), min_size=num_slots, max_size=num_slots))
-    rollouts = draw(st.lists(st.tuples(small, st.integers(1, longest), delay), min_size=1, max_size=30))
-    most_tokens = max(prompt + length for prompt, length, _ in rollouts)
-    rollout_id = st.integers(0, len(rollouts) - 1)
-    num_engines = draw(st.integers(1, 3))
-    return Script(
-        engine=EngineSettings(
-            decode=DecodeCost((0, *(unit * ticks for ticks in step)), unit * draw(st.sampled_from([0, 0, 1, 2]))),
-            prefill=PrefillCost(*(unit * draw(st.sampled_from([0, 0, 1])) for _ in range(3))),
-            kv_cache_tokens=draw(st.none() | st.integers(most_tokens, 2 * most_tokens + 10)),
-            pause_ticks=unit * draw(small),
-        ),
-        num_engines=num_engines,
-        num_at_once=draw(st.integers(0, 12)),
-        rollouts=rollouts,
-        moves=draw(st.booleans()),
-        updates=draw(st.lists(st.tuples(delay, delay, kind, st.sampled_from([False, False, True])), max_size=8)),
-        aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
-        aborts_on_finish=draw(st.dictionaries(rollout_id, rollout_id, max_size=4)),
-        late=draw(st.lists(st.tuples(tick, st.integers(0, num_engines - 1)), max_size=8)),
-        ends_at=draw(tick) + unit,
-    )
-
-
-@settings(derandomize=True, deadline=None, max_examples=400)
-@given(script=scripts())
-def test_both_engines_report_the_same_at_the_same_tick(script):
-    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
-
-
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(script=scripts(unit=10**15 + 7, longest=60))
-def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
-    decode = replace(script.engine.decode, context_ticks=37)
-    script = replace(script, engine=replace(script.engine, decode=decode))
-    assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
-
-
-@settings(derandomize=True, deadline=None)
-@given(
-    num_steps=st.integers(1, 10**6),
-    num_sequences=st.integers(1, 512),
-    prompt_tokens=st.integers(0, 10**5),
-    ticks=st.tuples(st.integers(1, 10**11), st.integers(0, 10**5), st.integers(0, 10**6)),
-    early=st.integers(0, 1),
-)
-def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_sequences, prompt_tokens, ticks, early):
-    """The run ends when step n does, or a tick before: n tokens or n - 1.
-
-    n steps last n (step + k C) + k b n (n - 1) / 2 for context C and b sequences, and the prefill before.
-    """
-    step_ticks, context_ticks, prefill_ticks = ticks
-    given = settings_with(
-        step=(step_ticks,) * num_sequences, context=context_ticks, prefill=PrefillCost(0, prefill_ticks, 0)
-    )
-    log = Log(ClosedFormEngine, given)
-    for rollout_id in range(num_sequences):
-        log.engines[0].submit(Request(rollout_id, prompt_tokens, 10**6 + 1), 0)
-    context = num_sequences * prompt_tokens
-    end = num_steps * (step_ticks + context_ticks * context) + prefill_ticks * context
-    end += context_ticks * num_sequences * num_steps * (num_steps - 1) // 2
-    log.clock.run(until=end - early)
-    assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early}
-
-
-class Recorded:
-    """Writes down a run."""
-
-    def __init__(self):
-        self.entries = []
-
-    def event(self, time_s, event):
-        self.entries.append((time_s, event))
-
-    def command(self, time_s, command):
-        self.entries.append((time_s, command))
-
-
-def run_of(make, tables):
-    run = {
-        "optimizer_steps": 10,
-        "cluster": {"accelerators": 5, "generation_accelerators": 3},
-        "scheduler": {"train_batch_size": 16, "generation_batch_size": 6},
-        "workload": {"group_size": 2, "prompt_tokens": 5, "length": {"kind": "uniform", "max": 40}},
-        "hardware": {
-            "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 1e-4, "context_token_s": 1e-6},
-            "prefill": {"sequence_s": 1e-3, "token_s": 1e-4, "token_squared_s": 1e-6},
-            "training": {"token_s": 1e-3, "step_s": 0.05},
-            "weights": {"publish_s": 0.02, "transfer_s": 0.1, "pause_s": 0.03},
-            "latency": {"dispatch_s": 2e-3, "dispatch_jitter_s": 1e-3, "reward_s": 0.02, "preprocess_s": 0.01},
-            "switch": {"to_training_s": 0.2, "to_generation_s": 0.1},
-        },
-    }
-    for name, table in tables.items():
-        run[name] = {**run[name], **table}
-    recorded = Recorded()
-    SimulatedCluster(RunConfig.model_validate(run), engine_factory=make).run(recorded)
-    return recorded.entries
-
-
-TIES = {
-    "decode": {"kind": "affine", "step_s": 0.01},
-    "training": {"token_s": 0.0, "step_s": 0.05},
-}
-"""Every time a multiple of 10 ms, and no latency: engines and trainer do much at the same instant."""
-
-FIXED = {"prompt_tokens": 0, "length": {"kind": "fixed", "max": 12}}
-
-RUNS = {
-    **{f"weight update {kind}": {"scheduler": {"weight_update": kind}} for kind in WeightUpdate},
-    **{
-        f"ties, weight update {kind}": {
-            "scheduler": {"weight_update": kind},
-            "workload": FIXED,
-            "hardware": {**TIES, "weights": {}, "latency": {}, "prefill": {}},
-        }
-        for kind in WeightUpdate
-    },
-    "conventional": {"scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 3}},
-    "conventional, ties": {"scheduler": {"kind": "conventional"}, "workload": FIXED, "hardware": TIES},
-    "partial rollouts": {
-        "scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 2, "partial_rollouts": True},
-        "hardware": {"kv_cache_tokens": 120},
-    },
-    "partial rollouts within max_lag": {
-        "scheduler": {"kind": "conventional", "partial_rollouts": True, "max_lag": 1, "train_batch_size": 8},
-    },
-    "partial rollouts, ties": {
-        "scheduler": {"kind": "conventional", "partial_rollouts": True, "train_batch_size": 8},
-        "workload": {**FIXED, "length": {"kind": "uniform", "max": 12}},
-        "hardware": {**TIES, "weights": {}, "latency": {}, "prefill": {}},
-    },
-    "one step off": {"scheduler": {"kind": "one_step_off", "optimizer_steps_per_rl_step": 3}},
-    "one step off, ties": {"scheduler": {"kind": "one_step_off"}, "workload": FIXED, "hardware": TIES},
-    "preemption": {"hardware": {"kv_cache_tokens": 90}},
-    "preemption and recompute": {
-        "scheduler": {"weight_update": "recompute"},
-        "hardware": {"kv_cache_tokens": 50, "latency": {}},
-    },
-    "stale rollouts dropped": {"scheduler": {"max_lag": 1, "on_stale": "drop"}},
-    "stale rollouts started again": {
-        "scheduler": {"max_lag": 1, "on_stale": "requeue", "micro_batch_size": 4},
-        "hardware": {"kv_cache_tokens": 60},
-    },
-    "trainer waits for max_lag": {"scheduler": {"max_lag": 2}, "workload": FIXED},
-    "lengths grow": {"workload": {"prompt_tokens": 0, "length": {"kind": "uniform", "max": 40, "growth": 0.5}}},
-    "rollouts move to other engines": {
-        "cluster": {"accelerators": 5, "generation_accelerators": 4},
-        "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},
-        "hardware": {"weights": {"publish_s": 0.1, "transfer_s": 0.01}, "latency": {"dispatch_jitter_s": 0.01}},
-    },
-}
-
-
-@pytest.mark.parametrize("tables", RUNS.values(), ids=RUNS)
-def test_a_run_is_the_same_with_both_engines(tables):
-    entries = run_of(ClosedFormEngine, tables)
-    assert entries == run_of(StepByStepEngine, tables)
