@@ -1,0 +1,245 @@
+"""Lengths from a source: what is drawn from it, what it may hold, how a fault in it is reported."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from workloads import (
+    NUMBERED,
+    SHIPPED,
+    all_lengths,
+    assert_mean,
+    chi_square_p,
+    drawn_from,
+    expected_longest,
+    workload,
+    write,
+)
+
+from pipelinerl.errors import ConfigError
+from sim.workload import read_source
+
+# ------------------------------------------------------------------------------------------ empirical
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**5), st.integers(0, 10**5), st.integers(1, 20))
+def test_a_group_is_drawn_from_the_answers_of_one_prompt_with_their_rewards(group_id, prompt_id, group_size):
+    with tempfile.TemporaryDirectory() as folder:
+        source = drawn_from(folder, NUMBERED, group_size=group_size)
+    group = source.group(group_id, prompt_id)
+    prompts, answers = zip(*(divmod(length, 100) for length in group.lengths), strict=True)
+    assert len(set(prompts)) == 1
+    assert group.prompt_tokens == 10 + prompts[0]
+    assert group.rewards == tuple(answer % 2 for answer in answers)
+    assert set(answers) <= set(range(11))
+    assert group_size > 11 or len(set(answers)) == group_size  # without replacement where there are enough
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["rgym_llama_400", "areal_nemotron"]), st.integers(0, 3000), st.integers(1, 32))
+def test_a_group_of_a_shipped_set_is_a_part_of_one_prompt(name, k, group_size):
+    group = workload(group_size=group_size, kind="empirical", max=10**6, source=name).group(k, k)
+    drawn = Counter(zip(group.lengths, group.rewards, strict=True))
+    prompts = [Counter(zip(p.lengths.tolist(), p.rewards.tolist(), strict=True)) for p in read_source(name)]
+    assert any(drawn <= answers for answers in prompts)
+
+
+def test_a_prompt_that_is_started_again_is_the_same_prompt_with_other_answers(tmp_path):
+    source = drawn_from(tmp_path, NUMBERED)
+    groups = [source.group(group_id, 3) for group_id in range(50)]
+    assert len({group.prompt_tokens for group in groups}) == 1
+    assert len({group.lengths for group in groups}) > 40
+
+
+def test_prompts_are_equally_likely(tmp_path):
+    """Chi-square over 11 prompts, 22 000 draws; fails for 1 seed in 10^6 if the code is right."""
+    source = drawn_from(tmp_path, NUMBERED)
+    drawn = Counter(source.group(0, k).prompt_tokens for k in range(22_000))
+    assert len(drawn) == 11
+    assert chi_square_p(list(drawn.values()), 2000) > 1e-6
+
+
+@pytest.mark.parametrize("group_size", [1, 8, 11, 12])
+def test_every_answer_is_equally_likely_in_every_place(tmp_path, group_size):
+    """Chi-square over 11 answers in the first and the last place, 22 000 groups each.
+
+    Fails for 1 seed in 250 000 over all sizes if the code is right. Size 12 is drawn with replacement.
+    """
+    source = drawn_from(tmp_path, NUMBERED, group_size=group_size)
+    answers = all_lengths(source, 22_000) % 100
+    for place in (0, group_size - 1):
+        assert chi_square_p(np.bincount(answers[:, place], minlength=11), 2000) > 1e-6
+
+
+def test_every_set_of_answers_is_equally_likely(tmp_path):
+    """Chi-square over the 55 pairs of 11 answers, 55 000 groups; fails for 1 seed in 10^6 if the code is right."""
+    source = drawn_from(tmp_path, NUMBERED, group_size=2)
+    drawn = Counter(tuple(sorted(pair)) for pair in (all_lengths(source, 55_000) % 100).tolist())
+    assert chi_square_p([drawn[pair] for pair in combinations(range(11), 2)], 1000) > 1e-6
+
+
+def test_the_longest_of_8_is_that_of_whole_groups_and_not_of_pooled_answers():
+    """E[longest of 8] over all prompts, exact; drawing single answers would give 2.41 means in place of 2.09.
+
+    Fails for 1 seed in 10^6 if the code is right: 25 000 groups, z = 4.9.
+    """
+    exact = np.mean([expected_longest(prompt.lengths.tolist(), 8) for prompt in read_source("rgym_llama_400")])
+    lengths = all_lengths(workload(kind="empirical", max=2048, source="rgym_llama_400"), 25_000)
+    assert_mean(lengths.max(axis=1), exact)
+    assert exact / lengths.mean() < 2.2
+
+
+@pytest.mark.parametrize("name", ["rgym_llama_400", "rgym_llama_800", "skythought", "areal_deepscaler"])
+def test_drawn_lengths_have_the_mean_after_scaling_and_cut(name):
+    """Group means are independent: 10 000 of them, z = 4.9, fails for 1 seed in 10^6, plus half a token of rounding."""
+    means = all_lengths(workload(kind="empirical", max=8000, mean=4000.0, source=name), 10_000).mean(axis=1)
+    assert abs(means.mean() - 4000.0) <= 0.5 + 4.9 * means.std() / 100
+
+
+PROMPT_LENGTHS = st.lists(st.lists(st.integers(0, 5000), min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(PROMPT_LENGTHS, st.integers(2, 10_000), st.floats(0, 0.999))
+def test_a_scaled_source_has_the_mean_asked_for_to_half_a_token(prompts, longest, share):
+    """Every prompt counts the same. A group as large as a prompt has answers shows them all."""
+    mean = 1 + share * (longest - 1)
+    rows = [f"{p},{p},{tokens}\n" for p, lengths in enumerate(prompts) for tokens in lengths]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write(folder, "prompt_id,prompt_tokens,response_tokens\n" + "".join(rows))
+        for size in {len(lengths) for lengths in prompts}:
+            source = workload(group_size=size, kind="empirical", max=longest, mean=mean, source=path)
+            groups = [source.group(k, k) for k in range(400)]  # misses one of 5 prompts once in 10^38
+            found |= {g.prompt_tokens: np.mean(g.lengths) for g in groups if len(prompts[g.prompt_tokens]) == size}
+    assert len(found) == len(prompts)
+    assert abs(np.mean(list(found.values())) - mean) <= 0.5 + 1e-9
+
+
+def test_one_factor_scales_all_lengths_before_the_cut(tmp_path):
+    """100, 200, 900 cut at 1000 with mean 600: factor 2.666..., 267 + 533 + 1000 = 1800 = 3 * 600."""
+    text = "prompt_id,response_tokens\na,100\na,200\na,900\n"
+    source = drawn_from(tmp_path, text, group_size=3, longest=1000, mean=600.0)
+    assert sorted(source.group(0, 0).lengths) == [267, 533, 1000]
+
+
+def test_without_a_mean_the_lengths_of_the_source_are_kept_and_cut(tmp_path):
+    source = drawn_from(tmp_path, "prompt_id,response_tokens\na,100\na,0\na,900\n", group_size=3, longest=500)
+    assert sorted(source.group(0, 0).lengths) == [1, 100, 500]
+
+
+def test_rewards_are_drawn_where_the_source_does_not_give_them(tmp_path):
+    """Fails for 1 seed in 10^6 if the code is right: 80 000 rewards, z = 4.9."""
+    source = drawn_from(tmp_path, "prompt_id,response_tokens\na,100\n", success_rate=0.2)
+    rewards = [reward for k in range(10_000) for reward in source.group(k, k).rewards]
+    assert_mean(rewards, 0.2)
+
+
+def test_prompt_lengths_are_those_of_the_source_where_it_has_them(tmp_path):
+    numbered = drawn_from(tmp_path, NUMBERED, prompt_tokens=7)
+    assert numbered.longest_rollout_tokens == 5021
+    bare = drawn_from(tmp_path, "prompt_id,response_tokens\na,100\n", prompt_tokens=7)
+    assert (bare.longest_rollout_tokens, bare.group(0, 0).prompt_tokens) == (5007, 7)
+    assert workload(kind="fixed", max=5, prompt_tokens=7).longest_rollout_tokens == 12
+
+
+# -------------------------------------------------------------------------------------------- sources
+
+
+def test_a_source_is_read_in_the_order_of_the_file(tmp_path):
+    """With a byte-order mark, spaces, an empty line, quotes, interleaved prompts; 0 tokens count as 1."""
+    path = tmp_path / "mine.csv"
+    text = '\ufeffcorrect, prompt_id ,response_tokens\r\n1,b,5\r\n0,"a, b",7\r\n\r\n0, b ,0\r\n'
+    path.write_bytes(text.encode())
+    prompts = read_source(str(path), prompt_tokens=3)
+    assert [prompt.lengths.tolist() for prompt in prompts] == [[5, 1], [7]]
+    assert [prompt.rewards.tolist() for prompt in prompts] == [[1.0, 0.0], [0.0]]
+    assert [prompt.prompt_tokens for prompt in prompts] == [3, 3]
+
+
+HEADER = "prompt_id,prompt_tokens,response_tokens,correct\n"
+NUMBER = "must be a whole number from 0 to 1000000000"
+FAULTS = {
+    "nothing at all": ("", "line 1: column prompt_id is missing; needed: prompt_id, response_tokens"),
+    "no lengths": ("prompt_id\n1\n", "line 1: column response_tokens is missing; needed: prompt_id, response_tokens"),
+    "unknown column": (
+        "prompt_id,response_token\n1,2\n",
+        "line 1: 'response_token' is an unknown column; did you mean response_tokens? "
+        "allowed, with commas in between: prompt_id, response_tokens, prompt_tokens, correct",
+    ),
+    "semicolons": (
+        "a;b\n1;2\n",
+        "line 1: 'a;b' is an unknown column; allowed, with commas in between: "
+        "prompt_id, response_tokens, prompt_tokens, correct",
+    ),
+    "column twice": ("prompt_id,correct,correct\n", "line 1: column correct must stand there once, got 2"),
+    "no rows": (HEADER, "line 1: there must be a row below the header, got none"),
+    "cell too few": (
+        HEADER + "1,2,3,1\n1,2,3\n",
+        "line 3: there must be 4 cells (prompt_id, prompt_tokens, response_tokens, correct), got 3",
+    ),
+    "no prompt": (HEADER + " ,2,3,1\n", "line 2: prompt_id must not be empty, got ''"),
+    "word": (HEADER + "1,2,many,1\n", f"line 2: response_tokens {NUMBER}, got 'many'"),
+    "negative": (HEADER + "1,2,-3,1\n", f"line 2: response_tokens {NUMBER}, got '-3'"),
+    "fraction": (HEADER + "1,2.5,3,1\n", f"line 2: prompt_tokens {NUMBER}, got '2.5'"),
+    "empty cell": (HEADER + "1,2,,1\n", f"line 2: response_tokens {NUMBER}, got ''"),
+    "too large": (HEADER + "1,2,1000000001,1\n", f"line 2: response_tokens {NUMBER}, got '1000000001'"),
+    "very long": (HEADER + f"1,2,{'9' * 5000},1\n", f"line 2: response_tokens {NUMBER}, got '{'9' * 37}...'"),
+    "other digits": (HEADER + "1,2,\u0663,1\n", f"line 2: response_tokens {NUMBER}, got '\u0663'"),
+    "superscript": (HEADER + "1,2,\u00b2,1\n", f"line 2: response_tokens {NUMBER}, got '\u00b2'"),
+    "two lines": (HEADER + '1,2,"3\n4",1\n', f"line 3: response_tokens {NUMBER}, got '3\\n4'"),
+    "verdict": (HEADER + "1,2,3,2\n", "line 2: correct must be a whole number from 0 to 1, got '2'"),
+    "two prompt lengths": (
+        HEADER + "q,2,3,1\nr,5,3,1\nq,4,3,0\n",
+        "line 4: prompt_tokens must be the same in all rows of prompt_id 'q', 2, got 4",
+    ),
+    "open quote": (HEADER + '1,2,"3,1\n', "line 2: not a comma-separated table: unexpected end of data"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_source_is_one_line_with_file_line_column_rule_and_value(tmp_path, fault):
+    text, message = FAULTS[fault]
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        workload(kind="empirical", max=10, source=path)
+    assert str(error.value) == f"{path} {message}"
+
+
+@pytest.mark.parametrize(
+    ("source", "hint"), [("rgym_lama_400", "did you mean rgym_llama_400? "), ("my lengths", ""), ("", "")]
+)
+def test_an_unknown_set_is_answered_with_the_shipped_ones_and_the_nearest(source, hint):
+    with pytest.raises(ConfigError) as error:
+        workload(kind="empirical", max=10, source=source)
+    assert str(error.value) == (
+        f"workload.length.source must be a shipped set or the path of a .csv file, got {source!r}; "
+        f"{hint}shipped sets: {SHIPPED}"
+    )
+
+
+def test_a_missing_file_is_answered_with_the_shipped_sets(tmp_path):
+    path = tmp_path / "skythougt.csv"
+    with pytest.raises(ConfigError) as error:
+        read_source(str(path))
+    assert str(error.value) == (
+        f"cannot read workload.length.source {path}: No such file or directory; "
+        f"did you mean skythought? shipped sets: {SHIPPED}"
+    )
+
+
+def test_a_file_that_is_not_text_is_rejected(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"prompt_id,response_tokens\n\xff,3\n")
+    with pytest.raises(ConfigError) as error:
+        read_source(str(path))
+    assert str(error.value) == f"cannot read workload.length.source {path}: it is not UTF-8 text"

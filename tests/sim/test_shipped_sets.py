@@ -1,0 +1,130 @@
+"""The shipped sets of lengths and the script that makes them."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from workloads import SHIPPED, expected_longest
+
+from sim.workload import read_source, shipped_sets
+
+ROOT = Path(__file__).parents[2]
+
+
+# --------------------------------------------------------------------------------------- shipped sets
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_length_sets", ROOT / "scripts" / "make_length_sets.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_shipped_sets_are_these():
+    assert ", ".join(shipped_sets()) == SHIPPED
+
+
+STATISTICS = {
+    # prompts, answers, mean, median, cv, p95, longest, correct, longest of 8 over the mean of a prompt, of 32
+    "rgym_llama_400": (70, 50, 573, 427, 0.80, 2047, 2048, 0.09, 2.04, 2.86),
+    "rgym_llama_800": (70, 50, 396, 335, 0.63, 715, 2048, 0.09, 1.76, 2.74),
+    "skythought": (30, 11, 16654, 8424, 0.81, 32459, 32467, 0.33, 1.78, None),
+    "areal_deepscaler": (18, 32, 3173, 3117, 0.38, 5222, 7783, 0.87, 1.38, 1.64),
+    "areal_nemotron": (15, 32, 4584, 4162, 0.41, 8085, 11936, 0.79, 1.44, 1.75),
+}
+"""Computed from the source table when it was collected, rounded to the last digit given."""
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_shipped_set_has_the_statistics_of_its_source(name):
+    prompts, answers, mean, median, cv, p95, longest, correct, longest_of_8, longest_of_32 = STATISTICS[name]
+    groups = [prompt.lengths for prompt in read_source(name)]
+    lengths = np.concatenate(groups)
+    assert [len(group) for group in groups] == [answers] * prompts
+    assert lengths.mean() == pytest.approx(mean, abs=0.5)
+    assert np.median(lengths) == pytest.approx(median, abs=0.5)
+    assert lengths.std() / lengths.mean() == pytest.approx(cv, abs=0.005)
+    assert np.quantile(lengths, 0.95) == pytest.approx(p95, abs=0.5)
+    assert lengths.max() == longest
+    assert np.concatenate([p.rewards for p in read_source(name)]).mean() == pytest.approx(correct, abs=0.005)
+    for count, ratio in ((8, longest_of_8), (32, longest_of_32)):
+        if ratio is not None:
+            ratios = [expected_longest(group.tolist(), count) / group.mean() for group in groups]
+            assert np.mean(ratios) == pytest.approx(ratio, abs=0.005)
+
+
+def test_both_steps_of_rgym_llama_answer_the_same_prompts():
+    early, late = ([p.prompt_tokens for p in read_source(f"rgym_llama_{step}")] for step in (400, 800))
+    assert early == late
+    assert (min(early), max(early)) == (18, 339)
+
+
+def test_expected_longest_is_the_mean_over_all_subsets():
+    lengths = [3, 1, 4, 1, 5]
+    subsets = [max(subset) for subset in combinations(lengths, 3)]
+    assert expected_longest(lengths, 3) == pytest.approx(np.mean(subsets))
+    assert script().expected_longest(lengths, 3) == pytest.approx(np.mean(subsets))
+
+
+def test_the_readme_of_the_sets_states_what_is_in_them():
+    """Its summary tables hold the rows that the script prints for the files beside it."""
+    make = script()
+    readme = (ROOT / "sim" / "data" / "README.md").read_text(encoding="utf-8").splitlines()
+    for name in shipped_sets():
+        text = (ROOT / "sim" / "data" / f"{name}.csv").read_text(encoding="utf-8")
+        rows = [tuple(map(int, line.split(","))) for line in text.splitlines()[1:]]
+        for line in make.summary(name, rows):
+            assert line in readme
+
+
+SOURCE_TABLE = (
+    "source_id,model,benchmark,prompt_id,sample_id,prompt_tokens,response_tokens,correct\n"
+    + "".join(f"skythought,ckpt{c},aime,{p},0,{50 + p},{1000 * p + c},1\n" for c in range(8) for p in (3, 1))
+    + "".join(
+        f"{source},{model},{benchmark},{p},{a},{90 + p},{a},{a % 2}\n"
+        for source, model in (
+            ("rgym_llama", "Llama-3B-RG-step400"),
+            ("rgym_llama", "Llama-3B-RG-step800"),
+            ("areal_32", "DeepScaleR-1.5B-Preview"),
+            ("areal_32", "OpenMath-Nemotron-1.5B"),
+        )
+        for benchmark in ("aime", "amc")
+        for p in (0, 1)
+        for a in range(8)
+    )
+)
+
+
+def test_the_script_sorts_by_prompt_numbers_prompts_over_benchmarks_and_drops_the_rest(tmp_path, capsys):
+    source = tmp_path / "response_lengths.csv"
+    source.write_text(SOURCE_TABLE, encoding="utf-8")
+    assert script().main([str(source), str(tmp_path)]) == 0
+    sky = (tmp_path / "skythought.csv").read_text(encoding="utf-8").splitlines()
+    assert sky[:3] + sky[9:10] == [
+        "prompt_id,prompt_tokens,response_tokens,correct",
+        "0,53,3000,1",
+        "0,53,3001,1",
+        "1,51,1000,1",
+    ]
+    rgym = (tmp_path / "rgym_llama_400.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[0] for line in rgym[1::8]] == ["0", "1", "2", "3"]
+    assert rgym[1:3] == ["0,90,1,0", "0,90,1,1"]  # 0 tokens count as 1
+    assert "| `areal_nemotron` | 4 x 8 |" in capsys.readouterr().out
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {*shipped_sets(), "response_lengths"}
+
+
+def test_the_script_rejects_wrong_arguments_and_a_table_without_a_set(tmp_path, capsys):
+    source = tmp_path / "response_lengths.csv"
+    source.write_text(SOURCE_TABLE.replace("skythought", "other"), encoding="utf-8")
+    assert script().main([str(source)]) == 2
+    assert script().main([str(source), str(tmp_path)]) == 2
+    usage, missing = capsys.readouterr().err.splitlines()
+    assert usage == "usage: make_length_sets.py SOURCE_TABLE.csv FOLDER"
+    assert missing == f"{source}: the table has no rows with source_id='skythought', model=None"
+    assert list(tmp_path.glob("*.csv")) == [source]

@@ -1,0 +1,95 @@
+"""Simulated runs with their ledger, events and commands, for tests against what theory says.
+
+Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+"""
+
+from __future__ import annotations
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.records.ledger import RunLedger
+from pipelinerl.scheduler.events import RolloutFinished, StartTraining
+from sim.cluster import SimulatedCluster
+from sim.engine import ClosedFormEngine
+
+
+class Played(RunLedger):
+    """A simulated run: its ledger, and every event and command with its time."""
+
+    def __init__(self, config: RunConfig, make=ClosedFormEngine):
+        super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
+        self.config = config
+        self.entries = []
+        SimulatedCluster(config, engine_factory=make).run(self)
+
+    def event(self, time_s, event):
+        self.entries.append((time_s, event))
+        super().event(time_s, event)
+
+    def command(self, time_s, command):
+        self.entries.append((time_s, command))
+        super().command(time_s, command)
+
+    def of(self, *kinds):
+        """Times and entries of some kinds."""
+        return [(time_s, entry) for time_s, entry in self.entries if isinstance(entry, kinds)]
+
+    @property
+    def trained(self):
+        """Ids of the rollouts trained on, in order."""
+        return [rollout_id for _, entry in self.of(StartTraining) for rollout_id in entry.rollout_ids]
+
+    def lag_mean(self, first, last=None):
+        """Mean token lag of steps ``first`` to ``last`` (counted from 0)."""
+        rows = self.steps[first:last]
+        return sum(row.tokens * row.lag_mean for row in rows) / sum(row.tokens for row in rows)
+
+
+def play(
+    steps,
+    *,
+    batch,
+    slots,
+    length,
+    engines=1,
+    scheduler=None,
+    workload=None,
+    hardware=None,
+    seed=0,
+    make=ClosedFormEngine,
+):
+    """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both."""
+    tables = {
+        "seed": seed,
+        "optimizer_steps": steps,
+        "cluster": {"accelerators": engines + 1, "generation_accelerators": engines},
+        "scheduler": {"train_batch_size": batch, "generation_batch_size": slots, **(scheduler or {})},
+        "workload": {"length": length, **(workload or {})},
+        "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}, **(hardware or {})},
+    }
+    if tables["scheduler"].get("kind") == "conventional":
+        tables["cluster"] = {"accelerators": engines}
+    return Played(parse_run(tables), make)
+
+
+def uniform(longest):
+    return {"kind": "uniform", "max": longest}
+
+
+def fixed(length):
+    return {"kind": "fixed", "max": length}
+
+
+def trains_in(seconds):
+    """Hardware whose optimizer steps take so long, whatever they hold."""
+    return {"training": {"token_s": 0.0, "step_s": seconds}}
+
+
+def oldest_trained(run):
+    """Largest lag of any trained token, from the spans that engines reported."""
+    finished = {entry.rollout_id: entry.spans for _, entry in run.of(RolloutFinished)}
+    return max(
+        entry.version - finished[rollout_id].versions[0]
+        for _, entry in run.of(StartTraining)
+        for rollout_id in entry.rollout_ids
+    )
