@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.calibration.least_squares import Column, Fit, fit
 from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
@@ -27,8 +27,7 @@ from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coeff
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training
 from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
-
-FloatArray = NDArray[np.float64]
+from pipelinerl.util.arrays import FloatArray
 
 DECODE_COEFFICIENTS = (
     "kv_efficiency", "sequence_overhead_s", "step_overhead_s", "weight_efficiency", "flops_efficiency", "allreduce_s",
@@ -119,10 +118,7 @@ class HardwareFit:
             tables.append("prefill")
         self._check_unit("decode", times.seconds, self._named_s(self._values, tensor_parallel, times))
         way = [Column("dispatch_s", times.lives, self.given.latency.dispatch_s)] if with_dispatch else []
-
-        def model_s(values: Coefficients) -> FloatArray:
-            return self._named_s(values, tensor_parallel, times)
-
+        model_s = partial(self._named_s, tensor_parallel=tensor_parallel, times=times)
         found = fit_coefficients(names, self._values, times.seconds, model_s, way)
         if with_dispatch:
             sure = ["step_overhead_s"]
@@ -166,12 +162,8 @@ class HardwareFit:
         """Fit prefill to passes that do nothing else."""
         if self.model is not None:
             self._check_unit("prefill", times.seconds, self._named_s(self._values, tensor_parallel, times))
-            found = fit_coefficients(
-                ["prefill_mfu"],
-                self._values,
-                times.seconds,
-                lambda values: self._named_s(values, tensor_parallel, times),
-            )
+            model_s = partial(self._named_s, tensor_parallel=tensor_parallel, times=times)
+            found = fit_coefficients(["prefill_mfu"], self._values, times.seconds, model_s)
             self._take("prefill", data, found, ["prefill"])
             return
         before = self.given.prefill or PrefillConfig()
@@ -198,12 +190,8 @@ class HardwareFit:
         if self.model is not None:
             self._check_peak(times, accelerators)
             self._check_unit("training", times.seconds, self._training_s(self._values, times, accelerators))
-            found = fit_coefficients(
-                TRAINING_COEFFICIENTS,
-                self._values,
-                times.seconds,
-                lambda values: self._training_s(values, times, accelerators),
-            )
+            model_s = partial(self._training_s, times=times, accelerators=accelerators)
+            found = fit_coefficients(TRAINING_COEFFICIENTS, self._values, times.seconds, model_s)
             self._take("training", data, found, ["training"])
             return
         before = self.given.training or TrainingConfig(token_s=0.0)

@@ -1,0 +1,215 @@
+"""Rates and the search for the best split: identities, ties, wrong arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from case_study import LINEAR, case_study
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation
+from pipelinerl.theory.lengths import lengths_from, uniform_lengths
+from pipelinerl.theory.paper import (
+    LagPoint,
+    PipelineChoice,
+    Rates,
+    Setting,
+    conventional_rates,
+    flash_s,
+    largest_lag,
+    mean_lag_conventional,
+    mean_lag_pipeline,
+    pipeline_rates,
+    search_pipeline,
+    staleness_applied_compute,
+    throughput_against_lag,
+)
+
+
+@st.composite
+def a_setting(draw: st.DrawFn) -> Setting:
+    """Small settings, so that the constraint and the limits bind in turn."""
+    lengths = draw(
+        st.one_of(
+            st.integers(1, 60).map(uniform_lengths),
+            st.lists(st.integers(1, 60), min_size=1, max_size=8).map(lengths_from),
+        )
+    )
+    return Setting(
+        curve=draw(st.sampled_from([fitted_utilisation(), LINEAR])),
+        lengths=lengths,
+        accelerators=draw(st.integers(2, 40)),
+        train_batch_size=draw(st.integers(1, 64)),
+        training_flashes_per_token=draw(st.floats(0.01, 100)),
+    )
+
+
+def least_lag(setting: Setting, multiple: int = 1) -> int:
+    return largest_lag(
+        setting.lengths,
+        train_batch_size=setting.train_batch_size,
+        generation_batch_size=multiple,
+        generation_accelerators=1,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=a_setting(), spare=st.integers(0, 80), limit=st.integers(1, 60), multiple=st.sampled_from([1, 2, 7]))
+def test_search_is_the_best_of_all_feasible_points_with_the_stated_tie_break(setting, spare, limit, multiple):
+    limit = max(limit, multiple)
+    max_lag = least_lag(setting, multiple) + spare
+    choice = search_pipeline(setting, max_lag=max_lag, generation_batch_limit=limit, generation_batch_multiple=multiple)
+    batches = np.arange(multiple, limit + 1, multiple)
+    feasible = []
+    for generators in range(1, setting.accelerators):
+        for batch, share in zip(batches.tolist(), setting.curve.utilisation(batches).tolist(), strict=True):
+            sizes = {"generation_batch_size": batch, "generation_accelerators": generators}
+            lag = largest_lag(setting.lengths, train_batch_size=setting.train_batch_size, **sizes)
+            training = (setting.accelerators - generators) / setting.training_flashes_per_token
+            if lag <= max_lag:
+                feasible.append((-min(share * generators, training), batch * generators, batch, generators, lag))
+    rate, _, *best = min(feasible)
+    assert [choice.generation_batch_size, choice.generation_accelerators, choice.largest_lag] == best
+    assert choice.largest_lag <= max_lag
+    assert choice.rates.total == pytest.approx(-rate, rel=1e-12)  # powers of numbers and arrays: the last bit
+
+
+def test_ties_go_to_the_least_in_flight_and_then_to_the_least_batch():
+    # Training is far slower than any generation: all H at I = 1 tie, and H = 1 has least lag.
+    slow = case_study(training_flashes_per_token=1e9)
+    choice = search_pipeline(slow, max_lag=50)
+    assert (choice.generation_batch_size, choice.generation_accelerators) == (1, 1)
+    # Free training and an exactly linear curve: H I = 12 ties for all its factorings, and H = 1 is least.
+    fast = case_study(
+        curve=UtilisationCurve(lambda h: np.full_like(h, 512.0)),
+        lengths=lengths_from([1]),
+        train_batch_size=1,
+        training_flashes_per_token=1e-9,
+    )
+    choice = search_pipeline(fast, max_lag=12)
+    assert (choice.generation_batch_size, choice.generation_accelerators) == (1, 12)
+    # U is 0.25 from H = 2 on and 0.5 from H = 8 on: I = 2, H = 8 and I = 4, H = 2 both reach 1, the second with
+    # less in flight (8 against 16 sequences).
+    steps = UtilisationCurve(lambda h: h / np.select([h >= 8, h >= 2], [0.5, 0.25], 0.0625))
+    choice = search_pipeline(dataclasses.replace(fast, curve=steps, accelerators=5), max_lag=16)
+    assert (choice.generation_batch_size, choice.generation_accelerators) == (2, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(setting=a_setting(), spare=st.integers(0, 60))
+def test_search_never_loses_from_a_looser_bound(setting, spare):
+    max_lag = least_lag(setting) + spare
+    tight = search_pipeline(setting, max_lag=max_lag, generation_batch_limit=64)
+    loose = search_pipeline(setting, max_lag=max_lag + 1, generation_batch_limit=64)
+    assert loose.rates.total >= tight.rates.total * (1 - 1e-12)
+
+
+@given(setting=a_setting(), steps=st.integers(1, 100))
+def test_conventional_rates_are_positive_and_rise_with_steps_per_rl_step(setting, steps):
+    one = conventional_rates(setting, optimizer_steps_per_rl_step=steps)
+    more = conventional_rates(setting, optimizer_steps_per_rl_step=steps + 1)
+    assert 0 < one.total < min(one.generation, one.training)
+    assert more.generation >= one.generation
+    assert more.training == one.training
+
+
+@given(setting=a_setting(), batch=st.integers(1, 2000), share=st.floats(0, 1))
+def test_pipeline_rate_is_the_slower_side_and_generation_rises_with_batch(setting, batch, share):
+    generators = 1 + int(share * (setting.accelerators - 2))
+    one = pipeline_rates(setting, generation_batch_size=batch, generation_accelerators=generators)
+    more = pipeline_rates(setting, generation_batch_size=batch + 1, generation_accelerators=generators)
+    assert 0 < one.total == min(one.generation, one.training)
+    assert more.generation > one.generation
+    used = one.training * setting.training_flashes_per_token + generators
+    assert used == pytest.approx(setting.accelerators)
+
+
+def test_speedup_compares_totals():
+    choice = PipelineChoice(8, 4, 3, Rates(generation=7.0, training=6.0, total=6.0))
+    assert LagPoint(3, choice, Rates(generation=6.0, training=3.0, total=2.0)).speedup == 3.0
+
+
+def test_points_come_in_the_given_order_with_one_step_more_than_the_lag():
+    setting = case_study()
+    points = throughput_against_lag(setting, [64, 8], generation_batch_limit=16)
+    assert [point.max_lag for point in points] == [64, 8]
+    assert all(point.pipeline.generation_batch_size <= 16 for point in points)
+    assert points[1].conventional == conventional_rates(setting, optimizer_steps_per_rl_step=9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flash_s(flops_per_token=0, peak_flops=1), "flops_per_token must be above 0, got 0"),
+        (lambda: flash_s(flops_per_token=1, peak_flops=-1), "peak_flops must be above 0, got -1"),
+        (lambda: uniform_lengths(0), "max_tokens must be at least 1, got 0"),
+        (lambda: case_study(accelerators=0), "accelerators must be at least 1, got 0"),
+        (lambda: case_study(train_batch_size=0), "train_batch_size must be at least 1, got 0"),
+        (
+            lambda: case_study(training_flashes_per_token=0.0),
+            "training_flashes_per_token must be finite and above 0, got 0.0",
+        ),
+        (
+            lambda: conventional_rates(case_study(), optimizer_steps_per_rl_step=0),
+            "optimizer_steps_per_rl_step must be at least 1, got 0",
+        ),
+        (
+            lambda: pipeline_rates(case_study(), generation_batch_size=0, generation_accelerators=1),
+            "generation_batch_size must be at least 1, got 0",
+        ),
+        (
+            lambda: pipeline_rates(case_study(), generation_batch_size=1, generation_accelerators=128),
+            "generation_accelerators must be at least 1 and below accelerators=128, got 128",
+        ),
+        (
+            lambda: pipeline_rates(case_study(), generation_batch_size=1, generation_accelerators=0),
+            "generation_accelerators must be at least 1 and below accelerators=128, got 0",
+        ),
+        (lambda: mean_lag_conventional(0), "optimizer_steps_per_rl_step must be at least 1, got 0"),
+        (
+            lambda: mean_lag_pipeline(
+                train_batch_size=1,
+                generation_batch_size=1,
+                generation_accelerators=1,
+                length_cv=0,
+                training_share=1.5,
+            ),
+            "training_share must be at least 0 and at most 1, got 1.5",
+        ),
+        (
+            lambda: search_pipeline(case_study(accelerators=1), max_lag=9),
+            "accelerators must be at least 2 to generate and train at once, got 1",
+        ),
+        (
+            lambda: search_pipeline(case_study(), max_lag=9, generation_batch_multiple=0),
+            "generation_batch_multiple must be at least 1, got 0",
+        ),
+        (
+            lambda: search_pipeline(case_study(), max_lag=9, generation_batch_limit=63, generation_batch_multiple=64),
+            "generation_batch_limit must be at least generation_batch_multiple=64, got 63",
+        ),
+        (
+            lambda: search_pipeline(case_study(train_batch_size=1), max_lag=127, generation_batch_multiple=64),
+            "max_lag must be at least 128, the g_max of H=64, I=1, got 127",
+        ),
+        (
+            lambda: staleness_applied_compute(
+                in_flight=1, train_batch_size=1, rate_ratio=0, queue_batches=1, tailness=1
+            ),
+            "rate_ratio must be above 0, got 0",
+        ),
+        (
+            lambda: staleness_applied_compute(
+                in_flight=1, train_batch_size=1, rate_ratio=1, queue_batches=1, tailness=0.9
+            ),
+            "tailness must be at least 1, got 0.9",
+        ),
+    ],
+)
+def test_wrong_argument_is_refused_by_name_rule_and_value(call, message):
+    with pytest.raises(ValueError, match=r"must be") as caught:
+        call()
+    assert str(caught.value) == message
