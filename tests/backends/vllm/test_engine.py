@@ -15,14 +15,13 @@ import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 from character_model import make_model
-from vllm_engine import real, settings
+from vllm_engine import PROMPT, Subject, real, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
@@ -32,65 +31,10 @@ from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]
 
-PROMPT = (3, 13, 4, 16)
 END = 1
 
 
 # -------------------------------------------------------------------------------------------- fixtures
-
-
-@dataclass
-class Subject:
-    """The engine under test, and every version of its weights."""
-
-    engine: VLLMEngine
-    folder: Path
-    versions: list[Any] = field(default_factory=list)
-
-    def next_weights(self) -> Weights:
-        """Disturb the last version's weights, strongly, and write them into a file."""
-        import torch
-
-        from backends.transfer.weights_file import write_weights
-
-        model = copy.deepcopy(self.versions[-1])
-        version = len(self.versions)
-        torch.manual_seed(version)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        self.versions.append(model)
-        path = self.folder / f"weights-{version}"
-        return Weights(version, f"file:{path}", write_weights(path, dict(model.named_parameters())))
-
-    def reference(self, generated: Generated, prompt: tuple[int, ...], temperature: float, *, keep: bool) -> Any:
-        """Return log-probabilities of the answer by transformers, under the version of each of its spans.
-
-        With ``keep`` a new version goes on with the keys and values that the old one has left; without, it
-        computes those of the whole prefix again.
-        """
-        import torch
-
-        row = torch.tensor([[*prompt, *generated.tokens_T.tolist()]])
-        logprob: list[float] = []
-        cache, done = None, 0
-        for version, end in zip(generated.spans.versions, generated.spans.ends, strict=True):
-            upto = len(prompt) + end - 1  # the input of the span's last token
-            start = done if keep else 0
-            with torch.no_grad():
-                result = self.versions[version](row[:, start:upto], past_key_values=cache, use_cache=keep)
-            cache = result.past_key_values if keep else None
-            logits_LV = result.logits[0, -(end - len(logprob)) :] / temperature
-            tokens_L = row[0, len(prompt) + len(logprob) : len(prompt) + end]
-            logprob += torch.log_softmax(logits_LV, -1).gather(1, tokens_L[:, None])[:, 0].tolist()
-            done = upto
-        return np.array(logprob)
-
-    def error(
-        self, generated: Generated, prompt: tuple[int, ...] = PROMPT, *, keep: bool, temperature: float = 1.0
-    ) -> float:
-        """Return the largest difference to the reference (nats)."""
-        return float(np.abs(self.reference(generated, prompt, temperature, keep=keep) - generated.logprob_T).max())
 
 
 @pytest.fixture(scope="module")
