@@ -6,16 +6,13 @@ import copy
 import random
 from dataclasses import replace
 
-from hostile_driver import HostileDriver, Place, cases
+from hostile_driver import HostileDriver
+from hostile_ledger import Place, cases
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from pipelinerl.scheduler.events import (
-    RolloutFinished,
-    RolloutScored,
-    StopReason,
-)
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StopReason
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
