@@ -8,6 +8,7 @@ import pytest
 from engine_log import Log, settings_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded_run import Recorded
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import WeightUpdate
@@ -32,8 +33,8 @@ class Script:
     """Prompt tokens, length, and delay until it arrives; rollout k is started when an earlier one has ended."""
     moves: bool
     """Whether an aborted rollout goes on on the next engine."""
-    updates: list[tuple[int, int, WeightUpdate]]
-    """Publications: ticks after the one before has been loaded everywhere, ticks of transfer, kind."""
+    updates: list[tuple[int, int, WeightUpdate, bool]]
+    """Publications: ticks after the one before has been loaded everywhere, ticks of transfer, kind, suspend first."""
     aborts: list[tuple[int, int]]
     """Tick, rollout."""
     aborts_on_finish: dict[int, int]
@@ -194,7 +195,7 @@ def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
 def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_requests, prompt_tokens, ticks, early):
     """The run ends when step n does, or a tick before: n tokens or n - 1.
 
-    n steps last n (step + k C) + k b n (n - 1) / 2 for context C and b sequences, and the prefill before.
+    n steps last n (step + k C) + k b n (n - 1) / 2 for context C and b requests, and the prefill before.
     """
     step_ticks, context_ticks, prefill_ticks = ticks
     given = settings_with(
@@ -208,19 +209,6 @@ def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_reque
     end += context_ticks * num_requests * num_steps * (num_steps - 1) // 2
     log.clock.run(until=end - early)
     assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early}
-
-
-class Recorded:
-    """Writes down a run."""
-
-    def __init__(self):
-        self.entries = []
-
-    def event(self, time_s, event):
-        self.entries.append((time_s, event))
-
-    def command(self, time_s, command):
-        self.entries.append((time_s, command))
 
 
 def run_of(make, tables):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import pickle
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -24,10 +19,7 @@ from hypothesis import strategies as st
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl import math_verifier as mathtask
 from pipelinerl.rl.config import TaskConfig
-from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.rl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
-
-ROOT = Path(__file__).parents[3]
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
@@ -81,14 +73,20 @@ def test_shuffled_is_a_permutation(count: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (90, -0.5), (100, -1), (101, -1), (1000, -1)]
+    ("num_tokens", "overlong", "penalty"),
+    [
+        (0, 20, 0),
+        (80, 20, 0),
+        (85, 20, -0.25),
+        (90, 20, -0.5),
+        (100, 20, -1),
+        (101, 20, -1),
+        (1000, 20, -1),
+        (1000, 0, 0),
+    ],
 )
-def test_the_overlong_penalty_falls_to_minus_one_and_stays(num_tokens: int, penalty: float) -> None:
-    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=20) == penalty
-
-
-def test_no_overlong_tokens_no_penalty() -> None:
-    assert overlong_penalty(1000, max_tokens=100, overlong_tokens=0) == 0
+def test_the_overlong_penalty_falls_to_minus_one_and_stays(num_tokens: int, overlong: int, penalty: float) -> None:
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=overlong) == penalty
 
 
 def test_a_negative_length_is_refused() -> None:
@@ -276,139 +274,6 @@ def test_a_task_can_be_pickled(file: Path) -> None:
     again = pickle.loads(pickle.dumps(task))
     assert again.problem(3, held_out=False) == task.problem(3, held_out=False)
     assert again.reward(Problem(prompt="?", expected="4"), "4") == 1
-
-
-MATH_VERIFY = """
-import itertools, os, signal
-
-def parse(text, parsing_timeout):
-    return [] if text == "unreadable" else [text]
-
-def verify(gold, found, timeout_seconds):
-    print("not for the caller")
-    match found[0]:
-        case "hang":
-            sum(itertools.repeat(0))  # never ends, holds the lock, heeds no alarm
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "raise":
-            raise ZeroDivisionError("by zero")
-    return gold == found
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the child processes import as math_verify."""
-    path = tmp_path / "math_verify.py"
-    path.write_text(MATH_VERIFY, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 2.0)
-    return path
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.mark.slow
-def test_a_hanging_process_is_killed_and_no_other_answer_is_lost(
-    stand_in: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mathtask, "MAX_PROCESSES", 3)
-    verifiers = Verifiers()
-    answers = ["hang", *"1212", "hang", *"12" * 20]
-    with ThreadPoolExecutor(8) as threads:
-        verdicts = list(threads.map(verifiers.verify, repeat("1"), answers))
-        assert verdicts == [answer == "1" for answer in answers]
-        before = verifiers.pids
-        assert verifiers.verify("1", "hang") is False
-        assert len(before - verifiers.pids) == 1
-        assert all(threads.map(verifiers.verify, repeat("1"), "1" * 8))
-    pids = before | verifiers.pids
-    assert 1 <= len(verifiers.pids) <= 3
-    del verifiers, threads
-    gc.collect()
-    assert all(gone(pid) for pid in pids)
-
-
-def test_a_process_that_somebody_killed_costs_no_answer(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mathtask, "VERIFY_LIMIT_S", 20.0)
-    verifiers = Verifiers()
-    assert verifiers.verify("1", "1") is True
-    (pid,) = verifiers.pids
-    os.kill(pid, signal.SIGINT)
-    assert verifiers.verify("1", "x" * 200_000) is False  # more than a pipe holds
-    assert verifiers.pids == {pid}
-    os.kill(pid, signal.SIGKILL)
-    assert verifiers.verify("1", "1") is True
-    assert len(verifiers.pids - {pid}) == 1
-
-
-def test_an_answer_that_ends_two_processes_is_wrong(stand_in: Path) -> None:
-    assert Verifiers().verify("1", "die") is False
-
-
-def test_an_error_of_math_verify_is_told(stand_in: Path) -> None:
-    verifiers = Verifiers()
-    assert verifiers.verify("unreadable", "1") is None
-    with pytest.raises(RuntimeError, match="math-verify: ZeroDivisionError: by zero"):
-        verifiers.verify("1", "raise")
-    assert verifiers.verify("1", "1") is True
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("raise SystemExit(1)", "a process for math-verify ended at its start"),
-        ("import time; time.sleep(60)", "a process for math-verify was not ready after 0.5 s"),
-        (MATH_VERIFY + "verify = lambda *_, **__: False", "math-verify must find that 1 is equal to 1"),
-    ],
-)
-def test_math_verify_that_cannot_be_started_is_an_error(
-    stand_in: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
-) -> None:
-    stand_in.write_text(program, encoding="utf-8")
-    monkeypatch.setattr(mathtask, "START_LIMIT_S", 0.5 if "sleep" in program else 60.0)
-    verifiers = Verifiers()
-    with pytest.raises(RuntimeError, match=message):
-        verifiers.verify("1", "1")
-    assert not verifiers.pids
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("last_words", "status"),
-    [
-        ("", 0),
-        ("raise SystemExit(3)", 3),
-        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-        ("Thread(target=hang, daemon=True).start(); sleep(0.5)", 0),
-        ("Thread(target=hang, daemon=True).start(); sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
-    ],
-)
-def test_no_process_outlives_its_caller(stand_in: Path, last_words: str, status: int) -> None:
-    program = f"""
-import os, signal, sys
-from threading import Thread
-from time import sleep
-sys.path.insert(0, {str(stand_in.parent)!r})
-from pipelinerl.rl import math_verifier as mathtask
-mathtask.VERIFY_LIMIT_S = 1.0
-verifiers = mathtask.Verifiers()
-hang = lambda: verifiers.verify("1", "hang")
-print(verifiers.verify("1", "1"), flush=True)
-{last_words}
-"""
-    ended = subprocess.run(  # returns when nobody is left to write to the pipe of the errors
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (status, "True\n")
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

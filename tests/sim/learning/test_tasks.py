@@ -1,0 +1,43 @@
+"""Tasks of the policy that learns: what is right, by hand, and what is shown."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse
+
+
+def test_addition_by_hand():
+    task = Addition(2)
+    assert task.is_right((7, 4, 5, 8, MARK), [2, 3, 1, END])  # 47 + 85 = 132
+    assert not task.is_right((7, 4, 5, 8, MARK), [2, 3, 1])
+    assert not task.is_right((7, 4, 5, 8, MARK), [2, 4, 1, END])
+
+
+def test_reverse_by_hand():
+    assert Reverse(4).is_right((BLANK, 3, 1, 2, MARK), [2, 1, 3, END])
+    assert not Reverse(4).is_right((BLANK, 3, 1, 2, MARK), [3, 1, 2, END])
+
+
+def test_chain_by_hand():
+    task, prompt = Chain(4), (3, 5, 2, BLANK, MARK)  # 10 modulo 6
+    assert task.is_right(prompt, [RESULT, 4, END])
+    assert task.is_right(prompt, [3, 2, 4, RESULT, 4, END])
+    assert not task.is_right(prompt, [3, 2, 4, RESULT, 5, END])
+    assert not task.is_right(prompt, [3, 2, 4, RESULT, 4])
+
+
+@pytest.mark.parametrize("make", [Addition, Reverse, Chain])
+@pytest.mark.parametrize("size", [1, 5])
+def test_prompts_have_one_length_and_demonstrations_are_mostly_right(make, size):
+    """Without mistakes an answer is right; the chance of none in 300 demonstrations being right is nil."""
+    task, stream = make(size), np.random.default_rng(0)
+    right = []
+    for _ in range(300):
+        prompt = task.draw(stream)
+        assert len(prompt) == task.prompt_tokens
+        answer = task.demonstrate(prompt, stream)
+        assert len(answer) <= task.longest_answer
+        right.append(task.is_right(prompt, answer))
+    assert 0.6 < np.mean(right) < 1

@@ -1,0 +1,34 @@
+"""A small run with a policy that learns, for tests."""
+
+from __future__ import annotations
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
+
+MAX = 12
+BASE = {
+    "optimizer_steps": 6,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 16, "generation_batch_size": 12},
+    "workload": {"group_size": 4, "length": {"kind": "fixed", "max": MAX}},
+    "policy": {
+        "task": "chain",
+        "size": 6,
+        "layers": 2,
+        "width": 16,
+        "heads": 2,
+        "learning_rate": 3e-3,
+        "warm_start": {"steps": 40, "batch_size": 32},
+    },
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 0.1, "sequence_s": 0.003, "context_token_s": 1e-5},
+        "prefill": {"token_s": 1e-4},
+        "training": {"token_s": 3e-4, "step_s": 0.3},
+        "weights": {"publish_s": 0.05, "pause_s": 0.02},
+        "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.03},
+    },
+}
+
+
+def config_with(*overrides: str) -> RunConfig:
+    return parse_run(with_overrides(BASE, overrides))
