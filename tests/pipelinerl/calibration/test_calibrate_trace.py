@@ -5,22 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, decode_s, numbers_of, run_of, traced, undetermined
 
-from pipelinerl.calibration.calibrate import calibrate_trace
+from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
 from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
-from pipelinerl.calibration.trace_times import read_times
+from pipelinerl.calibration.trace_times import DecodeTimes, read_times
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.trace import Trace
+from pipelinerl.records.trace import Trace, TraceWriter
 from sim.run import simulate
+
+BLANK = "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }"
+"""Where a fit begins that knows nothing."""
 
 
 def test_a_simulated_trace_gives_back_the_hardware_it_was_made_with(pipeline_folder: Path) -> None:
-    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
-    result = calibrate_trace(pipeline_folder, blank)
+    result = calibrate_trace(pipeline_folder, run_of(RUN, BLANK))
     true = RUN["hardware"]
     assert numbers_of(result.table["decode"]) == pytest.approx(numbers_of(true["decode"]), rel=1e-5)
     assert result.table["prefill"]["token_s"] == pytest.approx(1e-4, rel=1e-5)
@@ -52,8 +55,6 @@ def test_lives_of_rollouts_alone_come_close(tmp_path: Path) -> None:
     times = read_times(Trace(folder / "trace.jsonl.gz"))
     times.windows = None
     result = HardwareFit(times.config.hardware)
-    from pipelinerl.calibration.calibrate import fit_decode
-
     fit_decode(result, times)
     true = decode_s(resolved_hardware(times.config).decode, 1, 12, 12 * 250)
     fitted = run_of({**RUN, "hardware": {**RUN["hardware"], "decode": result.table["decode"]}})
@@ -66,18 +67,39 @@ def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
     times = read_times(Trace(folder / "trace.jsonl.gz"))
     times.windows = None
     result = HardwareFit(run_of(NAMED).hardware)
-    from pipelinerl.calibration.calibrate import fit_decode
-
     fit_decode(result, times)
     assert result.table["coefficients"]["step_overhead_s"] == pytest.approx(0.004, rel=0.1)
     assert result.table["latency"]["dispatch_s"] == pytest.approx(0.5, rel=0.3)  # in 8 s and more of each rollout
 
 
+@pytest.mark.parametrize("data", [RUN, NAMED], ids=["tables", "names"])
+def test_mean_batches_below_one_are_not_raised_to_one(data: dict[str, Any]) -> None:
+    """Where the KV cache is full a life can hold fewer tokens than steps: what they cost is linear there too."""
+    run = run_of({**data, "hardware": {**data["hardware"], "latency": {}}})
+    decode = resolved_hardware(run).decode
+    empty_s = 2 * decode_s(decode, 1, 1, 0) - decode_s(decode, 1, 2, 0)
+    sequence_s, context_token_s = (
+        decode_s(decode, 1, 1, 0) - empty_s,
+        decode_s(decode, 1, 1, 1) - decode_s(decode, 1, 1, 0),
+    )
+    rows = [
+        (steps, steps * mean, steps * 900.0 * (1 + index % 3))
+        for index, steps in enumerate((200.0, 500.0, 800.0, 1100.0))
+        for mean in (0.25, 0.5, 2.0)
+    ]
+    steps, sequences, context = np.array(rows).T
+    nothing, lives = np.zeros(len(rows)), np.arange(1.0, len(rows) + 1)
+    work_s = empty_s * steps + sequence_s * sequences + context_token_s * context
+    times = DecodeTimes(steps, sequences, context, nothing, nothing, nothing, work_s + 66.0 * lives, lives, nothing)
+    result, ones = HardwareFit(run.hardware), np.ones(len(rows))
+    assert result.decode(times, ones, "lives", with_dispatch=True) == pytest.approx(66.0, rel=1e-6)
+    assert result.decode_s(times, ones) == pytest.approx(work_s, rel=1e-4)
+
+
 @pytest.mark.parametrize("update", ["recompute", "abort", "wait"])
 def test_every_kind_of_weight_update_leaves_the_decode_step_as_it_is(tmp_path: Path, update: str) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, f"scheduler.weight_update={update}"))
-    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
-    result = calibrate_trace(folder, blank)
+    result = calibrate_trace(folder, run_of(RUN, BLANK))
     fitted = run_of({**RUN, "hardware": result.table})
     true = decode_s(resolved_hardware(run_of(RUN)).decode, 1, 20, 20 * 250)
     assert decode_s(resolved_hardware(fitted).decode, 1, 20, 20 * 250) == pytest.approx(true, rel=0.1)
@@ -118,8 +140,7 @@ def test_a_trainer_with_few_sequences_is_not_taken_for_a_slow_one(tmp_path: Path
 def test_tables_of_a_trainer_with_few_sequences_come_back(tmp_path: Path) -> None:
     shared = "hardware.training.sequence_accelerators=1"
     folder = traced(tmp_path / "run", run_of({**RUN, "scheduler": {**FEW, "micro_batch_size": 4}}, shared))
-    start = "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }"
-    training = calibrate_trace(folder, run_of(RUN, start, shared)).table["training"]
+    training = calibrate_trace(folder, run_of(RUN, BLANK, shared)).table["training"]
     assert training == pytest.approx({**RUN["hardware"]["training"], "sequence_accelerators": 1}, rel=1e-3)
 
 
@@ -148,8 +169,7 @@ def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) ->
 
 def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Path) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, "workload.length={ kind = 'fixed', max = 300 }"))
-    blank = run_of(RUN, "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }")
-    result = calibrate_trace(folder, blank)
+    result = calibrate_trace(folder, run_of(RUN, BLANK))
     names = undetermined(result)
     assert {"micro_batch_s", "token_squared_s"} <= set(names)  # all micro-batches are alike
     assert result.table["training"]["micro_batch_s"] == 0.0
@@ -159,8 +179,6 @@ def test_equal_answers_leave_no_way_to_tell_the_trainers_fixed_part(tmp_path: Pa
 
 
 def test_a_trace_that_ends_before_the_first_step_is_refused(tmp_path: Path) -> None:
-    from pipelinerl.records.trace import TraceWriter
-
     (tmp_path / "run").mkdir()
     TraceWriter(tmp_path / "run" / "trace.jsonl.gz", run_of(RUN)).close()
     with pytest.raises(ConfigError, match="must hold an optimizer step and a finished rollout"):
