@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def run_all(
     function: Callable[[Job], Result], jobs: Sequence[Job], *, workers: int | None = None
 ) -> Generator[Result, None, None]:
-    """Yield the result of each job as it ends; closing the generator ends those still at work.
+    """Yield the result of each job as it ends. Closing the generator ends the jobs that still run.
 
     Args:
         function: A function of a module, so that other processes find it.
@@ -29,12 +29,12 @@ def run_all(
         workers: Processes (count). None: one per core.
 
     Raises:
-        RunFailedError: If a worker died, and the others with it; after all that had ended.
+        RunFailedError: If a worker died, and the others with it. All results that were ready come first.
     """
     others = set(multiprocessing.active_children())
     workers = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
-    with _interrupts_ignored():  # by the workers, that is: Ctrl-C is for this process alone
+    with _interrupts_ignored():  # by the workers: Ctrl-C is for this process alone
         futures = [executor.submit(function, job) for job in jobs]
     processes = set(multiprocessing.active_children()) - others
     died = False

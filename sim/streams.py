@@ -1,7 +1,7 @@
-"""Named random streams: every number that chance decides is found by its stream's name and an id.
+"""Named random streams: the name of a stream and an id give every random number.
 
-Two runs that differ in scheduler or hardware meet the same numbers (common random numbers), and a new
-stream changes none of the others.
+Two runs that differ in scheduler or hardware get the same random numbers (common random numbers). A new stream
+changes none of the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def named_stream(seed: int, name: str, block: int) -> np.random.Generator:
 
 
 class DispatchDelays:
-    """How long the rollouts of a group take to reach their engines, by random access.
+    """Delays of the rollouts of a group on the way to their engines, by random access.
 
     Args:
         fixed_s: Delay of every rollout (s).

@@ -319,7 +319,7 @@ def _bounds_s(config_of: Callable[[int], TrainingConfig], times: TrainingTimes, 
 
 
 def fixed_coefficients(run: RunConfig) -> dict[str, float]:
-    """Return what the trainer of a run is simulated with and no time determines; nothing without GPU and model."""
+    """Return the coefficients of a run's trainer that no time determines; none without GPU and model."""
     named = named_hardware(run.hardware)
     if named is None:
         return {}
@@ -374,8 +374,8 @@ def fit_coefficients(
 def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
     """Return the fit of fewer coefficients unless the error is much larger.
 
-    On an engine that is always full, what others sampled during a rollout is proportional to its time, whatever takes
-    the time. So lives of rollouts alone must not put time down to the others without need.
+    On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
+    whatever the cause of the time. So lives of rollouts alone must not attribute time to the others without need.
     """
     if full.mean_error < MUCH_BETTER * simple.mean_error:
         return full

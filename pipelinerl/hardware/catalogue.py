@@ -27,9 +27,9 @@ GPU_RANGES = {
     "gpus_per_node": (1, 10_000, "accelerators", "8"),
     "price_per_hour": (1e-3, 1e4, "USD per hour", "2.5"),
 }
-"""Least and largest figure of an accelerator, unit, and an H100's: what is outside is in another unit.
+"""Least and largest figure of an accelerator, its unit, and the figure of an H100. A figure outside has another unit.
 
-The largest are 20 to 100 times those of any accelerator that is sold, the least those of a weak laptop.
+The largest are 20 to 100 times those of any accelerator on sale; the least are those of a weak laptop.
 """
 MODEL_RANGES = {
     "parameters": (1e4, 1e14, "parameters, not billions", "7.6e9"),
@@ -47,7 +47,7 @@ MODEL_RANGES = {
 
 
 def _check_ranges(entry: Gpu | LanguageModel, ranges: Mapping[str, tuple[float, float, str, str]]) -> None:
-    """Raise ValueError if a figure is out of its range; those that are not given have none."""
+    """Raise ValueError if a figure is out of its range. Figures that are not given are not checked."""
     for key, (least, most, unit, example) in ranges.items():
         value = getattr(entry, key)
         if value and not least <= value <= most:

@@ -1,6 +1,6 @@
-"""Steady state of a run in closed form, in seconds: what ``plan`` judges a thousand candidates by.
+"""Steady state of a run in closed form, in seconds: ``plan`` screens candidates with it.
 
-Theory of operation. ``screen`` answers from means and from the survivor function of the answer lengths; nothing is
+Theory of operation. ``screen`` uses means and the survivor function of the answer lengths; nothing is
 drawn and nothing is queued. It sees the same hardware numbers as the simulator, which then checks the best of what
 it finds. Let b be the sequences an engine decodes together, p the prompt, m, cv and s(l) the mean, the coefficient
 of variation and the share with at least l tokens of the answers, T(b, C) a decode step with C tokens of context.
@@ -180,7 +180,7 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
     number = steps * config.scheduler.train_batch_size
     carried = 0.0
     if config.scheduler.schedule.carries_over:
-        # Slots stay full, and what is in them is computed again after the RL step.
+        # Slots stay full, and their KV caches are computed again after the RL step.
         phase_s = engines.batch_s(number, engines.slots) + engines.slots * _prefill_s(hardware.prefill, answers.context)
         wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s
         carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
