@@ -31,6 +31,17 @@ def cost_of(decode, *, slots=256, tensor_parallel=1):
     return decode_cost(decode, tensor_parallel=tensor_parallel, num_slots=slots)
 
 
+def test_a_step_in_ticks_is_that_of_the_engine_and_its_context():
+    """Affine: 7.05 ms + 64 * 10.65 us, 22.82 ns per token. Roofline on two: 2 GB / 2 TB/s + 1 ms, 1000 B / 2 TB/s."""
+    affine = cost_of({"kind": "affine", "step_s": 7.05e-3, "sequence_s": 1.065e-5, "context_token_s": 2.282e-8})
+    assert (affine.batch_ticks[64], affine.context_ticks) == (7_731_600_000, 22_820)
+    rates = {"peak_flops": 1e15, "bandwidth": 1e12, "weight_efficiency": 1.0, "kv_efficiency": 1.0}
+    sizes = {"parameters_read": 1e9, "parameters_active": 1e9, "bytes_per_parameter": 2.0, "kv_bytes_per_token": 1000.0}
+    overheads = {"step_overhead_s": 1e-3, "sequence_overhead_s": 0.0}
+    roofline = cost_of({"kind": "roofline", **rates, **sizes, **overheads}, tensor_parallel=2)
+    assert (roofline.batch_ticks[1], roofline.context_ticks) == (2000 * MICROSECOND, 500)
+
+
 @pytest.mark.parametrize("slots", [1, 7])
 def test_there_is_a_cost_for_every_number_of_sequences_up_to_the_slots(slots):
     cost = cost_of({"kind": "affine", "step_s": 1e-9, "sequence_s": 1e-12}, slots=slots)
