@@ -1,4 +1,4 @@
-"""The packed books of finished rollouts against a dictionary of plain values."""
+"""The packed numbers of finished rollouts against a dictionary of plain values."""
 
 from __future__ import annotations
 

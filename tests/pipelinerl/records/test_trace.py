@@ -1,23 +1,20 @@
-"""Traces: what is written is read back, broken ones are told in one line, and replay finds what was changed."""
+"""Traces: what is written is read back, and the line for a broken one."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import signal
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import lines_of, recorded, rewritten, run
 
-from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
-from pipelinerl.errors import RunFailedError, TraceError
-from pipelinerl.records.trace import FORMAT_VERSION, Record, ReplayResult, Trace, TraceWriter, replay
+from pipelinerl.errors import TraceError
+from pipelinerl.records.trace import FORMAT_VERSION, Record, Trace, TraceWriter
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -41,21 +38,6 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-from sim.run import simulate
-
-TABLES: dict[str, Any] = {
-    "seed": 3,
-    "optimizer_steps": 5,
-    "cluster": {"accelerators": 4, "generation_accelerators": 2},
-    "scheduler": {"train_batch_size": 4, "generation_batch_size": 6},
-    "workload": {"group_size": 2, "prompt_tokens": 10, "length": {"kind": "uniform", "max": 50}},
-    "hardware": {
-        "decode": {"kind": "affine", "step_s": 0.01},
-        "training": {"token_s": 1e-3},
-        "weights": {"publish_s": 0.01, "transfer_s": 0.02, "pause_s": 0.01},
-        "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.05},
-    },
-}
 
 EXAMPLES: list[tuple[Event | Command, str]] = [
     (
@@ -93,32 +75,11 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
 """Every event and command, and how a trace writes it."""
 
 
-@pytest.fixture(autouse=True)
-def heeds_ctrl_c() -> Iterator[None]:
-    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def run(*overrides: str) -> RunConfig:
-    return parse_run(with_overrides(TABLES, overrides))
-
-
 def write(path: Path, *contents: Event | Command) -> Path:
     """Write a trace of these, one second apart."""
     with TraceWriter(path, run()) as trace:
         for time_s, one in enumerate(contents):
             (trace.event if isinstance(one, get_args(Event)) else trace.command)(float(time_s), one)
-    return path
-
-
-def lines_of(path: Path) -> list[str]:
-    return gzip.decompress(path.read_bytes()).decode().splitlines()
-
-
-def rewritten(path: Path, lines: list[str]) -> Path:
-    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), compresslevel=1))
     return path
 
 
@@ -128,20 +89,11 @@ def record(line: int, one: Event | Command) -> Record:
     return Record(line, line - 2.0, None, one)
 
 
-def recorded(path: Path, *overrides: str, on_step: Callable[[Any], None] | None = None) -> Path:
-    """Simulate with a trace and return its path."""
-    simulate(run(*overrides), out=path, trace=True, on_step=on_step)
-    return path / "trace.jsonl.gz"
-
-
 def fault(path: Path) -> str:
     """Return the line that reading the whole trace ends with."""
     with pytest.raises(TraceError) as caught:
         list(Trace(path).records())
     return str(caught.value)
-
-
-# -------------------------------------------------------------------------------- writing and reading
 
 
 def test_a_trace_is_the_configuration_then_a_line_per_event_and_command(tmp_path: Path) -> None:
@@ -175,14 +127,24 @@ def test_what_is_read_has_its_own_types_again(tmp_path: Path) -> None:
 
 
 whole = st.integers(0, 2**60)
+
+
 seconds = st.floats(0, 1e12)
+
+
 versions = st.lists(whole, unique=True, max_size=5).map(sorted)
+
+
 spans = versions.flatmap(
     lambda some: st.lists(whole.map(lambda one: one + 1), unique=True, min_size=len(some), max_size=len(some)).map(
         lambda ends: VersionSpans(tuple(some), tuple(sorted(ends)))
     )
 )
+
+
 ids = st.lists(whole, max_size=9).map(tuple)
+
+
 contents = st.one_of(
     st.builds(RolloutFinished, whole, whole, spans, st.none() | st.floats(-1e9, 1e9)),
     st.builds(RolloutScored, whole, st.floats(-1e9, 1e9)),
@@ -220,9 +182,6 @@ def test_the_same_run_gives_the_same_bytes_whenever_and_wherever(
     assert first[3:8] == bytes(5)  # gzip header (RFC 1952): no file name flag, no modification time
 
 
-# ------------------------------------------------------------------------------------- broken traces
-
-
 def test_a_missing_trace_is_one_line(tmp_path: Path) -> None:
     assert fault(tmp_path / "no.gz") == f"cannot read trace {tmp_path}/no.gz: No such file or directory"
     assert fault(tmp_path) == f"cannot read trace {tmp_path}: Is a directory"
@@ -257,7 +216,7 @@ def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str)
 @pytest.mark.parametrize(
     ("config", "message"), [("[]", "the root must be a table, got []"), ("{}", "optimizer_steps is missing")]
 )
-def test_of_a_broken_configuration_the_first_fault_is_told(tmp_path: Path, config: str, message: str) -> None:
+def test_of_a_broken_configuration_the_first_fault_is_reported(tmp_path: Path, config: str, message: str) -> None:
     line = f'{{"format": "pipelinerl-trace", "format_version": 3, "config": {config}}}'
     path = rewritten(tmp_path / "trace", [line])
     assert fault(path) == f"{path}, line 1: {message}"
@@ -302,7 +261,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "reason"), BROKEN, ids=[reason[8:40] for _, reason in BROKEN])
-def test_a_broken_line_is_told_with_its_number_after_the_lines_before_it(
+def test_a_broken_line_is_reported_with_its_number_after_the_lines_before_it(
     tmp_path: Path, text: str, reason: str
 ) -> None:
     path = write(tmp_path / "trace", RolloutFailed(1), RolloutFailed(2), RolloutFailed(3))
@@ -347,241 +306,3 @@ def test_a_flipped_byte_is_one_line(tmp_path: Path) -> None:
         line = fault(path)
         assert str(path) in line
         assert "\n" not in line
-
-
-# ----------------------------------------------------------------------------------------- replay
-
-CASES = [
-    (),
-    ("seed=8", "optimizer_steps=12"),
-    ("scheduler.max_lag=1",),
-    ("scheduler.max_lag=0", "scheduler.micro_batch_size=2"),
-    ("scheduler.max_lag=1", "scheduler.on_stale=drop"),
-    ("scheduler.max_lag=1", "scheduler.on_stale=requeue", "scheduler.weight_update=abort"),
-    ("scheduler.weight_update=abort",),
-    ("scheduler.weight_update=recompute", "hardware.kv_cache_tokens=100"),
-    ("scheduler.weight_update=wait",),
-    ("scheduler.on_full=drop_oldest", "scheduler.ready_queue_size=4"),
-    ("scheduler.filter_no_signal=true",),
-    ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=3"),
-    ("scheduler.kind=conventional", "scheduler.filter_no_signal=true", "scheduler.micro_batch_size=2"),
-]
-
-
-@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
-def test_a_run_replays_to_the_same_commands(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    trace = Trace(recorded(tmp_path, *overrides))
-    records = list(trace.records())
-    num_commands = sum(one.command is not None for one in records)
-    assert num_commands > 20
-    assert replay(trace) == ReplayResult(len(records) - num_commands, num_commands, None)
-
-
-def test_a_stalled_run_replays_to_the_same_commands(tmp_path: Path) -> None:
-    overrides = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
-    with pytest.raises(RunFailedError, match=r"stalled: more than scheduler\.discard_limit = 20 rollouts"):
-        recorded(tmp_path, *overrides)
-    trace = Trace(tmp_path / "trace.jsonl.gz")
-    assert Stop(StopReason.STALLED) in [one.command for one in trace.records()]
-    assert replay(trace).difference is None
-
-
-@pytest.mark.parametrize("overrides", [case for case in CASES if "scheduler.max_lag=1" not in case], ids=" ".join)
-@pytest.mark.parametrize("step", [1, 4])
-def test_an_interrupted_run_replays_up_to_where_it_was_interrupted(
-    tmp_path: Path, overrides: tuple[str, ...], step: int
-) -> None:
-    def interrupt(row: Any) -> None:
-        if row.step == step:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(RunFailedError, match="interrupted; what was finished is kept"):
-        recorded(tmp_path, *overrides, on_step=interrupt)
-    trace = Trace(tmp_path / "trace.jsonl.gz")
-    records = list(trace.records())
-    assert not any(isinstance(one.command, Stop) for one in records)
-    idle = "scheduler.max_lag=0" in overrides or "scheduler.kind=conventional" in overrides
-    assert isinstance(records[-1].event, RolloutAborted) is not idle  # what was in progress, if anything was
-    result = replay(trace)
-    assert result.difference is None
-    assert result.num_commands == sum(one.command is not None for one in records)
-
-
-def test_a_run_interrupted_with_one_rollout_in_progress_replays(tmp_path: Path) -> None:
-    """The abort of that one is the last line; what the scheduler answers to it was never asked."""
-    path = one_rollout(tmp_path, StopReason.DONE)[0]
-    lines = lines_of(path)
-    aborted = '{"t":0.5,"event":"RolloutAborted","rollout_id":0,"engine":0,"spans":[]}'
-    assert replay(Trace(rewritten(path, [*lines[:2], aborted]))) == ReplayResult(1, 1, None)
-
-
-def one_rollout(folder: Path, reason: StopReason) -> tuple[Path, list[str]]:
-    """Write the trace of one optimizer step with one rollout, and return it with its lines."""
-    config = run(
-        "optimizer_steps=1",
-        "workload.group_size=1",
-        "scheduler={train_batch_size=1, generation_batch_size=1, kind='conventional'}",
-        "cluster={accelerators=1}",
-    )
-    path = folder / "one.gz"
-    spans = VersionSpans((0,), (9,))
-    with TraceWriter(path, config) as trace:
-        trace.command(0.0, StartRollout(0, 0, 0, 0))
-        trace.event(1.0, RolloutFinished(0, 0, spans))
-        trace.event(1.0, RolloutScored(0, 1.0))
-        trace.command(1.0, StartTraining((0,), 0, True))
-        trace.event(2.0, TrainingFinished(1, 1.0))
-        trace.command(2.0, Stop(reason))
-    return path, lines_of(path)
-
-
-def test_a_trace_written_by_hand_replays(tmp_path: Path) -> None:
-    path, _ = one_rollout(tmp_path, StopReason.DONE)
-    assert replay(Trace(path)) == ReplayResult(3, 3, None)
-
-
-FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)), reward=None)"
-SCORED = "RolloutScored(rollout_id=0, reward=1.0)"
-TRAINED = "TrainingFinished(version=1, train_s=1.0)"
-START = "StartRollout(rollout_id=0, prompt_id=0, engine=0, kept_tokens=0)"
-TRAIN = "StartTraining(rollout_ids=(0,), version=0, completes_step=True)"
-STOP = "Stop(reason=<StopReason.DONE: 'done'>)"
-
-TAMPERINGS: list[tuple[str, Callable[[list[str]], list[str]], ReplayResult]] = [
-    (
-        "another first command",
-        lambda lines: [lines[0], lines[1].replace('"prompt_id":0', '"prompt_id":5'), *lines[2:]],
-        ReplayResult(
-            0, 0, f"line 2, after start(): recorded {START.replace('prompt_id=0', 'prompt_id=5')}, now {START}"
-        ),
-    ),
-    (
-        "another command",
-        lambda lines: [*lines[:4], lines[4].replace("true", "false"), *lines[5:]],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded {TRAIN.replace('True', 'False')}, now {TRAIN}"),
-    ),
-    (
-        "another reason",
-        lambda lines: [*lines[:6], lines[6].replace("done", "stalled")],
-        ReplayResult(
-            3, 2, f"line 7, after {TRAINED}: recorded Stop(reason=<StopReason.STALLED: 'stalled'>), now {STOP}"
-        ),
-    ),
-    (
-        "a command too many",
-        lambda lines: [*lines[:2], lines[1], *lines[2:]],
-        ReplayResult(0, 1, f"line 3, after start(): recorded {START}, now nothing more"),
-    ),
-    (
-        "a command missing",
-        lambda lines: [*lines[:4], *lines[5:]],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
-    ),
-    (
-        "the first command missing",
-        lambda lines: [lines[0], *lines[2:]],
-        ReplayResult(0, 0, f"line 2, after start(): recorded nothing more, now {START}"),
-    ),
-    (
-        "the last command missing",
-        lambda lines: lines[:6],
-        ReplayResult(3, 2, f"end of trace, after {TRAINED}: recorded nothing more, now {STOP}"),
-    ),
-    (
-        "nothing but the header",
-        lambda lines: lines[:1],
-        ReplayResult(0, 0, f"end of trace, after start(): recorded nothing more, now {START}"),
-    ),
-    (
-        "an event missing",
-        lambda lines: [*lines[:3], *lines[4:]],
-        ReplayResult(1, 1, f"line 4, after {FINISHED}: recorded {TRAIN}, now nothing more"),
-    ),
-    (
-        "an impossible event",
-        lambda lines: [*lines[:2], lines[2].replace('"engine":0', '"engine":1'), *lines[3:]],
-        ReplayResult(1, 1, "line 3: the scheduler cannot handle the end of rollout 0 on engine 1: it is not there"),
-    ),
-    (
-        "a made-up abort in place of an answer",
-        lambda lines: [*lines[:4], lines[2].replace("Finished", "Aborted")],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("tamper", "result"), [case[1:] for case in TAMPERINGS], ids=[case[0] for case in TAMPERINGS])
-def test_replay_names_the_first_difference_and_its_line(
-    tmp_path: Path, tamper: Callable[[list[str]], list[str]], result: ReplayResult
-) -> None:
-    path, lines = one_rollout(tmp_path, StopReason.DONE)
-    changed = tamper(lines)
-    assert changed != lines
-    assert replay(Trace(rewritten(path, changed))) == result
-
-
-def test_what_happens_after_the_stop_has_no_answer(tmp_path: Path) -> None:
-    path, lines = one_rollout(tmp_path, StopReason.DONE)
-    rewritten(path, [*lines, '{"t":2.0,"event":"RolloutFailed","rollout_id":5,"engine":0}'])
-    assert replay(Trace(path)) == ReplayResult(4, 3, None)
-
-
-@cache
-def simulated_lines(folder: Path) -> tuple[str, ...]:
-    overrides = ("scheduler.max_lag=1", "scheduler.on_stale=requeue", "scheduler.weight_update=abort")
-    overrides += ("optimizer_steps=3",)
-    return tuple(lines_of(recorded(folder / "to_tamper_with", *overrides)))
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_a_command_that_is_missing_or_changed_anywhere_is_noticed_there(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    lines = list(simulated_lines(folder))
-    commands = [number for number, line in enumerate(lines) if '"command"' in line]
-    number = data.draw(st.sampled_from(commands))
-    if data.draw(st.booleans()):
-        del lines[number]
-    else:
-        one = json.loads(lines[number])
-        changes = {"rollout_id": 10**6, "rollout_ids": [], "version": 99, "reason": "stalled"}
-        key = next(key for key in changes if key in one)
-        lines[number] = json.dumps(one | {key: changes[key] if one["command"] != "DiscardRollouts" else [0, 0]})
-    result = replay(Trace(rewritten(folder / "tampered.gz", lines)))
-    assert result.difference is not None
-    assert result.num_commands == commands.index(number)
-    assert result.difference.startswith(f"line {number + 1}, after " if number < len(lines) else "end of trace, after ")
-
-
-JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(-5, 10**30), st.floats(), st.text(max_size=3), st.lists(st.integers())
-)
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_no_line_however_wrong_makes_replay_crash(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp()
-    lines = list(simulated_lines(folder))
-    number = data.draw(st.integers(1, len(lines) - 1))
-    one = json.loads(lines[number])
-    one[data.draw(st.sampled_from(sorted(one)))] = data.draw(JUNK)
-    lines[number] = json.dumps(one)
-    if data.draw(st.booleans()):
-        other = data.draw(st.integers(1, len(lines) - 1))
-        lines[number], lines[other] = lines[other], lines[number]
-    rewritten(folder / "tampered.gz", lines)
-    found = outcome(folder / "tampered.gz")
-    assert found is None or "line " in found or found.startswith("end of trace")
-
-
-def outcome(path: Path) -> str | None:
-    """Return what is wrong with a trace: broken or different."""
-    try:
-        return replay(Trace(path)).difference
-    except TraceError as error:
-        return str(error)

@@ -1,0 +1,45 @@
+"""Traces of small simulated runs, their lines, and changed ones."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
+from sim.run import simulate
+
+TABLES: dict[str, Any] = {
+    "seed": 3,
+    "optimizer_steps": 5,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 4, "generation_batch_size": 6},
+    "workload": {"group_size": 2, "prompt_tokens": 10, "length": {"kind": "uniform", "max": 50}},
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 0.01},
+        "training": {"token_s": 1e-3},
+        "weights": {"publish_s": 0.01, "transfer_s": 0.02, "pause_s": 0.01},
+        "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.05},
+    },
+}
+
+
+def run(*overrides: str) -> RunConfig:
+    return parse_run(with_overrides(TABLES, overrides))
+
+
+def lines_of(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode().splitlines()
+
+
+def rewritten(path: Path, lines: list[str]) -> Path:
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), compresslevel=1))
+    return path
+
+
+def recorded(path: Path, *overrides: str, on_step: Callable[[Any], None] | None = None) -> Path:
+    """Simulate with a trace and return its path."""
+    simulate(run(*overrides), out=path, trace=True, on_step=on_step)
+    return path / "trace.jsonl.gz"
