@@ -7,8 +7,10 @@ request joins or leaves, b is constant and C grows by b per step, so n steps las
 
 in whole ticks, exactly as long as n single steps (``step_by_step.py`` makes them one by one, to prove it).
 
-The state is that at a *boundary* between two steps. ``join_ahead`` goes to a boundary that is still to come, and
+The state is that at a *boundary* between two steps. ``join`` can go to a boundary that is still to come, and
 ``undo_join`` restores the state before.
+
+Every rollout costs a few of these calls, most of the time of a simulation: hence the local variables.
 """
 
 from __future__ import annotations
@@ -63,15 +65,31 @@ class DecodeBatch:
 
     # ---------------------------------------------------------------------------------------- requests
 
-    def join(self, request: Request, prefill_ticks: int) -> None:
-        """Add a request, and charge its prefill to the next step."""
-        request.start_step = self.step
-        self.requests[request.rollout_id] = request
-        self.context_tokens += request.tokens_to_prefill
-        self.prefill_ticks += prefill_ticks
-        step = self.step + request.num_left
-        place = bisect_right(self._finish_steps, step)
-        self._finish_steps.insert(place, step)
+    def join(self, request: Request, prefill_ticks: int, steps: int = 0, tick: int = 0) -> None:
+        """Add a request at this boundary, or after steps none of which ends a request.
+
+        Args:
+            request: The request.
+            prefill_ticks: Its prefill, charged to the next step.
+            steps: Decode steps, fewer than to ``next_change()``. 0: at this boundary.
+            tick: Of the boundary after the steps.
+        """
+        requests = self.requests
+        step, context_tokens = self.step, self.context_tokens
+        if steps:
+            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks)
+            self.tick = tick
+            self.step = step = step + steps
+            context_tokens += steps * len(requests)
+            self.prefill_ticks = prefill_ticks
+        else:
+            self.prefill_ticks += prefill_ticks
+        self.context_tokens = context_tokens + request.tokens_to_prefill
+        request.start_step = step
+        requests[request.rollout_id] = request
+        finish_step, finish_steps = step + request.num_left, self._finish_steps
+        place = bisect_right(finish_steps, finish_step)
+        finish_steps.insert(place, finish_step)
         self._finishing.insert(place, request)
 
     def leave(self, request: Request) -> None:
@@ -97,24 +115,8 @@ class DecodeBatch:
         used = self.context_tokens + after_steps * size + request.tokens_to_prefill
         return used + size + 1 <= self.capacity and size < self._num_slots
 
-    def join_ahead(self, request: Request, steps: int, tick: int, prefill_ticks: int) -> None:
-        """Make steps, none of which ends a request, and add a request at the boundary after them.
-
-        Args:
-            request: The request.
-            steps: Decode steps, fewer than ``steps_to_change()``.
-            tick: Of the boundary.
-            prefill_ticks: Prefill of the request.
-        """
-        self._before_join = (self.tick, self.step, self.context_tokens, self.prefill_ticks)
-        self.tick = tick
-        self.step += steps
-        self.context_tokens += steps * len(self.requests)
-        self.prefill_ticks = 0
-        self.join(request, prefill_ticks)
-
     def undo_join(self) -> None:
-        """Restore the state before the last call, which must have been ``join_ahead``."""
+        """Restore the state before the last call, which must have been a ``join`` after steps."""
         self.leave(next(reversed(self.requests.values())))
         self.tick, self.step, self.context_tokens, self.prefill_ticks = self._before_join
 
@@ -122,55 +124,53 @@ class DecodeBatch:
 
     def advance(self, steps: int, tick: int) -> list[Request]:
         """Make decode steps, the last of which ends at ``tick``; remove and return the requests that finish then."""
+        requests, finish_steps = self.requests, self._finish_steps
         self.tick = tick
         self.step = step = self.step + steps
-        self.context_tokens += steps * len(self.requests)
         self.prefill_ticks = 0
-        finished, finish_steps = [], self._finish_steps
+        context_tokens = self.context_tokens + steps * len(requests)
+        finished = []
         while finish_steps and finish_steps[0] == step:
             del finish_steps[0]
             request = self._finishing.pop(0)
-            del self.requests[request.rollout_id]
-            self.context_tokens -= request.prompt_tokens + request.length
+            del requests[request.rollout_id]
+            context_tokens -= request.prompt_tokens + request.length
             finished.append(request)
+        self.context_tokens = context_tokens
         return finished
 
-    def steps_to_change(self) -> int:
-        """Return the steps to the first boundary at which a request finishes or the next step would not fit."""
-        steps, context, size = self._finish_steps[0] - self.step, self.context_tokens, len(self.requests)
-        if context + steps * size > self.capacity:
-            steps = (self.capacity - context) // size
-        return steps
-
     def next_change(self) -> tuple[int, int]:
-        """Return ``steps_to_change()``, and the tick of that boundary."""
+        """Return steps to, and tick of, the first boundary where a request finishes or the next step would not fit."""
         context, size = self.context_tokens, len(self.requests)
         steps = self._finish_steps[0] - self.step
         if context + steps * size > self.capacity:
             steps = (self.capacity - context) // size
-        first = self._batch_ticks[size] + self._context_ticks * context
-        return steps, self.tick + self.prefill_ticks + _steps_ticks(steps, first, self._context_ticks * size)
+        read = steps * context + size * (steps * (steps - 1) // 2)  # tokens of context, over all steps
+        ticks = steps * self._batch_ticks[size] + self._context_ticks * read
+        return steps, self.tick + self.prefill_ticks + ticks
 
-    def first_boundary_after(self, tick: int) -> tuple[int, int]:
-        """Return the steps to the first boundary after a tick, and the tick of that boundary; O(1)."""
-        size, start = len(self.requests), self.tick + self.prefill_ticks
-        first = self._batch_ticks[size] + self._context_ticks * self.context_tokens
+    def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
+        """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later; O(1)."""
+        context, size = self.context_tokens, len(self.requests)
+        first, growth = self._batch_ticks[size] + self._context_ticks * context, self._context_ticks * size
+        start = self.tick + self.prefill_ticks
         rest = tick - start
-        if first > rest:
-            return 1, start + first
-        growth = self._context_ticks * size
-        two = 2 * first + growth
-        if two > rest:  # mostly it is one of these two
-            return 2, start + two
-        # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
-        # is a step off at most, which the two loops put right in whole numbers.
-        linear = first - growth / 2
-        steps = 1 + int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
-        while _steps_ticks(steps - 1, first, growth) > rest:
-            steps -= 1
-        while (ticks := _steps_ticks(steps, first, growth)) <= rest:
-            steps += 1
-        return steps, start + ticks
+        if first > rest:  # mostly it is one of the next two
+            steps, ticks = 1, first
+        elif 2 * first + growth > rest:
+            steps, ticks = 2, 2 * first + growth
+        else:
+            # Root of growth/2 n^2 + linear n = rest, in the form that is stable for small growth; a float
+            # is a step off at most, which the two loops put right in whole numbers.
+            linear = first - growth / 2
+            steps = 1 + int(2 * rest / (linear + math.sqrt(linear * linear + 2 * growth * rest)))
+            while _steps_ticks(steps - 1, first, growth) > rest:
+                steps -= 1
+            while (ticks := _steps_ticks(steps, first, growth)) <= rest:
+                steps += 1
+        # Strictly before the next finish, and a step after it fits.
+        before = steps < self._finish_steps[0] - self.step and context + (steps + 1) * size <= self.capacity
+        return steps, start + ticks, before
 
 
 def _steps_ticks(steps: int, first: int, growth: int) -> int:

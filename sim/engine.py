@@ -22,7 +22,7 @@ engine, a suspended one then takes calls up at once.
 
 The engine sleeps until the first boundary at which a request finishes, the cache would overflow, or a call is to be
 taken up. One such boundary needs no wake-up of its own, because nobody outside sees it: a single request joins the
-batch. The batch goes through it ahead of time (``join_ahead``); a call from outside before its tick undoes it. So a
+batch. The batch goes through it ahead of time (``join``); a call from outside before its tick undoes it. So a
 rollout costs one wake-up and O(log H), whatever its length.
 
 A call that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes calls
@@ -320,8 +320,8 @@ class ClosedFormEngine:
         batch, arrivals = self._batch, self._arrivals
         call_at = self._next_call() if self._called else arrivals[0][0] if arrivals else None
         if call_at is not None:
-            to_call, at = batch.first_boundary_after(call_at)
-            if to_call < batch.steps_to_change():
+            to_call, at, before_change = batch.first_boundary_after(call_at)
+            if before_change:
                 if (
                     self._called
                     or self._waiting
@@ -335,7 +335,7 @@ class ClosedFormEngine:
                 if self._tokens is not None:
                     self._tokens.begin(request, self.version)
                 request.first_update = len(self._versions)
-                batch.join_ahead(request, to_call, at, self._prefill.ticks(request.tokens_to_prefill))
+                batch.join(request, self._prefill.ticks(request.tokens_to_prefill), to_call, at)
         self._wake_steps, at = batch.next_change()
         return at
 

@@ -31,7 +31,6 @@ def state(batch):
 def test_the_next_change_is_the_first_finish():
     """Contexts 4, 6, 8 in steps of 12 + C ticks: 16 + 18 + 20, and 3 ticks of prefill for each request."""
     batch = batch_of((1, 5), (3, 3), prefill_ticks=3)
-    assert batch.steps_to_change() == 3
     assert batch.next_change() == (3, 6 + 16 + 18 + 20)
 
 
@@ -48,7 +47,7 @@ def test_requests_that_finish_leave_with_their_tokens():
 def test_the_next_change_is_where_the_cache_would_overflow(capacity, steps):
     """4 tokens and 2 more per step; requests of 5 tokens."""
     batch = batch_of((1, 5), (3, 5), capacity=capacity)
-    assert batch.steps_to_change() == batch.next_change()[0] == steps
+    assert batch.next_change()[0] == steps
 
 
 def test_what_leaves_unfinished_takes_its_cache_with_it():
@@ -57,7 +56,7 @@ def test_what_leaves_unfinished_takes_its_cache_with_it():
     first = batch.requests[0]
     assert batch.cached_tokens(first) == 3
     batch.leave(first)
-    assert (batch.context_tokens, list(batch.requests), batch.steps_to_change()) == (5, [1], 7)
+    assert (batch.context_tokens, list(batch.requests), batch.next_change()[0]) == (5, [1], 7)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,7 @@ def test_new_lengths_change_who_finishes_first():
     for request, length in zip(batch.requests.values(), (9, 4), strict=True):
         request.finish_at(length)
     batch.lengths_changed()
-    assert batch.steps_to_change() == 3
+    assert batch.next_change()[0] == 3
     assert [request.rollout_id for request in batch.advance(3, 90)] == [1]
 
 
@@ -90,9 +89,9 @@ sizes = st.lists(st.tuples(st.integers(0, 9), st.integers(3, 40)), min_size=1, m
 def test_a_join_ahead_is_steps_and_a_join_and_can_be_undone(requests, joining, steps):
     ahead, by_hand = batch_of(*requests, prefill_ticks=7), batch_of(*requests, prefill_ticks=7)
     before = state(ahead)
-    _, tick = ahead.first_boundary_after(0)
+    _, tick, _ = ahead.first_boundary_after(0)
     for _ in range(2):  # the same again after it was undone
-        ahead.join_ahead(Request(9, *joining), steps, tick, 5)
+        ahead.join(Request(9, *joining), 5, steps, tick)
         after = state(ahead)
         ahead.undo_join()
         assert state(ahead) == before
@@ -117,7 +116,7 @@ def test_the_first_boundary_after_a_tick_is_found_without_making_the_steps(
     batch = DecodeBatch(cost, None)
     for rollout_id, (prompt_tokens, length) in enumerate(requests):
         batch.join(Request(rollout_id, prompt_tokens, 100 * length), prefill_ticks)
-    num_steps = batch.steps_to_change()
+    num_steps = batch.next_change()[0]
     ends, context = [prefill_ticks * len(requests)], sum(prompt_tokens for prompt_tokens, _ in requests)
     for _ in range(num_steps):
         ends.append(ends[-1] + unit + context_ticks * context)
@@ -125,4 +124,4 @@ def test_the_first_boundary_after_a_tick_is_found_without_making_the_steps(
     assert batch.next_change() == (num_steps, ends[-1])
     for tick in (int(share * (ends[-1] - 1)), ends[int(share * (num_steps - 1))]):
         steps = next(number for number, end in enumerate(ends) if number and end > tick)
-        assert batch.first_boundary_after(tick) == (steps, ends[steps])
+        assert batch.first_boundary_after(tick) == (steps, ends[steps], steps < num_steps)
