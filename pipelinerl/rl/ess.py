@@ -305,7 +305,7 @@ def _ess(name: str, log_weight_N: NDArray[np.float64]) -> float:
 def _k3_sum(log_ratio_N: NDArray[np.float64]) -> float:
     with np.errstate(over="ignore"):
         k3_N = np.expm1(log_ratio_N) - log_ratio_N
-    return float(np.maximum(k3_N, 0.0).sum())  # below 0 by rounding only
+        return float(np.maximum(k3_N, 0.0).sum())  # below 0 by rounding only
 
 
 def _flat(name: str, value_N: ArrayLike) -> NDArray[np.float64]:

@@ -149,6 +149,10 @@ def test_kl_of_small_log_ratios_is_half_their_square() -> None:
     assert kl_estimate([1e-6]) == pytest.approx(0.5e-12, rel=1e-5)
 
 
+def test_kl_beyond_the_largest_float_is_infinite_without_a_warning() -> None:
+    assert kl_estimate([1e3]) == kl_estimate([709.7, 709.7]) == math.inf  # of one token; of a sum of two
+
+
 @given(arrays(np.float64, st.integers(1, 20), elements=st.floats(-1e3, 1e3)))
 def test_kl_is_never_negative(log_ratio: np.ndarray) -> None:
     assert kl_estimate(log_ratio) >= 0
