@@ -10,9 +10,11 @@ imports.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import sys
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -131,6 +133,19 @@ def run_file_table(table: str | None) -> list[str]:
     return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
 
 
+def meanings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the text under each field of a model, those of its bases included."""
+    texts: dict[str, str] = {}
+    for cls in reversed([base for base in model.__mro__ if base.__module__.startswith("pipelinerl.")]):
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    texts[name] = " ".join(words.replace("``", "`").split())
+    return texts
+
+
 def report_rows(
     models: tuple[type[BaseModel], ...], shown: dict[type[BaseModel], str] | None = None, prefix: str = ""
 ) -> list[str]:
@@ -139,14 +154,13 @@ def report_rows(
     rows: list[str] = []
     for model in models:
         known = next((base for base in model.__mro__ if base in shown), None)
-        inherited = known.model_fields if known is not None else {}
+        inherited, texts = known.model_fields if known is not None else {}, meanings(model)
         for base in model.__mro__[: model.__mro__.index(Report)] if issubclass(model, Report) else ():
             shown.setdefault(base, prefix.removesuffix(".").removesuffix("[]").removesuffix(".*"))
         for name, field in model.model_fields.items():
             if name in inherited:
                 continue
-            inner, key = models_in(field.annotation), f"{prefix}{name}"
-            meaning = " ".join((field.description or "").replace("``", "`").split())
+            inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts[name]
             known = next((base for base in inner[0].__mro__ if base in shown), None) if inner else None
             if known is not None:
                 more = ", and:" if len(inner[0].model_fields) > len(known.model_fields) else "."
