@@ -16,7 +16,6 @@ standard input closes: none outlives the process that started it, however that e
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import os
@@ -27,7 +26,6 @@ import threading
 import weakref
 from collections.abc import Iterable
 from multiprocessing.connection import wait
-from typing import Any
 
 VERIFY_LIMIT_S = 10.0
 """Longest verification of one answer (s)."""
@@ -191,26 +189,27 @@ def _serve() -> None:
     logging.disable()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # nobody else writes to the pipe
-    math_verify = importlib.import_module("math_verify")
     for line in sys.stdin.buffer:
         expected, answer, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s + 1)
         reply: dict[str, bool | str | None]
         try:
-            reply = {"verdict": _verdict(math_verify, expected, answer, step_s=max(1, int(limit_s / 3)))}
+            reply = {"verdict": _verdict(expected, answer, step_s=max(1, int(limit_s / 3)))}
         except Exception as error:  # the caller's to raise
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply).encode() + b"\n")
 
 
-def _verdict(math_verify: Any, expected: str, answer: str, *, step_s: int) -> bool | None:
+def _verdict(expected: str, answer: str, *, step_s: int) -> bool | None:
     """Return whether an answer equals the expected one; None if that cannot be read."""
-    gold = math_verify.parse(expected, parsing_timeout=step_s)
+    from math_verify import parse, verify  # only child processes load it, at their first answer
+
+    gold = parse(expected, parsing_timeout=step_s)
     if not gold:
         return None
-    found = math_verify.parse(answer, parsing_timeout=step_s)
-    return bool(math_verify.verify(gold, found, timeout_seconds=step_s))
+    found = parse(answer, parsing_timeout=step_s)
+    return bool(verify(gold, found, timeout_seconds=step_s))
 
 
 if __name__ == "__main__":

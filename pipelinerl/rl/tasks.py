@@ -9,7 +9,6 @@ to ask the same questions. Past the last training problem the list starts again,
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -127,10 +126,10 @@ class Arithmetic:
 class Math:
     """Questions and answers from a file; an answer is right if math-verify finds it equal to the expected one.
 
-    math-verify runs in up to ``mathtask.MAX_PROCESSES`` child processes, which end with the task. An answer that it
-    cannot verify within ``mathtask.VERIFY_LIMIT_S`` seconds, such as ``9^{9^{9^{9}}}``, is not right: its process is
-    killed, other answers are not touched. Measured on two slow shared cores: 0.4 to 3 ms a reward for numbers and
-    fractions, 0.6 s for the first one of each process.
+    math-verify runs in child processes, which end with the task; ``pipelinerl.rl.math_verifier`` has their limits.
+    An answer that takes longer, such as ``9^{9^{9^{9}}}``, is wrong: its process is killed, and no other answer is
+    lost. Measured on two slow shared cores: 0.4 to 3 ms a reward for numbers and fractions, 0.6 s for the first
+    one of each process.
     """
 
     def __init__(
@@ -169,7 +168,10 @@ class Math:
             raise ConfigError(f"train.task.settings.template must contain {{problem}}, got {template!r}")
         if not 0 <= held_out_share < 1:
             raise ConfigError(f"train.task.settings.held_out_share must be in [0, 1), got {held_out_share!r}")
-        _import_or_explain("math_verify", setting="name", value="math")
+        try:
+            import math_verify  # noqa: F401 - the child processes use it
+        except ImportError as error:
+            raise _not_installed("math-verify", setting="name", value="math") from error
         self._verifiers = Verifiers()
 
         def problems(setting: str, where: str, part: str) -> list[Problem]:
@@ -349,7 +351,10 @@ def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[st
 
 def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
     """Return the rows of one split of anything that ``datasets`` reads."""
-    datasets = _import_or_explain("datasets", setting=key.removeprefix("train.task."), value=path)
+    try:
+        import datasets
+    except ImportError as error:
+        raise _not_installed("datasets", setting=key.removeprefix("train.task."), value=path) from error
     folder = Path(path)
     try:
         if (folder / "dataset_dict.json").exists():
@@ -373,10 +378,6 @@ def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> t
     return question, str(answer)
 
 
-def _import_or_explain(module: str, *, setting: str, value: str) -> Any:
-    """Return an optional package, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        needs = f"needs {module.replace('_', '-')}: {INSTALL_MATH}"
-        raise ConfigError(f"train.task.{setting}={value!r} {needs}") from error
+def _not_installed(package: str, *, setting: str, value: str) -> ConfigError:
+    """Return the error of a setting that needs an optional package."""
+    return ConfigError(f"train.task.{setting}={value!r} needs {package}: {INSTALL_MATH}")

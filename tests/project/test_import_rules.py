@@ -34,7 +34,9 @@ MAY_IMPORT = {
         "rich",
         "tomli_w",
         "pandas",
-    },  # pandas inside a function
+        "datasets",
+        "math_verify",
+    },  # the last three inside functions
     "sim": {"numpy", "simpy", "ray", "pydantic"},  # Ray inside a function, for who has a cluster
     "backends": {"numpy"} | TRAINING,
     "analysis": {"numpy", "matplotlib", "pydantic"},
