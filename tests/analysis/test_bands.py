@@ -57,23 +57,20 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     assert arms[1].folders == ["as_given/G=2/seed_0", "as_given/G=2/seed_1"]
 
 
-def test_the_band_is_students_95_percent_interval_of_the_mean():
-    """1, 2, 3: mean 2, standard deviation 1; t(2) = 4.30, so 2 +- 4.30 / sqrt(3)."""
-    mean, half = mean_and_band(np.array([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]]))
-    assert mean.tolist() == [2.0, 5.0]
-    assert half == pytest.approx([4.30 / 3**0.5, 0.0])
-
-
-def test_two_seeds_have_their_range():
-    mean, half = mean_and_band(np.array([[1.0, 2.0], [4.0, 2.0]]))
-    assert mean.tolist() == [2.5, 2.0]
-    assert half.tolist() == [1.5, 0.0]
-
-
-def test_one_seed_has_no_band():
-    mean, half = mean_and_band(np.array([[1.0, 2.0]]))
-    assert mean.tolist() == [1.0, 2.0]
-    assert np.isnan(half).all()
+@pytest.mark.parametrize(
+    ("values", "mean", "half"),
+    [
+        ([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]], [2.0, 5.0], [4.30 / 3**0.5, 0.0]),  # standard deviation 1, t(2) = 4.30
+        ([[1.0, 2.0], [4.0, 2.0]], [2.5, 2.0], [1.5, 0.0]),  # two seeds: their range
+        ([[1.0, 2.0]], [1.0, 2.0], [np.nan, np.nan]),  # one has no band
+    ],
+)
+def test_the_band_is_students_95_percent_interval_of_the_mean(
+    values: list[list[float]], mean: list[float], half: list[float]
+) -> None:
+    got = mean_and_band(np.array(values))
+    assert got[0].tolist() == mean
+    assert got[1] == pytest.approx(half, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.slow

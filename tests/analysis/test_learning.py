@@ -75,9 +75,13 @@ def test_a_long_run_is_a_moving_mean_over_each_step(runs: list[Run]) -> None:
     ]
 
 
-def test_a_moving_mean_leaves_out_what_is_unknown() -> None:
-    nan = float("nan")
-    assert_allclose(learning._moving_mean(np.array([1.0, nan, 3.0, nan, nan, nan]), 1), [1, 2, 3, 3, nan, nan])
+def test_a_moving_mean_leaves_out_what_is_unknown(runs: list[Run]) -> None:
+    [run] = with_metrics(runs[:1])
+    ess = run.metrics["ess/token_raw"]
+    ess[[0, 1, 2, 3, 4, 5, 10]] = np.nan
+    _, mean, _ = learning.ess([run]).axes[0].lines
+    expected = [np.nan, np.nan, ess[6], ess[6:8].mean(), np.delete(ess[7:14], 3).mean()]  # 3 steps to each side
+    assert_allclose(mean.get_ydata()[[0, 2, 3, 4, 10]], expected)
 
 
 @pytest.mark.parametrize("draw", [learning.ess, learning.reward])

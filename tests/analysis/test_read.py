@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from analysis.read import read_comparison, read_run, read_runs
 from backends.step_metrics import StepMetrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.ledger import RunLedger
-from pipelinerl.records.steps import COLUMNS, StepRow
+from pipelinerl.records.steps import COLUMNS, StepRow, read_steps
 from pipelinerl.scheduler.events import WeightsPublished
 
 HEADER = ",".join(COLUMNS).encode() + b"\n"
@@ -35,10 +34,8 @@ def _set(data: dict[str, Any], key: str, *value: Any) -> None:
 def test_a_run_folder_is_read_as_it_was_written(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "pipe", num_steps=5))
     written = json.loads((tmp_path / "pipe" / "profile.json").read_text())
-    with (tmp_path / "pipe" / "steps.csv").open() as file:
-        rows = list(csv.DictReader(file))
     assert (run.name, run.method, run.report.samples_trained) == ("pipe", "pipeline", 5 * BATCH)
-    assert run.steps.lag_mean.tolist() == [float(row["lag_mean"]) for row in rows]
+    assert run.steps.lag_mean.tolist() == [row.lag_mean for row in read_steps(tmp_path / "pipe" / "steps.csv")]
     assert run.figure_data.lag_histogram.total == written["lag_histogram"]["total"]
     assert [lag is None for lag in run.figure_data.lag_by_position.lag_mean] == [False] * 31 + [True]
     blocks = written["timeline"]["trainer"]
@@ -66,47 +63,35 @@ def test_a_folder_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "message"),
+    ("file", "change", "says"),
     [
-        ("summary.json", ("lag.max",), "{path}: lag.max is missing"),
-        ("summary.json", ("duration_s", float("nan")), "{path}: duration_s must "),
-        ("profile.json", ("lag_histogram.total", [1, None]), "{path}: lag_histogram.total.1 must "),
+        ("summary.json", None, "cannot read {path}: "),
+        ("summary.json", ("lag.max",), "{path}: lag.max "),
+        ("steps.csv", None, "{path} has no optimizer step yet"),
+        ("steps.csv", HEADER, "{path} has no optimizer step yet"),
+        ("steps.csv", HEADER + b"1,2,3,4,x" + b",6" * 10, "{path}, line 2: wait_s "),
+        ("profile.json", None, "cannot read {path}: "),
+        ("profile.json", ("lag_histogram.total", [1, None]), "{path}: lag_histogram.total.1 "),
         ("profile.json", ("lag_histogram.in_queue", [0, 0]), "{path}: lag_histogram.in_queue must hold a token"),
         ("profile.json", ("lag_by_position.tokens", [1]), "{path}: lag_by_position.tokens must have 32 values, got 1"),
         ("profile.json", ("timeline.trainer", [[0, 1, "resting"]]), "{path}: timeline.trainer.0.2"),
-        ("profile.json", ("timeline.engines", [{"engine": 0}]), "{path}: timeline.engines.0.time_s is missing"),
+        ("profile.json", ("timeline.engines", [{"engine": 0}]), "{path}: timeline.engines.0.time_s "),
     ],
 )
-def test_a_wrong_value_is_one_line_that_names_file_and_key(
-    tmp_path: Path, file: str, change: tuple[Any, ...], message: str
+def test_a_broken_file_is_one_line_that_names_it_and_the_key(
+    tmp_path: Path, file: str, change: bytes | tuple[Any, ...] | None, says: str
 ) -> None:
     path = write_run(tmp_path / "run", num_steps=2) / file
-    data = json.loads(path.read_text())
-    _set(data, *change)
-    path.write_text(json.dumps(data))
-    assert fault(path.parent).startswith(message.format(path=path))
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("summary.json", None, "cannot read {path}: No such file or directory"),
-        ("summary.json", b"\xff", "cannot read {path}: it is not UTF-8 text"),
-        ("summary.json", b"{", "{path} is not valid JSON: "),
-        ("summary.json", b"[]", "{path} must hold a table, got list"),
-        ("steps.csv", None, "{path} has no optimizer step yet"),
-        ("steps.csv", b"step\n1\n", "{path} lacks the columns time_s, "),
-        ("steps.csv", HEADER, "{path} has no optimizer step yet"),
-        ("steps.csv", HEADER + b"1,2", "{path}, line 2: must have 15 values, got 2"),
-        ("steps.csv", HEADER + b"1,2,3,4,x" + b",6" * 10, "{path}, line 2: wait_s must be a number, got x"),
-        ("steps.csv", HEADER + b"1,2,3,4," + b",6" * 10, "{path}, line 2: wait_s must be a number, got "),
-        ("profile.json", None, "cannot read {path}: No such file or directory"),
-    ],
-)
-def test_a_broken_file_is_one_line_that_names_it(tmp_path: Path, file: str, text: bytes | None, message: str) -> None:
-    path = write_run(tmp_path / "run", num_steps=2) / file
-    path.unlink() if text is None else path.write_bytes(text)
-    assert fault(path.parent).startswith(message.format(path=path))
+    match change:
+        case None:
+            path.unlink()
+        case bytes():
+            path.write_bytes(change)
+        case _:
+            data = json.loads(path.read_text())
+            _set(data, *change)
+            path.write_text(json.dumps(data))
+    assert fault(path.parent).startswith(says.format(path=path))
 
 
 def fault(folder: Path) -> str:

@@ -139,20 +139,19 @@ def test_a_module_of_the_core_imports_from_its_own_folder_and_from_lower_storeys
     assert not above
 
 
+def module_of(path: Path) -> str:
+    return name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+ALL = {module_of(path): path for package in PACKAGES for path in modules(package)}
+
+
 def graph() -> dict[str, set[str]]:
-    """Modules of all packages, and those that each imports when it is loaded."""
-    names = {
-        name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        for p in PACKAGES
-        for path in modules(p)
+    """Modules of all packages, and those that each imports, inside functions too."""
+    return {
+        own: {name if name in ALL else name.rpartition(".")[0] for name in imported(path)} & ALL.keys() - {own}
+        for own, path in ALL.items()
     }
-    found: dict[str, set[str]] = {}
-    for package in PACKAGES:
-        for path in modules(package):
-            own = name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-            targets = imported(path)
-            found[own] = {t if t in names else t.rpartition(".")[0] for t in targets} & names - {own}
-    return found
 
 
 def test_no_import_goes_round_in_a_circle() -> None:
@@ -170,20 +169,58 @@ def test_no_import_goes_round_in_a_circle() -> None:
         visit(module, ())
 
 
-def loaded_by(statement: str) -> set[str]:
-    program = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+BY_STRING = {
+    "pipelinerl": "its names are loaded at their first use; the type checker reads the same imports beside them",
+    "pipelinerl.util.user_code": "finds what a user names in a run file",
+    "pipelinerl.rl.math_verifier": "starts itself in a process of its own, with python -m",
+    "backends.vllm.plugin": "vLLM takes the class that receives weights by the names of its module and itself",
+}
+"""Modules with an import that a checker cannot follow, and why."""
+IMPORTERS = {"import_module", "__import__", "import_string", "ImportString", "run_module", "resolve_name"}
+
+
+def imports_by_string(source: str) -> bool:
+    """Whether a module calls, or imports, what imports by name, or holds the name of a module of ours in a string."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in IMPORTERS:
+                return True
+            case ast.Constant(value=str(text)) if text in ALL and ALL[text].stem != "__init__":  # a folder has data
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import importlib; importlib.import_module(name)",
+        "from importlib import import_module as load",
+        "__import__(name)",
+        'loader("sim.run")',
+    ],
+)
+def test_an_import_by_string_is_found(source: str) -> None:
+    assert imports_by_string(source)
+
+
+def test_only_modules_with_a_reason_import_by_string() -> None:
+    assert {own for own, path in ALL.items() if imports_by_string(path.read_text(encoding="utf-8"))} == set(BY_STRING)
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("pipelinerl", {"torch", "simpy", "matplotlib", "numpy", "pydantic", "typer"}),
+        ("pipelinerl.cli", {"torch", "simpy", "matplotlib", "vllm"}),  # --help: no simulator, no figures
+        ("analysis, analysis.read", {"matplotlib", "sim", "backends", "simpy", "torch"}),
+        ("analysis.plot", {"matplotlib.pyplot", "sim", "backends", "simpy", "torch"}),
+        (
+            "pipelinerl, sim, sim.run, sim.compare, sim.planning.search, analysis, analysis.plot, backends",
+            {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"},
+        ),
+    ],
+)
+def test_an_import_loads_nothing_heavy(modules: str, heavy: set[str]) -> None:
+    program = f"import sys, {modules}\nprint('\\n'.join(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT)
-    return set(output.stdout.split())
-
-
-def test_import_pipelinerl_loads_no_heavy_package() -> None:
-    assert not loaded_by("import pipelinerl") & {"torch", "simpy", "matplotlib", "numpy", "pydantic", "typer"}
-
-
-def test_importing_all_packages_loads_no_torch_and_no_pyplot() -> None:
-    statement = "import pipelinerl, sim, sim.run, sim.compare, sim.planning.search, analysis, analysis.plot, backends"
-    assert not loaded_by(statement) & {"torch", "matplotlib.pyplot", "vllm", "deepspeed", "ray"}
-
-
-def test_help_loads_no_simulator_and_no_figures() -> None:
-    assert not loaded_by("import pipelinerl.cli") & {"torch", "simpy", "matplotlib", "vllm"}
+    assert not set(output.stdout.split()) & heavy

@@ -1,0 +1,221 @@
+"""The tables of the documentation have every key: of run files, of results, of metrics, of choices."""
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from typing import get_args
+
+import pytest
+from pages import ENVIRONMENT, EXAMPLES, FENCE, PAGES, ROOT, first_cells, flat, section
+
+from backends.fake import FakeBackend
+from backends.run import drive
+from pipelinerl.config.run_file import load_run
+from pipelinerl.records.steps import COLUMNS
+from pipelinerl.records.trace import TraceWriter
+from pipelinerl.rl.config import LossConfig
+from pipelinerl.rl.tasks import Problem
+from pipelinerl.scheduler import events
+from sim.run import simulate
+
+CONCEPTS = "docs/concepts.md"
+QUICKSTART = EXAMPLES / "quickstart.toml"
+
+# -------------------------------------------------------------------------------- the keys of a run file
+
+
+def doc_tables(root, *arguments):
+    """Run the script that makes the tables; return its exit status and what it said."""
+    command = [sys.executable, root / "scripts" / "doc_tables.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout or done.stderr
+
+
+def test_generated_tables_are_fresh():
+    assert doc_tables(ROOT, "--check") == (0, "")
+
+
+def test_a_stale_table_is_named_and_made_anew(tmp_path):
+    """A copy of the project's script and one page, of which one row is wrong."""
+    for folder in ("scripts", "docs"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "scripts" / "doc_tables.py", tmp_path / "scripts")
+    page, right = tmp_path / "docs" / "planning.md", PAGES["docs/planning.md"]
+    page.write_text(right.replace("| `plan.budget` | number > 0 |", "| `plan.budget` | text |"))
+    assert doc_tables(tmp_path, "--check") == (1, "docs/planning.md: stale, run make docs\n")
+    assert doc_tables(tmp_path) == (0, "docs/planning.md: written\n")
+    assert doc_tables(tmp_path, "--check") == (0, "")
+    assert page.read_text() == right
+
+
+def test_keys_of_the_examples_are_in_the_table():
+    """The tables are made by a script; here they are held to files that are known to load."""
+    headings = {"simulator": "RUN.toml", "training": "[train]", "planning": "[plan]"}
+    known = {key for page, of in headings.items() for key in first_cells(f"docs/{page}.md", f"Every key of {of}")}
+    examples = sorted(EXAMPLES.glob("*.toml"))
+    assert len(examples) > 1
+    for path in examples:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        compare = data.pop("compare", {})
+        keys = [*flat(data), *(f"compare.{key}" for key in compare if key not in ("arms", "scenarios"))]
+        for what in ("arms", "scenarios"):
+            keys += [f"compare.{what}[].{key}" for variant in compare.get(what, []) for key in variant]
+        keys = [re.sub(r"^(train\.task\.settings)\..*", r"\1", key) for key in keys]  # a task's own
+        assert set(keys) <= known, path.name
+
+
+def test_coefficients_of_the_main_example_are_those_of_the_page():
+    """Every number of the hardware tables, scenario by scenario; an empty cell stands for the central value."""
+    table = section("docs/simulator.md", "Coefficients of the main example")
+    columns = ("optimistic", "central", "pessimistic")
+    rows = re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", table, re.MULTILINE)
+    path = EXAMPLES / "qwen7b_128_h100.toml"
+    scenarios = tomllib.loads(path.read_text(encoding="utf-8"))["compare"]["scenarios"]
+    assert {scenario["name"] for scenario in scenarios} >= set(columns)
+    for scenario in scenarios:
+        column = columns.index(scenario["name"]) if scenario["name"] in columns else 1
+        listed = {key: float(cells[column] or cells[1]) for key, *cells in rows}
+        used = flat(load_run(path, scenario.get("set", [])).hardware.model_dump(mode="json", exclude_unset=True))
+        assert {key: value for key, value in used.items() if not isinstance(value, str)} == listed
+
+
+# ---------------------------------------------------------------------------------- the results of a run
+
+TINY = ("optimizer_steps=4", "scheduler.train_batch_size=16", "scheduler.generation_batch_size=8")
+RUNS = {
+    "pipeline": [],
+    "conventional": ["scheduler.kind=conventional"],
+    "paper mode": ['hardware.decode={ kind = "utilisation", flash_s = 1.54e-5 }'],
+}
+
+
+class Ones:
+    """A task for engines that generate letters at random."""
+
+    num_held_out = None
+
+    def problem(self, index, *, held_out):
+        return Problem("?", index)
+
+    def reward(self, problem, answer):
+        return float(len(answer) > 2)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folders of tiny runs of each sort."""
+    base = tmp_path_factory.mktemp("runs")
+    length = 'workload.length={ kind = "uniform", max = 64 }'
+    for name, overrides in RUNS.items():
+        simulate(load_run(QUICKSTART, [*TINY, length, *overrides]), out=base / name, trace=True)
+    return {name: base / name for name in RUNS}
+
+
+@pytest.fixture(scope="module")
+def real_folder(tmp_path_factory):
+    """The folder of a run of the real driver, on an engine and a trainer in memory."""
+    pytest.importorskip("torch")  # TensorBoard's writer is torch's
+    pytest.importorskip("tensorboard")
+    config = load_run(EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"])
+    folder = tmp_path_factory.mktemp("real") / "run"
+    with FakeBackend().open(config) as parts:
+        drive(config, parts=parts, task=Ones(), out=folder)
+    return folder
+
+
+def undocumented(data, listed, prefix=""):
+    """The keys of a report that have no row; a row of a table without rows of its own is of the table."""
+    if isinstance(data, list):
+        return [key for one in data for key in undocumented(one, listed, f"{prefix[:-1]}[].") if isinstance(one, dict)]
+    if not isinstance(data, dict):
+        return []
+    own = {key: inner for key, inner in data.items() if f"{prefix}{key}" not in listed}
+    leaves = [f"{prefix}{key}" for key, inner in own.items() if not isinstance(inner, (dict, list))]
+    return leaves + [name for key, inner in own.items() for name in undocumented(inner, listed, f"{prefix}{key}.")]
+
+
+def test_a_key_without_a_row_is_found():
+    assert undocumented({"a": {"b": 1}, "c": [{"d": 2, "e": 3}], "f": 4}, {"a", "c[].d"}) == ["f", "c[].e"]
+
+
+@pytest.mark.parametrize("file", ["summary.json", "profile.json"])
+def test_every_key_that_a_run_writes_has_a_row(folders, file):
+    listed = first_cells(CONCEPTS, file)
+    assert [undocumented(json.loads((path / file).read_text()), listed) for path in folders.values()] == 3 * [[]]
+
+
+def test_columns_of_the_steps_are_those_of_the_page():
+    assert set(COLUMNS) == set(first_cells(CONCEPTS, "steps.csv"))
+
+
+def test_files_of_a_run_folder_are_those_of_the_page(folders):
+    written = {path.name for folder in folders.values() for path in folder.iterdir()}
+    assert sorted(first_cells(CONCEPTS, "The folder of a run")) == sorted(written | {"figures/"})
+
+
+WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard does
+
+
+@WARNS
+def test_every_key_that_a_real_run_writes_has_a_row(real_folder):
+    headings = ("summary.json", "summary.json of a real run, and of one that learned")
+    listed = {key for heading in headings for key in first_cells(CONCEPTS, heading)}
+    assert undocumented(json.loads((real_folder / "summary.json").read_text()), listed) == []
+
+
+@WARNS
+def test_metrics_are_those_of_the_pages(real_folder):
+    """The pages have the key of lag 0 for those of each lag, and the loss for all that a loss logs."""
+    lines = [json.loads(line) for line in (real_folder / "metrics.jsonl").read_text().splitlines()]
+    written = {re.sub(r"(ess/lag_)\d+$", r"\g<1>0", key) for line in lines for key in line}
+    of_all = {key for key in written if not key.startswith("train/") or key == "train/loss"}
+    assert sorted(first_cells(CONCEPTS, "metrics.jsonl")) == sorted(of_all)
+    watched = first_cells("docs/training.md", "Numbers to watch")
+    assert len(watched) > 8
+    written |= json.loads((real_folder / "summary.json").read_text()).keys()
+    assert [key for key in watched if key not in written and not key.startswith("train/")] == []
+
+
+@WARNS
+def test_files_of_a_real_run_are_those_of_the_page(real_folder, folders):
+    of_all = {path.name for path in folders["pipeline"].iterdir()}
+    written = {path.name + "/" * path.is_dir() for path in real_folder.iterdir()}
+    assert sorted(first_cells(CONCEPTS, "The folder of a real run")) == sorted(written - of_all)
+
+
+# ------------------------------------------------------------------------------ events, choices, losses
+
+
+def test_events_and_commands_are_those_of_the_page():
+    page = section(CONCEPTS, "Events and commands")
+    names = [kind.__name__ for kind in (*get_args(events.Event), *get_args(events.Command))]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [events.WeightUpdate, events.OnStale, events.OnFull, events.DiscardReason, events.StopReason],
+    ids=lambda choice: choice.__name__,
+)
+def test_every_choice_is_explained(choice):
+    assert [one.value for one in choice if f"`{one.value}`" not in PAGES[CONCEPTS]] == []
+
+
+def test_every_loss_is_on_the_training_page():
+    losses = get_args(LossConfig.model_fields["kind"].annotation)
+    assert sorted(first_cells("docs/training.md", "Losses")) == sorted(losses)
+
+
+def test_the_shown_trace_lines_are_as_written(tmp_path):
+    """The two lines on the page, decoded and written again, are the same but for spaces."""
+    shown = FENCE.search(section(CONCEPTS, "trace.jsonl.gz"))[3].splitlines()
+    spans = events.VersionSpans((3, 4), (100, 180))
+    with TraceWriter(tmp_path / "trace", load_run(QUICKSTART)) as writer:
+        writer.event(12.5, events.RolloutFinished(7, 0, spans))
+        writer.command(12.5, events.StartRollout(71, 8, 0))
+    written = gzip.decompress((tmp_path / "trace").read_bytes()).splitlines()
+    assert [json.loads(line) for line in shown] == [json.loads(line) for line in written[1:]]
