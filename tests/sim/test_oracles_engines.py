@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from played_run import play, trains_in, uniform
 
-from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded
+import sim.engine
+from pipelinerl.scheduler.events import RolloutFinished, RolloutPreempted, StartRollout, WeightsLoaded
 from sim.clock import to_ticks
-from sim.step_by_step import StepByStepEngine
+from sim.decode_batch import DecodeBatch
 from sim.workload import Workload
 
 # ------------------------------------------------------------------------------------------ extremes
@@ -161,37 +162,25 @@ def test_growth_makes_later_answers_longer():
 # -------------------------------------------------------------------------------------------- KV cache
 
 
-def watched_engine(capacity, seen):
-    """Engines that note how full their cache is in every step, and what is preempted."""
-
-    class Watched(StepByStepEngine):
-        def _preempt(self):
-            before = len(self._running)
-            preempted = super()._preempt()
-            seen["preempted"] += before - len(self._running)
-            return preempted
-
-        def _plan(self, now):
-            super()._plan(now)
-            if self._running and not self._pausing:
-                used = self._context() + len(self._running)  # once the step has ended
-                assert used <= capacity
-                seen["fullest"] = max(seen["fullest"], used)
-
-    return Watched
-
-
-def test_a_small_cache_is_never_overfull_and_preempts():
+def test_a_small_cache_is_never_overfull_and_preempts(monkeypatch):
     """200 tokens for up to 10 requests of up to 10 + 60: every step fits, though all at once would not.
 
     Every token comes out all the same: each answer has the length that the workload says.
     """
-    seen = {"preempted": 0, "fullest": 0}
+    fullest = 0
+
+    class Watched(DecodeBatch):
+        def advance(self, steps, tick):
+            nonlocal fullest
+            fullest = max(fullest, self.context_tokens + steps * len(self.requests))
+            return super().advance(steps, tick)
+
     sizes = {"batch": 8, "slots": 10, "engines": 2, "length": uniform(60), "workload": {"prompt_tokens": 10}}
-    run = play(12, **sizes, hardware={"kv_cache_tokens": 200}, make=watched_engine(200, seen))
     roomy = play(12, **sizes)
-    assert seen["fullest"] == 200
-    assert run.summary().rollouts.preemptions == seen["preempted"] > 20
+    monkeypatch.setattr(sim.engine, "DecodeBatch", Watched)
+    run = play(12, **sizes, hardware={"kv_cache_tokens": 200})
+    assert fullest == 200
+    assert run.summary().rollouts.preemptions == len(run.of(RolloutPreempted)) > 20
     assert run.summary().duration_s > 1.2 * roomy.summary().duration_s
     workload = Workload(run.config.workload, seed=0)
     for _, entry in run.of(RolloutFinished):

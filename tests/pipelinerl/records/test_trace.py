@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
@@ -122,8 +123,8 @@ def test_what_is_read_has_its_own_types_again(tmp_path: Path) -> None:
     contents = [one for one, _ in EXAMPLES]
     for written, read in zip(contents, Trace(write(tmp_path / "trace", *contents)).records(), strict=True):
         again = read.event if read.event is not None else read.command
-        for name in written.__slots__:
-            assert type(getattr(again, name)) is type(getattr(written, name)), name
+        for field in fields(written):
+            assert type(getattr(again, field.name)) is type(getattr(written, field.name)), field
 
 
 whole = st.integers(0, 2**60)
