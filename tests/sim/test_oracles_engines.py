@@ -36,7 +36,8 @@ def test_infinitely_fast_hardware_does_the_same_in_no_time(kind):
             slots=5,
             engines=2,
             length=uniform(30),
-            scheduler={"kind": kind, "optimizer_steps_per_rl_step": 4},
+            kind=kind,
+            optimizer_steps_per_rl_step=4,
             hardware={"decode": {"kind": "affine", "step_s": step_s}, **trains_in(7 * step_s)},
         )
         for step_s in (1e-12, 1.0)
@@ -50,15 +51,10 @@ def test_infinitely_fast_hardware_does_the_same_in_no_time(kind):
 
 
 def run_with(weight_update, *, prefill_s, pause_s=0.5, engines=1):
+    scheduler = {"weight_update": weight_update}
+    hardware = {"prefill": {"token_s": prefill_s}, "weights": {"pause_s": pause_s}}
     return play(
-        30,
-        batch=8,
-        slots=16,
-        engines=engines,
-        length=uniform(50),
-        scheduler={"weight_update": weight_update},
-        workload={"prompt_tokens": 20},
-        hardware={"prefill": {"token_s": prefill_s}, "weights": {"pause_s": pause_s}},
+        30, batch=8, slots=16, engines=engines, length=uniform(50), prompt_tokens=20, hardware=hardware, **scheduler
     )
 
 
@@ -111,15 +107,9 @@ def test_two_schedulers_meet_the_same_answers(length):
     source = {"source": "rgym_llama_400", "mean": 20} if length["kind"] == "empirical" else {}
     answers = []
     for scheduler in ({}, {"kind": "conventional", "optimizer_steps_per_rl_step": 3}, {"max_lag": 1}):
+        hardware = {"latency": {"dispatch_jitter_s": 3.0}}
         run = play(
-            9,
-            batch=16,
-            slots=7,
-            engines=3,
-            length={**length, **source},
-            scheduler=scheduler,
-            workload={"group_size": 8},
-            hardware={"latency": {"dispatch_jitter_s": 3.0}},
+            9, batch=16, slots=7, engines=3, length={**length, **source}, group_size=8, hardware=hardware, **scheduler
         )
         rewards = {entry.rollout_id: entry.reward for _, entry in run.of(RolloutFinished)}
         tokens = {entry.rollout_id: entry.spans.num_tokens for _, entry in run.of(RolloutFinished)}
@@ -131,7 +121,7 @@ def test_two_schedulers_meet_the_same_answers(length):
 
 
 def test_every_rollout_gets_the_answer_that_the_workload_says():
-    run = play(9, batch=16, slots=7, length=uniform(50), workload={"group_size": 4})
+    run = play(9, batch=16, slots=7, length=uniform(50), group_size=4)
     workload = Workload(run.config.workload, seed=run.config.seed)
     for _, entry in run.of(RolloutFinished):
         group, member = divmod(entry.rollout_id, 4)
@@ -140,13 +130,7 @@ def test_every_rollout_gets_the_answer_that_the_workload_says():
 
 def test_growth_follows_the_version_that_a_rollout_starts_under():
     """Fixed length 100, factor 1 to 0.5 over 11 on-policy steps: 5 tokens less per step."""
-    run = play(
-        11,
-        batch=4,
-        slots=4,
-        length={"kind": "fixed", "max": 100, "growth": 0.5},
-        scheduler={"kind": "conventional"},
-    )
+    run = play(11, batch=4, slots=4, length={"kind": "fixed", "max": 100, "growth": 0.5}, kind="conventional")
     assert [row.length_mean for row in run.steps] == [100 - 5 * step for step in range(11)]
 
 
@@ -175,10 +159,10 @@ def test_a_small_cache_is_never_overfull_and_preempts(monkeypatch):
             fullest = max(fullest, self.context_tokens + steps * len(self.requests))
             return super().advance(steps, tick)
 
-    sizes = {"batch": 8, "slots": 10, "engines": 2, "length": uniform(60), "workload": {"prompt_tokens": 10}}
+    sizes = {"batch": 8, "slots": 10, "engines": 2, "length": uniform(60), "prompt_tokens": 10}
     roomy = play(12, **sizes)
     monkeypatch.setattr(sim.engine, "DecodeBatch", Watched)
-    run = play(12, **sizes, hardware={"kv_cache_tokens": 200})
+    run = play(12, hardware={"kv_cache_tokens": 200}, **sizes)
     assert fullest == 200
     assert run.summary().rollouts.preemptions == len(run.of(RolloutPreempted)) > 20
     assert run.summary().duration_s > 1.2 * roomy.summary().duration_s

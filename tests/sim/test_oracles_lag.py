@@ -149,14 +149,8 @@ def test_a_bounded_queue_keeps_lag_flat_when_the_trainer_limits(on_full):
     Without a bound the queue would grow by half a batch per step, 75 batches per quarter. sd of the ratio 0.6 %: 5 sd.
     With ``drop_oldest`` never more than 64 are ready.
     """
-    run = play(
-        600,
-        batch=32,
-        slots=256,
-        length=uniform(256),
-        scheduler={"ready_queue_size": 64, "on_full": on_full},
-        hardware=trains_in(1.5 * 32 * 129.5 / 256),
-    )
+    scheduler = {"ready_queue_size": 64, "on_full": on_full}
+    run = play(600, batch=32, slots=256, length=uniform(256), hardware=trains_in(1.5 * 32 * 129.5 / 256), **scheduler)
     assert run.summary().bottleneck == "training"
     assert run.lag_mean(450) == pytest.approx(run.lag_mean(150, 300), rel=0.03)
     discarded = run.summary().discarded_by_reason["queue_full"]
@@ -167,15 +161,10 @@ def test_a_bounded_queue_keeps_lag_flat_when_the_trainer_limits(on_full):
 @pytest.mark.parametrize("reward_s", [0.0, 30.0])
 def test_a_full_queue_admits_no_group_beyond_all_slots_and_the_queue(group_size, reward_s):
     """At every start of a group, in flight and ready (all siblings scored) are at most 2 * 16 + 24 with it."""
+    scheduler = {"ready_queue_size": 24}
+    hardware = {**trains_in(40.0), "latency": {"reward_s": reward_s}}
     run = play(
-        60,
-        batch=8,
-        slots=16,
-        engines=2,
-        length=uniform(50),
-        scheduler={"ready_queue_size": 24},
-        workload={"group_size": group_size},
-        hardware={**trains_in(40.0), "latency": {"reward_s": reward_s}},
+        60, batch=8, slots=16, engines=2, length=uniform(50), group_size=group_size, hardware=hardware, **scheduler
     )
     in_flight, ready, scored, most = 0, 0, {}, 0
     for entry in scores_apart(run.entries):
@@ -224,15 +213,17 @@ def group_staleness(run, group_size, first_step):
 
 def applied_compute_run(steps, *, in_flight, queue_batches, rate_ratio, seed=0):
     """B = 128 in groups of 8, log-normal lengths of sigma 0.5, mean 200; the oldest leaves a full queue."""
+    scheduler = {"ready_queue_size": 128 * queue_batches, "on_full": "drop_oldest"}
+    hardware = trains_in(rate_ratio * 128 * 201 / in_flight)
     return play(
         steps,
         batch=128,
         slots=in_flight,
         length={"kind": "lognormal", "mean": 200, "cv": math.sqrt(math.exp(0.25) - 1), "max": 2000},
-        scheduler={"ready_queue_size": 128 * queue_batches, "on_full": "drop_oldest"},
-        workload={"group_size": 8},
-        hardware=trains_in(rate_ratio * 128 * 201 / in_flight),
+        group_size=8,
         seed=seed,
+        hardware=hardware,
+        **scheduler,
     )
 
 

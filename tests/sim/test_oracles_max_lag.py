@@ -47,19 +47,13 @@ from sim.workload import Workload
 )
 def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, train_s, dispatch_s):
     """Whatever the lengths, latencies and speeds. With ``train`` nothing is given up for it."""
+    hardware = {
+        **trains_in(train_s),
+        "weights": {"publish_s": 0.5, "transfer_s": 1.5, "pause_s": 0.5},
+        "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
+    }
     run = play(
-        12,
-        batch=8,
-        slots=slots,
-        engines=2,
-        length=uniform(20),
-        scheduler=scheduler,
-        workload={"group_size": group_size},
-        hardware={
-            **trains_in(train_s),
-            "weights": {"publish_s": 0.5, "transfer_s": 1.5, "pause_s": 0.5},
-            "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
-        },
+        12, batch=8, slots=slots, engines=2, length=uniform(20), group_size=group_size, hardware=hardware, **scheduler
     )
     assert oldest_trained(run) == run.summary().lag.max <= scheduler["max_lag"]
     if scheduler["on_stale"] == "train":
@@ -72,14 +66,9 @@ def test_no_trained_token_is_older_than_max_lag(scheduler, group_size, slots, tr
 @pytest.mark.parametrize(("every", "num_publications"), [(1, 11), (3, 3), (5, 2), (12, 0)])
 def test_only_publications_cost_the_trainer_time(every, num_publications):
     """A trainer that never waits: 5 s for the first batch, 12 steps of 20 s, 4 s per publication but after the last."""
-    run = play(
-        12,
-        batch=10,
-        slots=40,
-        length=fixed(5),
-        scheduler={"publish_every": every},
-        hardware={**trains_in(20.0), "weights": {"publish_s": 4.0}},
-    )
+    scheduler = {"publish_every": every}
+    hardware = {**trains_in(20.0), "weights": {"publish_s": 4.0}}
+    run = play(12, batch=10, slots=40, length=fixed(5), hardware=hardware, **scheduler)
     assert [entry.version for _, entry in run.of(PublishWeights)] == [*range(every, 12, every)]
     assert run.summary().duration_s == 5 + 12 * 20 + 4 * num_publications
 
@@ -93,14 +82,8 @@ def test_publishing_every_k_steps_at_lag_k_minus_1_generates_k_batches_from_one_
     24 rollouts start together where there are slots for them, else in waves of 8, and none before the next
     publication: all is as in conventional RL, but for training that begins with the first batch.
     """
-    run = play(
-        6,
-        batch=8,
-        slots=slots,
-        length=fixed(10),
-        scheduler={"publish_every": 3, "max_lag": 2, "ready_queue_size": 24},
-        hardware=trains_in(2.5),
-    )
+    scheduler = {"publish_every": 3, "max_lag": 2, "ready_queue_size": 24}
+    run = play(6, batch=8, slots=slots, length=fixed(10), hardware=trains_in(2.5), **scheduler)
     assert [row.time_s for row in run.steps] == ends_s
     assert [row.lag_mean for row in run.steps] == [row.lag_max for row in run.steps] == [0, 1, 2, 0, 1, 2]
     assert admitted_per_publication(run) == [24, 24]
@@ -124,14 +107,8 @@ def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(eve
     With slots for all of them and a trainer that is slower than any answer, the budget is used up every time.
     """
     budget = round((1 + staleness) * every) * 8
-    run = play(
-        24,
-        batch=8,
-        slots=64,
-        length=uniform(20),
-        scheduler={"publish_every": every, "max_lag": budget // 8 - 1, "ready_queue_size": 64},
-        hardware=trains_in(30.0),
-    )
+    scheduler = {"publish_every": every, "max_lag": budget // 8 - 1, "ready_queue_size": 64}
+    run = play(24, batch=8, slots=64, length=uniform(20), hardware=trains_in(30.0), **scheduler)
     num_started = num_taken = 0
     budgets = []
     for count, version in zip(admitted_per_publication(run), range(0, 24, every), strict=True):
@@ -144,13 +121,14 @@ def test_staleness_s_admits_1_plus_s_times_k_batches_less_those_carried_over(eve
 
 def run_within(max_lag, on_stale):
     """100 slots, B = 32, log-normal lengths around 200 with cv = 1: without a bound lags up to 19."""
+    scheduler = {"on_stale": on_stale, "max_lag": max_lag}
     return play(
         150,
         batch=32,
         slots=64,
         length={"kind": "lognormal", "mean": 200, "cv": 1.0, "max": 2000},
-        scheduler={"on_stale": on_stale, **({} if max_lag is None else {"max_lag": max_lag})},
-        workload={"group_size": 4},
+        group_size=4,
+        **scheduler,
     )
 
 
@@ -180,7 +158,7 @@ def test_a_requeued_prompt_is_tried_again_and_a_dropped_one_is_not():
     """Groups started per prompt."""
     tries = {}
     for on_stale in ("drop", "requeue"):
-        run = play(40, batch=8, slots=16, length=uniform(60), scheduler={"max_lag": 1, "on_stale": on_stale}, seed=1)
+        run = play(40, batch=8, slots=16, length=uniform(60), max_lag=1, on_stale=on_stale, seed=1)
         prompts = [entry.prompt_id for _, entry in run.of(StartRollout)]
         tries[on_stale] = sorted({prompts.count(prompt_id) for prompt_id in prompts})
         assert run.summary().discarded_by_reason["stale"] + run.summary().rollouts.aborted > 0
@@ -197,12 +175,7 @@ def test_groups_without_a_signal_are_replaced_for_as_long_as_it_takes(success_ra
     The share strays by sqrt(s (1 - s)/n): 4.9 times that for 1 seed in 10^6.
     """
     run = play(
-        150,
-        batch=32,
-        slots=64,
-        length=uniform(100),
-        scheduler={"filter_no_signal": True},
-        workload={"group_size": 4, "success_rate": success_rate},
+        150, batch=32, slots=64, length=uniform(100), group_size=4, success_rate=success_rate, filter_no_signal=True
     )
     summary = run.summary()
     trained, discarded = summary.rollouts.trained // 4, summary.discarded_by_reason["no_signal"] // 4

@@ -36,15 +36,17 @@ def test_batch_i_has_lag_i_or_is_one_rl_step_later(group_size, micro_batch_size,
     the short answers. One step off: what is trained was generated while the G steps before it were made, so lag G + i,
     but i in the first RL step. 11 steps are three RL steps of G = 3 and one of 2.
     """
+    scheduler = {"kind": kind, "optimizer_steps_per_rl_step": rl_step, "micro_batch_size": micro_batch_size}
+    hardware = {"weights": {"pause_s": 0.5}, "latency": {"dispatch_jitter_s": 2.0}, **trains_in(train_s)}
     run = play(
         len(expected),
         batch=8,
         slots=5,
         engines=2,
         length=uniform(60),
-        scheduler={"kind": kind, "optimizer_steps_per_rl_step": rl_step, "micro_batch_size": micro_batch_size},
-        workload={"group_size": group_size},
-        hardware={"weights": {"pause_s": 0.5}, "latency": {"dispatch_jitter_s": 2.0}, **trains_in(train_s)},
+        group_size=group_size,
+        hardware=hardware,
+        **scheduler,
     )
     assert [row.lag_mean for row in run.steps] == expected
     assert [row.lag_max for row in run.steps] == expected
@@ -102,15 +104,9 @@ def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picoseco
     of publication and transfer with pause, which go on at the same time.
     """
     hardware = Hardware(publish_s=publish_s)
+    scheduler = {"kind": "conventional", "optimizer_steps_per_rl_step": 4}
     run = play(
-        12,
-        batch=24,
-        slots=16,
-        engines=3,
-        length=fixed(40),
-        scheduler={"kind": "conventional", "optimizer_steps_per_rl_step": 4},
-        workload={"prompt_tokens": 50},
-        hardware=hardware.tables(),
+        12, batch=24, slots=16, engines=3, length=fixed(40), prompt_tokens=50, hardware=hardware.tables(), **scheduler
     )
     wave = to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)
     rl_step = 2 * wave + to_ticks(0.02 + 0.05) + to_ticks(1.5) + 4 * to_ticks(0.5 + 3e-4 / 3 * 24 * 90)
@@ -121,15 +117,9 @@ def test_the_makespan_of_conventional_rl_is_the_sum_of_its_parts_to_the_picoseco
 def test_generation_of_conventional_rl_lasts_as_long_as_its_slowest_engine():
     """Random lengths, all B G = 60 rollouts at once in 20 slots of 3 engines: the longest of three drains."""
     hardware = Hardware()
+    scheduler = {"kind": "conventional", "optimizer_steps_per_rl_step": 5}
     run = play(
-        5,
-        batch=12,
-        slots=20,
-        engines=3,
-        length=uniform(300),
-        scheduler={"kind": "conventional", "optimizer_steps_per_rl_step": 5},
-        workload={"prompt_tokens": 50},
-        hardware=hardware.tables(),
+        5, batch=12, slots=20, engines=3, length=uniform(300), prompt_tokens=50, hardware=hardware.tables(), **scheduler
     )
     lengths = {engine: [] for engine in range(3)}
     for _, event in run.of(RolloutFinished):
@@ -142,20 +132,14 @@ def test_generation_of_conventional_rl_lasts_as_long_as_its_slowest_engine():
 @pytest.mark.parametrize("rl_step", [1, 2, 8])
 def test_conventional_mean_lag_is_half_of_g_minus_one(rl_step):
     """(0 + 1 + ... + G - 1)/G = (G - 1)/2 when all batches have the same tokens, which fixed lengths see to."""
-    run = play(
-        16,
-        batch=4,
-        slots=3,
-        length=fixed(10),
-        scheduler={"kind": "conventional", "optimizer_steps_per_rl_step": rl_step},
-    )
+    run = play(16, batch=4, slots=3, length=fixed(10), kind="conventional", optimizer_steps_per_rl_step=rl_step)
     lag = run.summary().lag
     assert lag.mean == (rl_step - 1) / 2
     assert lag.max == rl_step - 1
 
 
 def test_conventional_rl_at_g_one_is_on_policy():
-    run = play(9, batch=4, slots=3, length=uniform(30), scheduler={"kind": "conventional"}, hardware=trains_in(5.0))
+    run = play(9, batch=4, slots=3, length=uniform(30), kind="conventional", hardware=trains_in(5.0))
     assert run.figure_data().lag_histogram.total == [run.summary().tokens_trained]
 
 
@@ -165,13 +149,8 @@ def test_conventional_rl_at_g_one_is_on_policy():
 @pytest.mark.parametrize("rl_step", [1, 2, 4])
 def test_one_step_off_lag_is_g_to_2_g_minus_1(rl_step):
     """G + (G - 1)/2 = (3 G - 1)/2 on average but for the first RL step, whose is G less; 32 steps of equal tokens."""
-    run = play(
-        32,
-        batch=4,
-        slots=3,
-        length=fixed(10),
-        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": rl_step, "max_lag": 2 * rl_step - 1},
-    )
+    scheduler = {"kind": "one_step_off", "optimizer_steps_per_rl_step": rl_step, "max_lag": 2 * rl_step - 1}
+    run = play(32, batch=4, slots=3, length=fixed(10), **scheduler)
     lag = run.summary().lag
     assert lag.mean == (3 * rl_step - 1) / 2 - rl_step * rl_step / 32
     assert lag.max == 2 * rl_step - 1
@@ -190,16 +169,8 @@ def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token
     tables = hardware.tables()
     tables["training"] = {"token_s": token_s, "step_s": 0.01}
     tables["weights"]["pause_s"] = pause_s
-    run = play(
-        8,
-        batch=48,
-        slots=16,
-        engines=3,
-        length=fixed(40),
-        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "weight_update": "wait"},
-        workload={"prompt_tokens": 50},
-        hardware=tables,
-    )
+    scheduler = {"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "weight_update": "wait"}
+    run = play(8, batch=48, slots=16, engines=3, length=fixed(40), prompt_tokens=50, hardware=tables, **scheduler)
     generate = 2 * (to_ticks(0.003) + drain_ticks(hardware, [40] * 16, 50)) + to_ticks(0.02 + 0.05)
     train = 2 * to_ticks(0.01 + token_s * 48 * 90)
     first = max(generate, train)
@@ -210,14 +181,9 @@ def test_the_makespan_of_one_step_off_rl_is_the_longer_side_of_every_round(token
 
 def test_one_step_off_goes_on_until_enough_groups_have_a_signal():
     """Only groups that differ are trained on, and those that replace the others are no younger."""
+    scheduler = {"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "filter_no_signal": True}
     run = play(
-        9,
-        batch=8,
-        slots=16,
-        length=uniform(40),
-        scheduler={"kind": "one_step_off", "optimizer_steps_per_rl_step": 2, "filter_no_signal": True},
-        workload={"group_size": 4, "success_rate": 0.2},
-        hardware=trains_in(10.0),
+        9, batch=8, slots=16, length=uniform(40), group_size=4, success_rate=0.2, hardware=trains_in(10.0), **scheduler
     )
     summary = run.summary()
     assert [row.lag_mean for row in run.steps] == [0, 1, 2, 3, 2, 3, 2, 3, 2]
@@ -242,22 +208,15 @@ def test_what_is_over_when_an_rl_step_begins_is_the_first_of_the_next(slots, end
     6 slots: 4 and 5 are left over. The second step takes them, a version old, and the first two of those that finish
     at 22.5 s; the third step the other four, which were ready when it began, and all of them a version old.
     """
-    run = play(3, batch=4, slots=slots, length=fixed(10), scheduler=partial(), hardware=trains_in(2.5))
+    run = play(3, batch=4, slots=slots, length=fixed(10), hardware=trains_in(2.5), **partial())
     assert [row.time_s for row in run.steps] == ends_s
     assert [row.lag_mean for row in run.steps] == lags
     assert run.trained == list(range(12))
 
 
 def run_of_partial_rollouts(prefill_s, **scheduler):
-    return play(
-        20,
-        batch=8,
-        slots=40,
-        length=uniform(100),
-        scheduler=partial(**scheduler),
-        workload={"prompt_tokens": 20},
-        hardware={**trains_in(500.0), "prefill": {"token_s": prefill_s}},
-    )
+    hardware = {**trains_in(500.0), "prefill": {"token_s": prefill_s}}
+    return play(20, batch=8, slots=40, length=uniform(100), prompt_tokens=20, hardware=hardware, **partial(**scheduler))
 
 
 def test_what_goes_on_after_an_rl_step_is_prefilled_again_with_the_tokens_it_has():
@@ -285,7 +244,7 @@ def test_engines_stand_still_while_the_same_accelerators_train():
 def test_partial_rollouts_do_not_wait_for_the_longest_answer():
     """Conventional RL drains for up to 100 s per RL step; with all slots full 8 of 40 rollouts end far sooner."""
     scheduler = {"kind": "conventional"}
-    drained = play(20, batch=8, slots=40, length=uniform(100), scheduler=scheduler, hardware=trains_in(500.0))
+    drained = play(20, batch=8, slots=40, length=uniform(100), hardware=trains_in(500.0), **scheduler)
     without, partly = (run.summary().duration_s - 10_000 for run in (drained, run_of_partial_rollouts(0.0)))
     assert partly < 0.4 * without
 
@@ -304,19 +263,20 @@ def test_no_token_of_a_partial_rollout_is_older_than_max_lag(
     rl_step, slack, group_size, micro_batch_size, slots, dispatch_s
 ):
     max_lag = rl_step - 1 + slack
+    hardware = {
+        **trains_in(3.0),
+        "weights": {"publish_s": 0.5, "transfer_s": 1.5, "pause_s": 0.5},
+        "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
+    }
     run = play(
         10,
         batch=8,
         slots=slots,
         engines=2,
         length=uniform(20),
-        scheduler=partial(max_lag=max_lag, optimizer_steps_per_rl_step=rl_step, micro_batch_size=micro_batch_size),
-        workload={"group_size": group_size},
-        hardware={
-            **trains_in(3.0),
-            "weights": {"publish_s": 0.5, "transfer_s": 1.5, "pause_s": 0.5},
-            "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
-        },
+        group_size=group_size,
+        hardware=hardware,
+        **partial(max_lag=max_lag, optimizer_steps_per_rl_step=rl_step, micro_batch_size=micro_batch_size),
     )
     assert oldest_trained(run) == run.summary().lag.max <= max_lag
     assert run.summary().rollouts.discarded == run.summary().rollouts.aborted == 0

@@ -10,17 +10,16 @@ from pipelinerl.config.run_file import parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import RolloutFinished, StartTraining
 from sim.cluster import SimulatedCluster
-from sim.engine import ClosedFormEngine
 
 
 class Played(RunLedger):
     """A simulated run: its ledger, and every event and command with its time."""
 
-    def __init__(self, config: RunConfig, make=ClosedFormEngine):
+    def __init__(self, config: RunConfig):
         super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
         self.config = config
         self.entries = []
-        SimulatedCluster(config, engine_factory=make).run(self)
+        SimulatedCluster(config).run(self)
 
     def event(self, time_s, event):
         self.entries.append((time_s, event))
@@ -46,30 +45,29 @@ class Played(RunLedger):
 
 
 def play(
-    steps,
-    *,
-    batch,
-    slots,
-    length,
-    engines=1,
-    scheduler=None,
-    workload=None,
-    hardware=None,
-    seed=0,
-    make=ClosedFormEngine,
-):
-    """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both."""
+    steps, *, batch, slots, length, engines=1, group_size=1, prompt_tokens=0, success_rate=0.5, hardware=None, seed=0,
+    **scheduler,
+):  # fmt: skip
+    """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both.
+
+    All other keys are those of the scheduler.
+    """
     tables = {
         "seed": seed,
         "optimizer_steps": steps,
         "cluster": {"accelerators": engines + 1, "generation_accelerators": engines},
-        "scheduler": {"train_batch_size": batch, "generation_batch_size": slots, **(scheduler or {})},
-        "workload": {"length": length, **(workload or {})},
+        "scheduler": {"train_batch_size": batch, "generation_batch_size": slots, **scheduler},
+        "workload": {
+            "group_size": group_size,
+            "prompt_tokens": prompt_tokens,
+            "success_rate": success_rate,
+            "length": length,
+        },
         "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}, **(hardware or {})},
     }
     if tables["scheduler"].get("kind") == "conventional":
         tables["cluster"] = {"accelerators": engines}
-    return Played(parse_run(tables), make)
+    return Played(parse_run(tables))
 
 
 def uniform(longest):
