@@ -28,12 +28,7 @@ class Level(StrEnum):
 
 
 SHARES_OF_PEAK = ("weight_efficiency", "kv_efficiency", "flops_efficiency", "prefill_mfu", "training_mfu")
-"""Coefficients in inverse proportion to the times they decide."""
-PROPORTIONAL_TO_TIMES = (
-    "step_overhead_s", "layer_overhead_s", "sequence_overhead_s", "allreduce_s", "activation_traffic",
-    "training_step_s", "training_micro_batch_s",
-)  # fmt: skip
-"""Coefficients in proportion to the times they decide, of decode and training."""
+"""Coefficients in inverse proportion to the times they decide; the others that are fitted are in proportion."""
 
 
 class Coefficients(StrictModel):

@@ -20,6 +20,19 @@ topr           ``-sg[1 if A >= 0 else min(1, W)] A log pi``,          arXiv:2503
 
 At w = 1 (and c >= 1) all have the gradient of plain REINFORCE, -A d log pi; gspo has it divided by n.
 
+Arguments and result have one meaning in all of them:
+
+======================  ==================================================================================
+``logprob_N``           log pi of each token, shape [N] (nats), with gradient
+``behaviour_logprob_N`` log mu of each token, shape [N] (nats); ``plain`` does not use it
+``advantage_N``         A of each token, shape [N]: its sequence's, or R - v (not in ``gspo``; unchecked)
+``sequence_N``          which sequence a token belongs to, 0 to S - 1, shape [N], int64; sequences are whole
+``num_sequences``       S (count)
+``truncation``          largest weight c (no unit)
+``clip_low, clip_high`` how far below and above 1 a ratio counts (no unit)
+returned                loss of each token, shape [N]
+======================  ==================================================================================
+
 No gradient ever flows through ``behaviour_logprob_N``, ``advantage_N``, ``reference_logprob_N`` or ``reward_N``.
 Shapes, types and settings are checked. Values are not, since to look at them would make the host wait for the
 GPU: a NaN or an infinity goes into the loss and is the caller's to find.
@@ -51,18 +64,7 @@ def policy_loss(
     sequence_N: torch.Tensor,
     num_sequences: int,
 ) -> torch.Tensor:
-    """Return the loss that ``config.kind`` names. The KL and value terms are the caller's to add.
-
-    Args:
-        config: Which loss, and its clipping.
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N]: its sequence's, or R - v.
-        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64.
-        num_sequences: S (count).
-
-    Returns:
-        Loss of each token, shape [N].
+    """Return the loss that ``config.kind`` names, with its clipping. The caller adds the KL and value terms.
 
     Raises:
         ValueError: If shapes differ or a setting is out of range.
@@ -96,15 +98,6 @@ def reinforce(
 
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 5, with c = 5 in its experiments.
 
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N].
-        truncation: Largest weight c (no unit).
-
-    Returns:
-        Loss of each token, shape [N].
-
     Raises:
         ValueError: If shapes differ or ``truncation`` is not above 0.
     """
@@ -116,14 +109,6 @@ def reinforce(
 
 def plain(logprob_N: torch.Tensor, *, behaviour_logprob_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
     """Return -A log pi: REINFORCE as if pi had sampled every token, biased by whatever mu differs from it.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats); not used.
-        advantage_N: A of each token, shape [N].
-
-    Returns:
-        Loss of each token, shape [N].
 
     Raises:
         ValueError: If shapes differ.
@@ -144,17 +129,6 @@ def sequence_weighted(
     """Return -sg[min(c, W)] A log pi with W the product of the token ratios of the whole sequence.
 
     Without truncation this is the unbiased importance-weighted gradient; its variance grows with length and lag.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N].
-        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
-        num_sequences: S (count).
-        truncation: Largest weight c (no unit).
-
-    Returns:
-        Loss of each token, shape [N].
 
     Raises:
         ValueError: If shapes differ or ``truncation`` is not above 0.
@@ -179,16 +153,6 @@ def ppo_clip(
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GRPO (arXiv:2402.03300) uses it per token.
 
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N].
-        clip_low: How far below 1 (no unit).
-        clip_high: How far above 1 (no unit).
-
-    Returns:
-        Loss of each token, shape [N].
-
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
     """
@@ -209,16 +173,6 @@ def cispo(
     """Return -sg[clip(w, 1 - low, 1 + high)] A log pi: every token keeps a gradient, with a clipped weight.
 
     Source: MiniMax-M1 (arXiv:2506.13585); it clips from above only, which is ``clip_low`` near 1.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N].
-        clip_low: How far below 1 (no unit).
-        clip_high: How far above 1 (no unit).
-
-    Returns:
-        Loss of each token, shape [N].
 
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
@@ -245,18 +199,6 @@ def gspo(
     to -min(s A, clip(s, 1 - low, 1 + high) A), so every sequence counts once, as in the paper. (ServiceNow/PipelineRL
     weighs it by n instead.) s lies much closer to 1 than a token's ratio: the paper clips at 3e-4 and 4e-4.
     Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 and 7.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N], the same for all tokens of a sequence (not checked).
-        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
-        num_sequences: S (count).
-        clip_low: How far below 1 (no unit).
-        clip_high: How far above 1 (no unit).
-
-    Returns:
-        Loss of each token, shape [N].
 
     Raises:
         ValueError: If shapes differ, ``clip_low`` is not in [0, 1) or ``clip_high`` is below 0.
@@ -285,16 +227,6 @@ def topr(
     is good is pulled up with full weight however unlikely. Good and bad is the sign of the advantage; where that
     differs within a sequence (a value head), each token goes by its own.
     Source: Le Roux et al. 2025 (arXiv:2503.14286), tapered off-policy REINFORCE.
-
-    Args:
-        logprob_N: log pi of each token, shape [N] (nats), with gradient.
-        behaviour_logprob_N: log mu of each token, shape [N] (nats).
-        advantage_N: A of each token, shape [N].
-        sequence_N: Which sequence it belongs to, 0 to S - 1, shape [N], int64. A sequence must be whole.
-        num_sequences: S (count).
-
-    Returns:
-        Loss of each token, shape [N].
 
     Raises:
         ValueError: If shapes differ.

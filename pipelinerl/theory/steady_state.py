@@ -63,20 +63,6 @@ class Estimate:
     """Largest lag of a trained token (optimizer steps)."""
     start_s: float
     """Seconds by which a run is longer than its optimizer steps: what is in flight at its end was for nothing."""
-    cache_bound: bool
-    """Whether the KV cache holds fewer sequences than there are slots."""
-    colocated: bool
-    """Whether the same accelerators generate and train in turn."""
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time in which the trainer neither works nor publishes."""
-        return max(0.0, 1 - (self.training_s + self.publishing_s) / self.step_s)
-
-    @property
-    def idle_share(self) -> float:
-        """Share of what generation could give that is not asked for; 0 if colocated."""
-        return 0.0 if self.colocated else max(0.0, 1 - self.generation_s / self.step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +299,4 @@ def _estimate(
         lag_mean=lag_mean,
         lag_max=lag_max,
         start_s=start_s,
-        cache_bound=engines.slots < config.scheduler.generation_batch_size,
-        colocated=config.colocated,
     )

@@ -7,7 +7,7 @@ from derived import run_data
 from run_tables import faults
 
 from pipelinerl.calibration.hardware_fit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS, is_inverse
-from pipelinerl.hardware.coefficients import PROPORTIONAL_TO_TIMES, SHARES_OF_PEAK, Coefficients
+from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients
 from pipelinerl.hardware.tables import (
     AffineDecode,
     PrefillConfig,
@@ -51,8 +51,8 @@ def test_tables_of_seconds_are_scaled_either_way() -> None:
 
 def test_every_coefficient_that_is_fitted_is_a_time_or_a_share_of_a_peak() -> None:
     fitted = {*DECODE_COEFFICIENTS, *TRAINING_COEFFICIENTS, "layer_overhead_s", "prefill_mfu"}
-    assert fitted == {*SHARES_OF_PEAK, *PROPORTIONAL_TO_TIMES}
-    assert not {*SHARES_OF_PEAK} & {*PROPORTIONAL_TO_TIMES}
+    in_proportion = {name for name in fitted if name.endswith("_s")} | {"activation_traffic"}
+    assert fitted - in_proportion == {*SHARES_OF_PEAK}
     assert fitted <= Coefficients.model_fields.keys()
     assert {name for name in Coefficients.model_fields if is_inverse(name)} == {*SHARES_OF_PEAK}
 

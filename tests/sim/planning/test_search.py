@@ -49,7 +49,7 @@ def some(label_family_rate_lag: list[tuple[str, str, float, float]]) -> list[Scr
     own = own_candidate(SearchSpace.of(tiny_run()))
     estimate = Estimate(
         step_s=1.0, generation_s=1.0, training_s=1.0, publishing_s=0.0, tokens_per_s=0.0, lag_mean=0.0, lag_max=0.0,
-        start_s=0.0, cache_bound=False, colocated=False,
+        start_s=0.0,
     )  # fmt: skip
     return [
         Screened(
