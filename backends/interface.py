@@ -273,10 +273,18 @@ class Sender(Protocol):
     """The trainer's part in a group of processes that weights are sent through."""
 
     async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
-        """Leave the group of before; return address and port where a new one meets."""
+        """Leave the group of before; return address and port where a new one meets.
+
+        Args:
+            timeout_s: Longest wait for its members (seconds).
+        """
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
         """Join the new group; returns when all members have joined.
+
+        Args:
+            names: What its members are called: the sender, then all workers of all engines.
+            timeout_s: Longest wait for them, now and in every transfer (seconds).
 
         Raises:
             TransferError: If they do not.

@@ -12,8 +12,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from pipelinerl.config.run_file import load_run
 from sim.planning.axes import all_choices
 from sim.planning.candidates import Screener, candidate_of, own_candidate, screen_all
@@ -22,17 +20,6 @@ from sim.planning.simulate import Job, Runner, simulate_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
-
-
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of (what, value), printed after the last benchmark."""
-    rows = []
-    yield rows
-    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        print("\n")
-        for what, value in rows:
-            print(f"{what:<72} {value:>16}")
 
 
 def test_a_thousand_candidates_are_screened_in_less_time_than_one_is_simulated(benchmark, table):

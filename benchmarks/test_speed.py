@@ -31,17 +31,6 @@ QWEN7B = ROOT / "examples" / "qwen7b_128_h100.toml"
 pytestmark = pytest.mark.benchmark(timer=time.process_time)
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """Rows of (what, value), printed after the last benchmark."""
-    rows = []
-    yield rows
-    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
-        print("\n")
-        for what, value in rows:
-            print(f"{what:<72} {value:>16}")
-
-
 @pytest.fixture(autouse=True)
 def _no_garbage_collection():
     """As in ``sim.run``: a run makes no reference cycles."""

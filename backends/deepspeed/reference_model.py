@@ -26,10 +26,10 @@ import ray
 import torch
 import transformers
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayTaskError
 
 from backends.deepspeed.packing import PackedRow, pack
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors
+from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.interface import Sample
 from pipelinerl.errors import ReferenceLostError
 
@@ -118,15 +118,13 @@ class RayReference:
     async def _all(self, phase: str, calls: Sequence[Any]) -> list[Any]:
         """Wait for calls, the i-th of them to replica i, and return the results in order."""
         begin_s = time.monotonic()
-        futures = [_future(call) for call in calls]
+        futures = [future_of(call) for call in calls]
         await asyncio.wait(futures, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         seconds = f"after {time.monotonic() - begin_s:.1f} s"
         for replica, future in enumerate(futures):
             fault = future.exception() if future.done() else None
             if fault is not None:
-                what = "died" if isinstance(fault, RayActorError) else "failed"
-                cause = fault.cause if isinstance(fault, RayTaskError) else fault
-                reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
+                what, reason = explain_fault(fault)
                 raise ReferenceLostError(
                     f"reference model {what}: phase={phase} replica={replica} {seconds}: {reason}"
                 ) from fault
@@ -134,10 +132,3 @@ class RayReference:
         if silent:
             raise ReferenceLostError(f"reference model hangs: phase={phase} replicas={silent} {seconds}")
         return [future.result() for future in futures]
-
-
-def _future(call: Any) -> asyncio.Future[Any]:
-    """Return a call's future. Its exception counts as seen: the first fault speaks for all."""
-    future = asyncio.wrap_future(call.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future

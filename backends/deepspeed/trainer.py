@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed.packing import pack
 from backends.deepspeed.rank import RankSettings, TrainerRank
+from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.interface import Sample, TrainResult, Weights
 from pipelinerl.errors import TrainerLostError, TransferError
 
@@ -92,7 +93,7 @@ class DeepSpeedTrainer:
         await self._call("start", "start", *address)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
-        """Accumulate the gradient of some rollouts; make the optimizer step if they complete the batch.
+        """See ``interface.Trainer``.
 
         Raises:
             TrainerLostError: If a rank fails or does not answer in time.
@@ -112,7 +113,7 @@ class DeepSpeedTrainer:
         return TrainResult([logprob[index] for index in range(len(samples))], metrics)
 
     async def publish(self, version: int) -> Weights:
-        """Make the weights ready to be sent; they stay as they are until the next ``publish``.
+        """See ``interface.Trainer``.
 
         Raises:
             TrainerLostError: If a rank fails or does not answer in time.
@@ -121,13 +122,7 @@ class DeepSpeedTrainer:
         return weights
 
     async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
-        """Leave the group through which weights were sent, if any, and open a new one (``broadcast``).
-
-        Args:
-            timeout_s: Longest wait for its members (seconds).
-
-        Returns:
-            Where to join it: address of rank 0's machine, and a port there.
+        """See ``interface.Sender``; the group meets at rank 0.
 
         Raises:
             TrainerLostError: If rank 0 fails or does not answer in time.
@@ -136,11 +131,7 @@ class DeepSpeedTrainer:
         return address
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
-        """Join the group that was opened; returns when all members have joined (``broadcast``).
-
-        Args:
-            names: What its members are called: rank 0, then all workers of all engines.
-            timeout_s: Longest wait for them, now and in every transfer (seconds).
+        """See ``interface.Sender``.
 
         Raises:
             TransferError: If not all members come in time.
@@ -149,7 +140,7 @@ class DeepSpeedTrainer:
         await self._transfer("join", "join_group", list(names), timeout_s)
 
     async def send(self, weights: Weights) -> None:
-        """Feed the engines that are loading. Files need no sending.
+        """See ``interface.Trainer``. Files need no sending.
 
         Raises:
             TransferError: If an engine was lost, does not answer, or refuses what it received, time and again.
@@ -164,30 +155,30 @@ class DeepSpeedTrainer:
             raise TransferError(fault)
 
     async def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into a new folder that all ranks can reach."""
+        """See ``interface.Trainer``; all ranks must reach the folder."""
         await self._call("save", "save", folder)
 
     async def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote."""
+        """See ``interface.Trainer``."""
         await self._call("load", "load", folder)
 
     async def export(self, folder: Path) -> None:
-        """Write the model in Hugging Face format, tokenizer included, into a new folder."""
+        """See ``interface.Trainer``."""
         await self._call("export", "export", folder)
 
     async def offload(self) -> None:
-        """Give the GPUs' memory up for generation."""
+        """See ``interface.Trainer``."""
         await self._call("offload", "offload")
 
     async def reload(self) -> None:
-        """Take the memory back."""
+        """See ``interface.Trainer``."""
         await self._call("reload", "reload")
 
     async def shutdown(self) -> None:
         """End all ranks; a second call does nothing."""
         ranks, self._ranks = self._ranks, []
         if ranks:
-            await asyncio.wait([_future(rank.shutdown.remote()) for rank in ranks], timeout=SHUTDOWN_TIMEOUT_S)
+            await asyncio.wait([future_of(rank.shutdown.remote()) for rank in ranks], timeout=SHUTDOWN_TIMEOUT_S)
         for rank in ranks:
             ray.kill(rank)
 
@@ -203,13 +194,15 @@ class DeepSpeedTrainer:
             TrainerLostError: With the rank that died, else the first that failed, else those that did not answer.
         """
         begin_s = time.monotonic()
-        futures = [_future(call) for call in calls]
+        futures = [future_of(call) for call in calls]
         timeout_s = self._settings.trainer.step_timeout_s
         done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if any(future.exception() for future in done) and pending:  # a complaint may come before the death it is about
             await asyncio.wait(pending, timeout=BLAME_TIMEOUT_S)
         faults = {
-            rank: future.exception() for rank, future in enumerate(futures) if future.done() and future.exception()
+            rank: fault
+            for rank, future in enumerate(futures)
+            if future.done() and (fault := future.exception()) is not None
         }
         if not faults and not pending:
             return [future.result() for future in futures]
@@ -218,15 +211,5 @@ class DeepSpeedTrainer:
             silent = [rank for rank, future in enumerate(futures) if not future.done()]
             raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
         rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
-        fault = faults[rank]
-        what = "died" if isinstance(fault, RayActorError) else "failed"
-        cause = fault.cause if isinstance(fault, RayTaskError) else fault
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        raise TrainerLostError(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from fault
-
-
-def _future(call: Any) -> asyncio.Future[Any]:
-    """Return a call's future. Its exception counts as seen: when a rank fails, others follow that nobody waits for."""
-    future = asyncio.wrap_future(call.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
+        what, reason = explain_fault(faults[rank])
+        raise TrainerLostError(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from faults[rank]

@@ -218,22 +218,14 @@ class VLLMEngine:
         return as_generated(output)
 
     async def abort(self, rollout_id: int) -> None:
-        """End a request early: its ``generate`` returns with what it has. No effect if it has ended."""
+        """See ``interface.Engine``."""
         if rollout_id in self._running and self._loss is None:
             await self._llm.abort(str(rollout_id))
 
     # --------------------------------------------------------------------------------- weights
 
     async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
-        """Join the group of processes through which weights arrive (transport ``broadcast``), and leave that of before.
-
-        Returns when all members have joined, so it is called on the sender and all engines at a time.
-
-        Args:
-            address: Where the members meet: the sender's machine.
-            port: Of the store there.
-            rank_offset: Rank of this engine's first worker: 1 for the sender, plus the workers before.
-            num_members: The sender and all workers of all engines (count).
+        """See ``interface.Receiver``.
 
         Raises:
             EngineLostError: If it does not succeed in ``update_timeout_s``.
@@ -252,10 +244,7 @@ class VLLMEngine:
             await self._control("joining the group", self._alive().init_weight_transfer_engine(request))
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
-        """Load new weights between two decode steps; tokens sampled from then on carry the new version.
-
-        Under ``abort`` every ``generate`` in progress returns with what it has, before the new weights are in
-        place; under ``keep`` and ``recompute`` they go on; ``wait`` is called when none is in progress.
+        """See ``interface.Engine``.
 
         Raises:
             EngineLostError: If the update fails. The engine is then never resumed.
@@ -327,7 +316,7 @@ class VLLMEngine:
         await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def checksums(self) -> dict[str, str]:
-        """Return the checksums that the last update was verified against; empty at version 0."""
+        """See ``interface.Engine``; empty at version 0."""
         return dict(self._checksums)
 
 

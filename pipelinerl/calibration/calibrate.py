@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.calibration.hardware_fit import (
     HardwareFit,
@@ -21,8 +20,7 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-
-FloatArray = NDArray[np.float64]
+from pipelinerl.util.arrays import FloatArray
 
 QUIET = 0.02
 """Mean error up to which single lives of rollouts count as free of noise (no unit)."""

@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from pipelinerl.util.arrays import FloatArray
+
 StepSeconds = Callable[[FloatArray, FloatArray], FloatArray]
 """Seconds of a decode step by number of sequences and tokens of context of all of them together."""
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from pipelinerl.util.arrays import FloatArray
 
 COLLINEAR = 1e-6
 """Singular value, as a share of the largest, below which columns count as one (no unit)."""

@@ -25,14 +25,12 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.util.arrays import FloatArray
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
-
-FloatArray = NDArray[np.float64]
 
 KERNELS = "tpot_ms"
 """The column by which AIConfigurator's exports are known."""

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.calibration.engine_log import EngineLog, Life, StepSeconds
 from pipelinerl.config.run import RunConfig
@@ -37,8 +36,7 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
-
-FloatArray = NDArray[np.float64]
+from pipelinerl.util.arrays import FloatArray
 
 LIVES_PER_ROW = 8
 """Lives of rollouts that a row holds, at least (count)."""

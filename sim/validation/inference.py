@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.records.steps import StepRow
+from pipelinerl.util.arrays import FloatArray
 from sim.run import simulate
 from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, ReconstructedRun, measured_seconds
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.run_config import run_config
-
-FloatArray = NDArray[np.float64]
 
 GENERATION_SD = 0.35
 """Standard deviation of log g before measurements: the decode model's absolute scale is uncertain by 40 %."""

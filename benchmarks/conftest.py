@@ -1,0 +1,16 @@
+"""The table that benchmarks end with."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Rows of (what, value), printed after the last benchmark."""
+    rows = []
+    yield rows
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print("\n")
+        for what, value in rows:
+            print(f"{what:<72} {value:>16}")
