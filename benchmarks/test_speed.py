@@ -84,11 +84,9 @@ def played(config, make=ClosedFormEngine):
 
 def with_ledger(config):
     """Simulate with a ledger only, as ``pipelinerl simulate`` does without a folder."""
-    accountant = RunLedger(
-        num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
-    )
-    SimulatedCluster(config).run(accountant)
-    return accountant
+    ledger = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
+    SimulatedCluster(config).run(ledger)
+    return ledger
 
 
 def seconds(call, *, rounds=3):

@@ -12,7 +12,7 @@ class ConfigError(PipelineRLError, ValueError):
 
 
 class SchedulerError(PipelineRLError, RuntimeError):
-    """The world reported an event that cannot have happened in the scheduler's state."""
+    """The driver reported an event that cannot have happened in the scheduler's state."""
 
 
 class TraceError(PipelineRLError, ValueError):

@@ -21,7 +21,11 @@ class DecodeCost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Filling the KV cache of one sequence: ``fixed + linear * n + square * n^2`` ticks for n tokens."""
+    """Filling the KV cache of one sequence: ``fixed + linear * n + square * n^2`` ticks for n tokens.
+
+    The formula in seconds is in ``pipelinerl.hardware.costs``. It stands here again because its coefficients are
+    rounded to ticks, not its results: the hot loop stays in whole numbers, and sums are exact in any order.
+    """
 
     fixed_ticks: int
     linear_ticks: int

@@ -69,7 +69,7 @@ def run_all_on_ray(
         ConfigError: If Ray is not installed, or there is no cluster at the address.
     """
     try:
-        import ray  # noqa: PLC0415 - only who asks for a cluster needs it
+        import ray  # noqa: PLC0415 - needed only with a cluster
     except ModuleNotFoundError:
         raise ConfigError(f"--ray {address} needs Ray; install it with: pip install ray") from None
     try:

@@ -2,10 +2,10 @@
 
 Theory of operation
 -------------------
-The workload is a pure function of (configuration, seed, prompt, group): ``Workload.group`` answers for any
-ids in any order, and two runs that differ in scheduler or hardware meet the same groups (common random
-numbers). Draws come from named streams: the stream's name and the number of a block seed a generator that
-draws the whole block at once, in numpy. The last few blocks are kept; an older one is drawn again.
+The workload is a pure function of (configuration, seed, prompt, group): ``Workload.group`` takes any ids in
+any order, and two runs that differ in scheduler or hardware get the same groups (common random numbers). Draws
+come from named streams: the stream's name and the number of a block seed a generator that draws the whole block
+at once, in numpy. The last few blocks are kept; an older one is drawn again.
 
 =============  ===================  ====================================================================
 stream         indexed by           decides
@@ -66,7 +66,7 @@ class AnswerRow(StrictModel):
 
 
 class DrawnGroup(NamedTuple):
-    """What the rollouts of one prompt will turn out to be; no scheduler may see it beforehand."""
+    """Lengths and rewards of the rollouts of one prompt; a scheduler must not see them beforehand."""
 
     prompt_tokens: int
     """Length of the prompt (tokens)."""
@@ -112,7 +112,7 @@ class Workload:
         self._prompts: tuple[SourcePrompt, ...] = ()
         self._location = 0.0
         if config.length.kind == "empirical":
-            assert config.length.source is not None  # the configuration has seen to it
+            assert config.length.source is not None  # checked by the configuration
             prompts = read_source(config.length.source, prompt_tokens=config.prompt_tokens)
             self._prompts = _scaled(prompts, config.length)
         elif config.length.kind == "lognormal":
@@ -131,17 +131,17 @@ class Workload:
         return prompt + self._config.length.max
 
     def group(self, group_id: int, prompt_id: int) -> DrawnGroup:
-        """Return what the rollouts of a group will be.
+        """Return the lengths and rewards of the rollouts of a group.
 
-        The prompt decides what is common to all groups that answer it, the group which answers are given, so
-        a prompt that is started again under a new group gets other answers to the same prompt.
+        The prompt decides what all groups that answer it have in common; the group decides which answers are given.
+        So a prompt that is started again in a new group gets other answers.
 
         Args:
             group_id: Number of the group, at least 0.
             prompt_id: Number of the prompt, at least 0.
 
         Returns:
-            The group; equal arguments give equal groups, whatever was asked before.
+            The group; equal arguments give equal groups, whatever was drawn before.
         """
         block, row = divmod(group_id, self._groups_per_block)
         if not self._prompts:
@@ -252,7 +252,7 @@ def _lognormal_location(length: LengthConfig) -> float:
     """
     _check_mean(length)
     low, high = CV_RANGE
-    assert length.mean is not None  # the configuration has seen to it
+    assert length.mean is not None  # checked by the configuration
     assert length.cv is not None
     if not low <= length.cv <= high:
         raise ConfigError(f"workload.length.cv must be from {low:g} to {high:g}, got {length.cv}")

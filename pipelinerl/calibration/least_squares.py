@@ -21,23 +21,23 @@ COLLINEAR = 1e-6
 UNSURE_SHARE = 0.1
 """A coefficient whose standard error is a larger share of the time than this is not determined (no unit)."""
 TINY_SHARE = 0.01
-"""A coefficient that at its known value is a smaller share of the time keeps it before others do (no unit)."""
+"""A coefficient whose known value is a smaller share of the time is kept before the others (no unit)."""
 ROUNDS = 5
-"""Times that rows are weighted anew by what was fitted (count)."""
+"""Rounds of weighting the rows by the fitted times, at most (count)."""
 LEAST_WEIGHED = 0.1
-"""Least that a fitted time counts as when it weighs a row, as a share of the measured one (no unit)."""
+"""Lower limit of the fitted time that weights a row, as a share of the measured time (no unit)."""
 NOT_WORSE = 1.05
-"""Factor on the root mean square error up to which keeping a value counts as no worse (no unit)."""
+"""Factor on the root mean square error up to which a kept value counts as no worse (no unit)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One coefficient, and what it is multiplied with in every row."""
+    """One coefficient and its factor in every row."""
 
     name: str
-    """What reports call the coefficient."""
+    """Name of the coefficient in reports."""
     factors: FloatArray
-    """What it is multiplied with, shape [rows]."""
+    """Factors of the coefficient, shape [rows]."""
     kept: float = 0.0
     """Its value where the data do not determine it."""
     least: float = 0.0
@@ -65,16 +65,16 @@ class Fit:
 def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None = None) -> Fit:
     """Fit coefficients to measured times by least squares on the relative error.
 
-    A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (all
-    measurements at one context: who says whether a sequence or its context took the time?), or if its standard error
-    is more than a tenth of the time. Then one of those concerned is kept at ``kept``, and the others take up the
-    rest; the last of the list is kept first, but before it what is next to nothing of the time at its known value,
-    unless the error grows by that.
+    A coefficient is not determined if its column is 0 everywhere, if a combination of columns is 0 everywhere (with
+    all measurements at one context, the time of a sequence and that of its context cannot be separated), or if its
+    standard error is more than a tenth of the time. Then one of the coefficients concerned is kept at ``kept`` and the
+    others are fitted again. The last of the list is kept first; a coefficient whose known value is a negligible share
+    of the time is kept before it, unless the error grows.
 
     Args:
         columns: At most a handful, the surest first.
         seconds: Measured times, above 0, shape [rows] (seconds).
-        base: The part of them that is known, same shape (seconds). None: 0.
+        base: The known part of these times, same shape (seconds). None: 0.
 
     Returns:
         The fit.
@@ -109,7 +109,7 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Problem:
-    """Bring ``share @ values`` near ``goal``; many rows are put together into as few as there are columns and one.
+    """Values that bring ``share @ values`` near ``goal``, with the rows reduced to one more than there are columns.
 
     The triangle of a QR factorisation of [share, goal] has the same squared error for all values as the rows have.
     """
@@ -145,9 +145,9 @@ def _weighted(share_RC: FloatArray, goal_R: FloatArray, columns: Sequence[Column
         tried = {index: _bounded(problem, columns, kept | {index: columns[index].kept}) for index in together}
         allowed = max(NOT_WORSE * loss, 1e-9)
         fitting = [one for one in together if tried[one][1] <= allowed]
-        # One that would be next to nothing of the time would have to change beyond measure to take up the rest.
+        # One with a negligible share of the time would have to change by a large factor to make up for the others.
         tiny = [one for one in fitting if 0 < problem.mean_C[one] * columns[one].kept < TINY_SHARE]
-        # If every value to keep contradicts the measurements: the one that does so least.
+        # If every kept value contradicts the measurements, the one that contradicts them least.
         index = [*fitting, *tiny][-1] if fitting else min(together, key=lambda one: tried[one][1])
         kept[index] = columns[index].kept
         others = [columns[one].name for one in together if one != index]
@@ -182,7 +182,7 @@ def _bounded(problem: _Problem, columns: Sequence[Column], kept: dict[int, float
 
 
 def _undecided(problem: _Problem, loss: float, free: list[int]) -> list[int]:
-    """Return coefficients that the data cannot tell apart, two or more; empty if all is well."""
+    """Return two or more coefficients that the data cannot separate; empty if there are none."""
     if not free:
         return []
     some_RF = problem.share_RC[:, free]
@@ -200,10 +200,10 @@ def _undecided(problem: _Problem, loss: float, free: list[int]) -> list[int]:
     error_F = np.sqrt(variance * np.square(right_FF.T / singular_F).sum(axis=1)) / norm_F
     share_F = error_F * problem.mean_C[free]
     if share_F.max() <= UNSURE_SHARE or len(free) == 1:
-        return []  # all is well, or there is nothing to take up the rest
+        return []  # each is determined, or there is no other to be fitted again
     direction_F = np.abs(right_FF[singular_F.argmin()])
     direction_F[share_F.argmax()] = np.inf
-    most = np.sort(direction_F)[-2]  # the likeliest partner of the least sure
+    most = np.sort(direction_F)[-2]  # the coefficient that depends most on the least certain one
     return [index for index, part in zip(free, direction_F, strict=True) if part >= 0.5 * most]
 
 
@@ -219,6 +219,6 @@ def _held_out(
         orthogonal_RF = np.linalg.qr(some_RF / np.linalg.norm(some_RF, axis=0))[0]
         leverage_R = np.square(orthogonal_RF).sum(axis=1)
         if (leverage_R > 1 - 1e-9).any():
-            return None  # a coefficient hangs on one row alone
+            return None  # a coefficient depends on one row alone
         error_R = error_R / (1 - leverage_R)
     return float(np.abs(error_R).mean())

@@ -1,4 +1,4 @@
-"""Progress on stderr, if that is a terminal: a bar, a bar per stage, or a bar that says how training goes."""
+"""Progress on stderr, if that is a terminal: one bar, a bar per stage, or a bar with the state of training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _bars() -> Iterator[Any]:
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show one bar; yields what to call after each piece."""
+    """Show one bar; yields a function to call after each piece."""
     with _bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
@@ -38,21 +38,21 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def stage_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar per stage; yields what to tell the stage, and how much is done."""
+    """Show a bar per stage; yields a function of the stage, the pieces done and all pieces."""
     with _bars() as progress:
         tasks: dict[str, Any] = {}
 
-        def told(stage: str, done: int, total: int) -> None:
+        def update(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = progress.add_task(stage, total=total)
             progress.update(tasks[stage], completed=done)
 
-        yield told
+        yield update
 
 
 @contextmanager
 def training_bar(total: int) -> Iterator[Callable[[Any, dict[str, float]], None]]:
-    """Show optimizer steps, and how they go; yields what to call after each step."""
+    """Show optimizer steps with their metrics; yields a function to call after each step."""
     with _bars() as progress:
         task = progress.add_task("starting", total=total)
 

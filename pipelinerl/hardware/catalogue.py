@@ -27,7 +27,8 @@ GPU_RANGES = {
     "gpus_per_node": (1, 10_000, "accelerators", "8"),
     "price_per_hour": (1e-3, 1e4, "USD per hour", "2.5"),
 }
-"""Least and largest figure of an accelerator, its unit, and the figure of an H100. A figure outside has another unit.
+"""Least and largest figure of an accelerator, its unit, and the figure of an H100. A figure outside this range is
+probably in another unit.
 
 The largest are 20 to 100 times those of any accelerator on sale; the least are those of a weak laptop.
 """
@@ -43,7 +44,7 @@ MODEL_RANGES = {
     "kv_heads": (1, 1e5, "heads", "4"),
     "experts": (1, 1e6, "experts", "128"),
 }
-"""The same of a language model, with those of a 7B; 0 stands for "not known" where it is allowed."""
+"""The same for a language model, with the figures of a 7B model; 0 means "not known" where it is allowed."""
 
 
 def _check_ranges(entry: Gpu | LanguageModel, ranges: Mapping[str, tuple[float, float, str, str]]) -> None:
@@ -58,9 +59,9 @@ class Named(StrictModel):
     """An entry of the catalogue."""
 
     name: str = Field(min_length=1)
-    """What tables call it."""
+    """Its name in tables."""
     aliases: list[str] = []
-    """Other names it is found by; of a model those of others with the same architecture."""
+    """Other names that find it; for a model, those of others with the same architecture."""
     source: str = ""
     """Where the figures come from."""
 
@@ -77,13 +78,13 @@ class Gpu(Named):
     bandwidth: float = Field(gt=0)
     """Memory bandwidth (bytes/s)."""
     nvlink: float = Field(default=0.0, ge=0)
-    """To the others of its node, per direction (bytes/s). 0: there is no such link."""
+    """Bandwidth to the other accelerators of its node, per direction (bytes/s). 0: there is no such link."""
     network: float = Field(gt=0)
-    """Between nodes (bytes/s)."""
+    """Bandwidth between nodes (bytes/s)."""
     gpus_per_node: int = Field(default=8, ge=1)
     """Accelerators that share a node's fast link (count)."""
     price_per_hour: float | None = Field(default=None, gt=0)
-    """Rent of one (USD per hour). None: not known."""
+    """Rent of one accelerator (USD per hour). None: not known."""
 
     @model_validator(mode="after")
     def _units_are_plausible(self) -> Self:
@@ -113,7 +114,7 @@ class LanguageModel(Named):
     kv_bytes_per_token: float = Field(gt=0)
     """KV cache of one token in bf16 (bytes)."""
     attention_heads: int = Field(default=0, ge=0)
-    """Query heads, into whole ones of which an engine divides them (count); 0: not known."""
+    """Query heads, which an engine divides among its accelerators (count); 0: not known."""
     kv_heads: int = Field(default=0, ge=0)
     """Heads of keys and values (count); 0: not known, or a latent cache."""
     experts: int = Field(default=0, ge=0)
@@ -196,7 +197,7 @@ def model_from_huggingface(config: Mapping[str, Any], name: str) -> LanguageMode
 
     Args:
         config: The content of the file.
-        name: What to call the model.
+        name: Name of the model.
 
     Raises:
         ConfigError: If a key that is needed is missing or wrong.

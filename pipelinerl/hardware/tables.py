@@ -1,4 +1,4 @@
-"""How fast a cluster is, in numbers: the tables of ``[hardware]``."""
+"""The tables of ``[hardware]``: the speed of a cluster in numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 class TimedTable(StrictModel):
-    """A table of times; every field is named in one of four tuples, which say how it changes if the work is slower."""
+    """A table of times; each field is in one of four tuples, which say how it changes when the work is slower."""
 
     SECONDS: ClassVar[tuple[str, ...]] = ()
     """Fields that grow in proportion to all times."""
@@ -176,7 +176,7 @@ class WeightTransferConfig(StrictModel):
 
 
 class PhaseSwitchConfig(StrictModel):
-    """Seconds in which colocated accelerators do neither: conventional only."""
+    """Seconds in which colocated accelerators neither generate nor train."""
 
     to_training_s: float = Field(default=0.0, ge=0)
     """Seconds from the end of generation to the start of training (offload the engine, load the trainer)."""
@@ -220,11 +220,11 @@ class HardwareConfig(StrictModel):
     training: TrainingConfig | None = None
     """The trainer's step. None: derived from gpu and model."""
     weights: WeightTransferConfig | None = None
-    """The way of the weights. None: derived, or free."""
+    """Transfer of new weights to the engines. None: derived, or free."""
     switch: PhaseSwitchConfig | None = None
     """The phase switch of colocated accelerators. None: derived, or free."""
     latency: LatencyConfig = LatencyConfig()
-    """Everything else that takes time."""
+    """Delays outside engines and trainer."""
 
     @property
     def by_name(self) -> bool:
@@ -246,7 +246,7 @@ class HardwareConfig(StrictModel):
 
 
 class ResolvedHardware(HardwareConfig):
-    """Hardware of which every table is given as numbers: what the simulator reads."""
+    """Hardware with numbers in every table, as the simulator reads it."""
 
     decode: Decode
     """One decode step of an engine."""
@@ -255,6 +255,6 @@ class ResolvedHardware(HardwareConfig):
     training: TrainingConfig
     """The trainer's step."""
     weights: WeightTransferConfig
-    """The way of the weights."""
+    """Transfer of new weights to the engines."""
     switch: PhaseSwitchConfig
     """The phase switch of colocated accelerators."""

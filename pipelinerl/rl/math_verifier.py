@@ -1,7 +1,7 @@
-"""Verifies answers with math-verify, in processes of its own that can be killed.
+"""Verify answers with math-verify, in child processes that can be killed.
 
-math-verify computes what an answer says. For ``9^{9^{9^{9}}}`` that never ends, and may hold the interpreter's lock
-meanwhile, so a thread that did it could stop the whole run. Limits, in the order in which they act:
+math-verify evaluates an answer. For ``9^{9^{9^{9}}}`` this never ends and may hold the interpreter's lock, so a
+thread that did it could stop the whole run. Limits, in the order in which they act:
 
 limit                                   kept by                                 then the child process
 ──────────────────────────────────────  ──────────────────────────────────────  ─────────────────────────
@@ -36,9 +36,9 @@ MAX_PROCESSES = min(4, os.cpu_count() or 1)
 
 
 class Verifiers:
-    """Verifies answers in child processes, which are started as they are needed. Any thread may call it.
+    """Verifies answers in child processes, which are started when they are needed. Any thread may call it.
 
-    The child processes end with this object. A pickled one arrives without any.
+    The child processes end with this object. A pickled copy has none.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Verifiers:
             try:
                 try:
                     return self._ask(self._idle_child() or self._new_child(), expected, answer)
-                except EOFError:  # it may have been killed by anybody, long before this answer
+                except EOFError:  # it may have been killed long before this answer
                     return self._ask(self._new_child(), expected, answer)
             except (TimeoutError, EOFError):
                 return False
@@ -86,7 +86,7 @@ class Verifiers:
             return None
 
     def _new_child(self) -> _Child:
-        """Start a child process, and have it verify something, which loads all that it needs."""
+        """Start a child process and let it verify one answer, so that it loads math-verify."""
         child = _Child()
         self._children.add(child)
         try:
@@ -106,7 +106,7 @@ class Verifiers:
     def _ask(self, child: _Child, expected: str, answer: str) -> bool | None:
         try:
             verdict = child.ask(expected, answer, limit_s=VERIFY_LIMIT_S)
-        except BaseException:  # what it would say next is unknown
+        except BaseException:  # its next reply may belong to this request
             self._discard(child)
             raise
         self._idle.append(child)
@@ -118,22 +118,15 @@ class Verifiers:
 
 
 class _Child:
-    """A child process, and what is said to it: a line of JSON each way."""
+    """A child process; requests and replies are lines of JSON."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-W",
-                "ignore",
-                "-m",
-                "pipelinerl.rl.math_verifier",
-            ],  # the caller's main module is not run
+            [sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl.rl.math_verifier"],  # not the caller's main
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
-            process_group=0,  # Ctrl-C is the caller's
+            process_group=0,  # so that Ctrl-C reaches only the caller
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -182,20 +175,20 @@ def _end(children: Iterable[_Child]) -> None:
 
 
 def _serve() -> None:
-    """Verify what standard input asks for until it closes: the whole life of a child process."""
+    """Answer requests on standard input until it closes: the main function of a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever it does
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process even if it holds the lock
     logging.disable()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # nobody else writes to the pipe
+    os.dup2(2, 1)  # prints of libraries do not reach the pipe
     for line in sys.stdin.buffer:
         expected, answer, limit_s = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limit_s + 1)
         reply: dict[str, bool | str | None]
         try:
             reply = {"verdict": _verdict(expected, answer, step_s=max(1, int(limit_s / 3)))}
-        except Exception as error:  # the caller's to raise
+        except Exception as error:  # the caller raises it
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps(reply).encode() + b"\n")

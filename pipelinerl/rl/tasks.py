@@ -1,8 +1,8 @@
-"""What the model is asked, and what its answers are worth.
+"""Tasks: problems for the model, and rewards for its answers.
 
 A task is an endless list of training problems and a finite list of held-out ones; no problem is in both.
-The problem behind an index depends on the index alone, so a run that is resumed from a checkpoint needs one number
-to ask the same questions. Past the last training problem the list starts again, in the same order: index
+The problem of an index depends on the index alone, so a run that is resumed from a checkpoint needs one number to go
+on with the same problems. Past the last training problem the list starts again, in the same order: index
 ``i + count`` is problem ``i``. Held-out indices wrap the same way, from ``num_held_out`` on.
 """
 
@@ -31,13 +31,13 @@ class Problem:
     """One question."""
 
     prompt: str
-    """What the model continues."""
+    """Text that the model continues."""
     expected: Any = None
-    """What the task needs to judge an answer; nobody else looks at it."""
+    """The data by which the task judges an answer; only the task reads it."""
 
 
 class Task(Protocol):
-    """What a task must offer. All of it may be called from any thread."""
+    """Methods that a task must have. Any thread may call them."""
 
     @property
     def num_held_out(self) -> int | None:
@@ -52,10 +52,10 @@ class Task(Protocol):
         """
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Return what an answer is worth (no unit): 1 for a right one, 0 for a wrong one. May raise.
+        """Return the reward of an answer (no unit): 1 for a right one, 0 for a wrong one. May raise.
 
         Args:
-            problem: What was asked.
+            problem: The problem that was asked.
             answer: Generated text, without the end token.
         """
 
@@ -68,11 +68,11 @@ class Arithmetic:
     """
 
     def __init__(self, *, largest_operand: int = 49, operators: str = "+", seed: int = 0) -> None:
-        """Check the settings; nothing is generated yet.
+        """Check the settings.
 
         Args:
             largest_operand: Operands are 0 to this, both included (no unit).
-            operators: Which of ``+``, ``-`` and ``*``, each at most once.
+            operators: Some of ``+``, ``-`` and ``*``, each at most once.
             seed: Shuffles the problems, and so decides which are held out.
 
         Raises:
@@ -105,7 +105,7 @@ class Arithmetic:
         return self._count - self._num_held_out
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return the problem behind an index; see the top of the file."""
+        """Return the problem of an index; see the top of the file."""
         place = index % self._num_held_out if held_out else self._num_held_out + index % self.num_training
         pair, operator = divmod(shuffled(place, count=self._count, seed=self._seed), len(self._operators))
         left, right = divmod(pair, self._operands)
@@ -148,8 +148,8 @@ class Math:
         """Read the problems.
 
         Args:
-            path: A JSONL file (``.jsonl``), a folder written by ``datasets`` (``save_to_disk``), or whatever else
-                ``datasets.load_dataset`` accepts.
+            path: A JSONL file (``.jsonl``), a folder written by ``datasets`` (``save_to_disk``), or anything else
+                that ``datasets.load_dataset`` accepts.
             prompt_key: Key or column of the question.
             answer_key: Key or column of the expected answer: an expression, or a text that ends in one.
             template: The prompt; ``{problem}`` stands for the question.
@@ -202,7 +202,7 @@ class Math:
         return len(self._training)
 
     def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return the problem behind an index; see the top of the file.
+        """Return the problem of an index; see the top of the file.
 
         Raises:
             ValueError: If a held-out problem is asked for and there is none.
@@ -229,7 +229,7 @@ class Math:
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
-    """Return what is added to the reward of an answer that comes near the length limit.
+    """Return the penalty that is added to the reward of an answer near the length limit.
 
     p(L) = ((L_max - b) - L) / b for L > L_max - b, and -1 from L_max on; 0 before. Source: Yu et al. 2025
     (DAPO, arXiv:2503.14476), eq. 13, used by Piche et al. 2025 (arXiv:2509.19128).
@@ -255,14 +255,14 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) 
 
 
 def shuffled(place: int, *, count: int, seed: int) -> int:
-    """Return what stands at a place of 0..count-1 after shuffling, without making the list.
+    """Return the number at a place of the shuffled list 0..count-1, without making the list.
 
     A Feistel network of four rounds on the next even number of bits; values past the end go through it again.
 
     Args:
         place: In [0, count).
         count: Length of the list (count).
-        seed: Which shuffle.
+        seed: Decides the order.
 
     Returns:
         A value in [0, count); every value has one place.
@@ -286,7 +286,7 @@ def load_task(config: TaskConfig) -> Task:
         config: The table ``train.task``.
 
     Returns:
-        A built-in task, or what the user's own class or function returns for the settings.
+        A built-in task, or the task that the user's class or function returns for the settings.
 
     Raises:
         ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
@@ -320,7 +320,7 @@ def _check_num_held_out(task: Any, name: str) -> None:
 
 
 def _factory(name: str) -> Any:
-    """Return the user's own class or function that makes a task."""
+    """Return the user's class or function that makes a task."""
     found = named_attribute(name, key="train.task.name", allowed=BUILT_IN)
     if not callable(found):
         raise ConfigError(f"train.task.name must be a class or a function, got {name!r}")
@@ -328,7 +328,7 @@ def _factory(name: str) -> Any:
 
 
 def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    """Yield the rows of a file, each with where it is."""
+    """Yield the rows of a file, each after its place in the file."""
     key = f"train.task.settings.{setting}"
     if not path.endswith(".jsonl"):
         yield from ((f"{path} row {row}", fields) for row, fields in enumerate(_data_set(key, path, split)))
@@ -350,7 +350,7 @@ def _rows(setting: str, path: str, split: str) -> Iterable[tuple[str, Mapping[st
 
 
 def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
-    """Return the rows of one split of anything that ``datasets`` reads."""
+    """Return the rows of one split of a data set that ``datasets`` reads."""
     try:
         import datasets
     except ImportError as error:
@@ -368,7 +368,7 @@ def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> tuple[str, str]:
-    """Return question and expected answer of a row."""
+    """Return the question and the expected answer of a row."""
     question, answer = (row.get(key) for key in keys)
     if not isinstance(question, str) or not question:
         raise ConfigError(f"{place} must have a text under {keys[0]!r} (prompt_key), got {question!r}")

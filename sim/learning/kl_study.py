@@ -9,8 +9,8 @@ is what sampled the tokens:
 * *recomputed*: they are computed again at each change of weights;
 * *conventional*: C alone sampled the whole sequence.
 
-The paper names no direction of the divergence and prints no values. Here it is the one that samples give: the mean
-over tokens from mu of the estimator r - 1 - log r, r = pi/mu.
+The paper names no direction of the divergence and prints no values. Here it is the one that can be estimated from
+samples: the mean over tokens from mu of the estimator r - 1 - log r, r = pi/mu.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KlPoint:
     """Divergence per token (nats) and ESS (share of the tokens) at one lag, for the three ways to sample."""
 
     lag: int
-    """Optimizer steps between the first weights and those that are compared with."""
+    """Optimizer steps between the first weights and those of the policy that is compared."""
     tokens: int
     """Tokens that the stale sequences were measured on (count)."""
     stale_kl: float
@@ -59,7 +59,7 @@ def kl_study(
     Args:
         checkpoints: Weights of g_max + 1 consecutive optimizer steps.
         shape: Sizes of the policy.
-        sampler: Samples; it must keep caches.
+        sampler: It must keep caches.
         prompts: One sequence is sampled for each; those that end early count with the tokens they have.
         length: L, tokens over which the g_max updates are spread; at least g_max.
 

@@ -3,7 +3,8 @@
 The sampler works on ``ROWS`` rows of fixed sizes. What a row computes depends on its own content only, to the last
 bit, and the random number of a token is a function of (seed, rollout, position). So an answer is a function of its
 prompt, the weights that sample each of its tokens, and whether its KV cache was kept or computed again when they
-changed: not of what it is generated beside, in how many pieces, or how far ahead of simulated time.
+changed. It does not depend on the other rows, on how many pieces it is generated in, or on how far ahead of simulated
+time.
 
 Keys and values of an answer of n tokens reach to token n - 2: token n - 1 is read in the step that samples token n.
 """
@@ -46,7 +47,7 @@ class Draft:
         self.logprob_L: NDArray[np.float32] = np.zeros(max_tokens, dtype=np.float32)
         self.num_kept = 0  # tokens that the next call of the sampler leaves as they are
         self.length = 0  # tokens when finished
-        self.cache: RowCache | None = None  # None: computed again by whatever weights go on
+        self.cache: RowCache | None = None  # None: the next weights compute it again
 
 
 class Sampler:
@@ -102,7 +103,7 @@ class Sampler:
             rows.owners[row] = draft
 
     def _fill_caches(self, weights: Weights, cache: Cache, rows: list[int], drafts: list[Draft]) -> None:
-        """Put into each row what was computed before the step that samples the draft's next token."""
+        """Fill the cache of each row up to the step that samples the draft's next token."""
         fresh = [(row, draft) for row, draft in zip(rows, drafts, strict=True) if not draft.num_kept]
         again = [(row, one) for row, one in zip(rows, drafts, strict=True) if one.num_kept and one.cache is None]
         self._prefill(weights, cache, fresh, length=self._prompt_tokens)
@@ -128,10 +129,10 @@ class Sampler:
 
 
 class _Rows:
-    """The answers that are being sampled, a row each, and what the next step reads (mutable).
+    """The answers that are being sampled, a row each, and the inputs of the next step (mutable).
 
-    A row without an answer, or whose answer has ended, is computed like any other; what it gets is put where nobody
-    looks: behind the longest answer, and at the last position, whose key and value no step reads.
+    A row without an answer, or whose answer has ended, is computed like any other. Its results are written where
+    nothing reads them: behind the longest answer, and at the last position, whose key and value no step reads.
     """
 
     def __init__(self, shape: PolicyShape, *, longest: int) -> None:
@@ -165,7 +166,7 @@ class _Rows:
         self.num_active = int(self.active_M.sum())
 
     def free(self) -> list[int]:
-        """Return the rows that nobody owns."""
+        """Return the rows without an answer."""
         return [row for row, owner in enumerate(self.owners) if owner is None]
 
     def harvest(self, *, keep_caches: bool) -> None:
