@@ -3,8 +3,11 @@
 import signal
 
 import pytest
+from command_line import Command, Result
 from hypothesis import settings
 from in_this_process import InThisProcess
+
+from pipelinerl import cli
 
 # Failures of the shipped contract suite then show values, as those of test modules do.
 pytest.register_assert_rewrite("backends.contract")
@@ -15,6 +18,21 @@ settings.load_profile("pipelinerl")
 
 # Tests press Ctrl-C, which a process started in the background of a script ignores, with all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command line in this process."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr("sys.argv", ["pipelinerl", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return Result(int(ended.value.code or 0), captured.out, captured.err)
+
+    return call
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,6 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.records.comparison_report import ComparisonReport
 from sim import parallel
 from sim.compare import Cell, compare
-
-
-@pytest.fixture(autouse=True)
-def heeds_ctrl_c() -> Iterator[None]:
-    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -6,7 +6,6 @@ import gc
 import json
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from tiny_comparison import run
 
 from pipelinerl.errors import RunFailedError
 from sim.run import simulate
-
-
-@pytest.fixture(autouse=True)
-def heeds_ctrl_c() -> Iterator[None]:
-    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_a_run_in_another_thread_leaves_ctrl_c_alone() -> None:
@@ -35,9 +26,12 @@ def test_a_run_in_another_thread_leaves_ctrl_c_alone() -> None:
 
 def test_a_process_that_ignores_ctrl_c_goes_on_ignoring_it() -> None:
     """As one that a shell has put into the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    summary = simulate(run(), on_step=lambda _row: signal.raise_signal(signal.SIGINT))
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        summary = simulate(run(), on_step=lambda _row: signal.raise_signal(signal.SIGINT))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert summary == simulate(run())
 
 

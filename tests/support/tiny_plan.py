@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import pytest
+from in_this_process import InThisProcess
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
@@ -65,20 +65,5 @@ def priced_plan() -> PlanReport:
 def in_this_process() -> Iterator[None]:
     """Run simulations in this process while the context is open: others are slow to start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "ProcessPoolExecutor", _AtOnce)
+        patch.setattr(parallel, "ProcessPoolExecutor", InThisProcess)
         yield
-
-
-class _AtOnce:
-    """Runs a submitted call at once."""
-
-    def __init__(self, workers: int, context: Any, *, initializer: Callable[[], None]) -> None:
-        assert workers >= 1
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(function(*arguments))
-        return future
-
-    def shutdown(self, *, wait: bool = True, cancel_futures: bool = False) -> None:
-        """Nothing is left to end."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+import tomli_w
 from calibrated import GRID, NAMED, RUN, decode_rows, run_of, table_of
+from command_line import Command, assert_fails
 
-from pipelinerl import cli
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
 from pipelinerl.config.resolve import resolved_hardware
@@ -16,57 +18,40 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 
 
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["pipelinerl", "calibrate", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(ended.value.code or 0), captured.out, captured.err
-
-
 def test_the_file_written_is_a_table_that_a_run_file_takes(
-    pipeline_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, pipeline_folder: Path, tmp_path: Path
 ) -> None:
-    status, out, _ = call(monkeypatch, capsys, pipeline_folder, "--out", tmp_path / "new")
+    result = command("calibrate", pipeline_folder, "--out", tmp_path / "new")
     text = (tmp_path / "new" / "hardware.toml").read_text()
-    assert status == 0
-    assert out == text
+    assert (result.status, result.out) == (0, text)
     assert text.startswith("# Calibrated from run.")
     run = tmp_path / "run.toml"
-    import tomli_w
-
     run.write_text(tomli_w.dumps({name: value for name, value in RUN.items() if name != "hardware"}) + text)
     assert load_run(run).hardware.decode is not None
-    status, _, err = call(monkeypatch, capsys, pipeline_folder, "--out", tmp_path / "new")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "which exists" in err
+    again = command("calibrate", pipeline_folder, "--out", tmp_path / "new")
+    assert (again.status, again.err.count("\n")) == (2, 1)
+    assert "which exists" in again.err
 
 
-def test_results_as_json(
-    pipeline_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, _ = call(monkeypatch, capsys, pipeline_folder, "--json")
-    data = json.loads(out)
-    assert status == 0
+def test_results_as_json(command: Command, pipeline_folder: Path) -> None:
+    result = command("calibrate", pipeline_folder, "--json")
+    data = json.loads(result.out)
+    assert result.status == 0
     assert set(data) == {"hardware", "fits", "notes", "warnings"}
     assert data["warnings"] == []
     assert [part["what"] for part in data["fits"]] == ["decode", "training"]
 
 
-def test_a_poor_fit_is_warned_of_on_stderr_and_in_the_json_and_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_poor_fit_is_warned_of_on_stderr_and_in_the_json_and_is_no_failure(command: Command, tmp_path: Path) -> None:
     """Every other row takes twice as long: no line is nearer than a third to both."""
     rows = [row if index % 2 else doubled(row) for index, row in enumerate(decode_rows(*GRID))]
     source = table_of(tmp_path / "t.csv", *rows)
-    status, out, err = call(monkeypatch, capsys, source, "--json")
+    status, out, err = astuple(command("calibrate", source, "--json"))
     assert (status, err.count("\n")) == (0, 1)
     assert err.startswith(f"pipelinerl: warning: decode is a poor fit to {len(GRID)} rows of t.csv: error ")
     assert json.loads(out)["warnings"] == [err.removeprefix("pipelinerl: warning: ").rstrip()]
-    status, out, err = call(monkeypatch, capsys, table_of(tmp_path / "good.csv", *decode_rows(*GRID)))
-    assert (status, err) == (0, "")
+    good = command("calibrate", table_of(tmp_path / "good.csv", *decode_rows(*GRID)))
+    assert (good.status, good.err) == (0, "")
 
 
 def doubled(row: str) -> str:
@@ -99,12 +84,8 @@ def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: 
         (("nowhere", "--train-step-s", "3"), "calibrate takes SOURCE or numbers"),
     ],
 )
-def test_wrong_use_ends_with_one_line_and_status_2(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = call(monkeypatch, capsys, *arguments)
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert message in err
+def test_wrong_use_ends_with_one_line_and_status_2(command: Command, arguments: tuple[str, ...], message: str) -> None:
+    assert_fails(command("calibrate", *arguments), 2, message)
 
 
 def test_a_file_name_is_written_to(tmp_path: Path) -> None:

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import TINY, Command, Result
+from command_line import TINY, Command
 
 import analysis.plot
 import analysis.style
-from pipelinerl import cli
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command line in this process."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["pipelinerl", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        return Result(int(ended.value.code or 0), captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
-from tiny_plan import TINY, in_this_process, priced_plan
+from command_line import Command, assert_fails
+from tiny_plan import TINY, priced_plan
 
-from pipelinerl.cli.app import main
 from pipelinerl.cli.render_plan import print_plan
 
 
@@ -38,19 +37,12 @@ def test_a_run_file_of_a_kind_that_was_not_tried_is_marked(capsys: pytest.Captur
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_command_prints_json_draws_and_keeps_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_prints_json_draws_and_keeps_the_folder(command: Command, tmp_path: Path) -> None:
     path, out = tmp_path / "run.toml", tmp_path / "out"
     path.write_text(tomli_w.dumps(TINY))
-    arguments = ["pipelinerl", "plan", str(path), "--set", "plan.simulate=3", "--out", str(out), "--json"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    for status in (0, 2):
-        with in_this_process(), pytest.raises(SystemExit) as caught:
-            main()
-        assert caught.value.code == status
-        printed = capsys.readouterr()
-        if status == 0:
-            assert json.loads(printed.out) == json.loads((out / "plan.json").read_text())
-            assert (out / "figures" / "plan_throughput_against_lag.png").exists()
-    assert printed.err == f"pipelinerl: --out must be a folder without a run, got {out}, which holds plan.json\n"
+    result, again = (command("plan", path, "--set", "plan.simulate=3", "--out", out, "--json") for _ in range(2))
+    assert result.status == 0
+    assert json.loads(result.out) == json.loads((out / "plan.json").read_text())
+    assert (out / "figures" / "plan_throughput_against_lag.png").exists()
+    assert_fails(again, 2, f"got {out}, which holds plan.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,6 @@ from pipelinerl.scheduler.events import (
     TrainingFinished,
     VersionSpans,
 )
-
-
-@pytest.fixture(autouse=True)
-def heeds_ctrl_c() -> Iterator[None]:
-    """Tests that a shell runs in the background start out with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
 
 CASES = [
     (),
