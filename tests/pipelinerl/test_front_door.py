@@ -18,7 +18,6 @@ from pipelinerl.records.run_folder import SUMMARY_FILE
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
 SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
-
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
     "load_run": "(path, overrides=(), seed=None)",

@@ -135,10 +135,7 @@ def test_coefficients_of_a_measured_engine(make):
 def test_keep_goes_on_after_the_pause(make):
     """Boundaries 10, 20; pause 3; 33 and on. The rollout that arrives in the pause has no token of version 0."""
     entries = log_of(
-        make,
-        settings_with(pause=3),
-        rollouts=[(0, 0, 0, 5), (21, 1, 0, 1)],
-        updates=[(12, WeightUpdate.KEEP)],
+        make, settings_with(pause=3), rollouts=[(0, 0, 0, 5), (21, 1, 0, 1)], updates=[(12, WeightUpdate.KEEP)]
     )
     assert entries == [
         (23, "loaded", 1, 3),
@@ -224,10 +221,7 @@ def test_an_engine_asked_to_stand_still_ends_its_step_and_goes_on_under_new_weig
     log.clock.run()
     num_before = stops // 10
     finish = 59 + 3 * (1 + num_before) + 10 * (4 - num_before)
-    assert log.entries == [
-        (59, "loaded", 1, 59 - stops - 3),
-        (finish, "finished", 0, spans((0, num_before), (1, 4))),
-    ]
+    assert log.entries == [(59, "loaded", 1, 59 - stops - 3), (finish, "finished", 0, spans((0, num_before), (1, 4)))]
 
 
 # -------------------------------------------------------------------------------------------- KV cache

@@ -233,10 +233,7 @@ def run_of(make, tables):
     return recorded.entries
 
 
-TIES = {
-    "decode": {"kind": "affine", "step_s": 0.01},
-    "training": {"token_s": 0.0, "step_s": 0.05},
-}
+TIES = {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 0.0, "step_s": 0.05}}
 """Every time a multiple of 10 ms, and no latency: engines and trainer do much at the same instant."""
 
 FIXED = {"prompt_tokens": 0, "length": {"kind": "fixed", "max": 12}}
@@ -258,7 +255,7 @@ RUNS = {
         "hardware": {"kv_cache_tokens": 120},
     },
     "partial rollouts within max_lag": {
-        "scheduler": {"kind": "conventional", "partial_rollouts": True, "max_lag": 1, "train_batch_size": 8},
+        "scheduler": {"kind": "conventional", "partial_rollouts": True, "max_lag": 1, "train_batch_size": 8}
     },
     "partial rollouts, ties": {
         "scheduler": {"kind": "conventional", "partial_rollouts": True, "train_batch_size": 8},

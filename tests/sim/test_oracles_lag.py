@@ -255,11 +255,7 @@ def test_staleness_is_that_of_applied_compute(in_flight, queue_batches, rate_rat
     staleness = group_staleness(run, 8, first_step=50)
     assert staleness == pytest.approx(simulated, rel=0.02)
     closed_form = staleness_applied_compute(
-        in_flight=in_flight,
-        train_batch_size=128,
-        rate_ratio=rate_ratio,
-        queue_batches=queue_batches,
-        tailness=1.89,
+        in_flight=in_flight, train_batch_size=128, rate_ratio=rate_ratio, queue_batches=queue_batches, tailness=1.89
     ).total
     assert closed_form == pytest.approx(formula, abs=0.011)
     assert abs(closed_form - staleness) <= abs(formula - simulated) + 0.02 * simulated

@@ -11,10 +11,7 @@ from pipelinerl.calibration.least_squares import Column, fit
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    true=st.tuples(*[st.floats(0, 10)] * 3),
-    seed=st.integers(0, 99),
-)
+@given(true=st.tuples(*[st.floats(0, 10)] * 3), seed=st.integers(0, 99))
 def test_a_fit_gives_back_the_coefficients_of_noiseless_times(true: tuple[float, ...], seed: int) -> None:
     factors = np.random.default_rng(seed).uniform(0.5, 2.0, size=(12, 3))
     base = np.full(12, 0.1)

@@ -13,12 +13,12 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
+from refusals import message
 from run_tables import DECODES, EVERY_KEY, TINY, run_file, tiny
 
 from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
-from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import Decode
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 
@@ -152,12 +152,11 @@ def test_the_seed_argument_replaces_the_seed_of_the_file(tmp_path: Path) -> None
         ("scheduler..max_lag=3", "--set must be KEY=VALUE with a dotted key, got 'scheduler..max_lag=3'"),
         ("optimizer_steps.x=3", "--set optimizer_steps.x=3: optimizer_steps is not a table"),
         ("workload.length.max.x=3", "--set workload.length.max.x=3: max is not a table"),
+        ("workload.length.source=a\0.csv", 'workload.length.source must be the path of a file, got "a\\u0000.csv"'),
     ],
 )
 def test_a_wrong_override_is_one_line(tmp_path: Path, override: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_run(run_file(tmp_path), [override])
-    assert str(caught.value) == line
+    assert message(load_run, run_file(tmp_path), [override]) == line
 
 
 # ------------------------------------------------------------------------------------------ paths
@@ -176,12 +175,6 @@ def test_relative_paths_are_relative_to_the_run_file_and_come_out_absolute(
     assert config.workload.length.source == str(tmp_path / "data" / "lengths.csv")
     assert config.hardware.decode.model_dump()["table"] == str(tmp_path / "runs" / "curve.csv")
     assert load_run(run_file(tmp_path / "copy", dump_run(config))) == config
-
-
-def test_a_path_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_run(run_file(tmp_path), ["workload.length.source=a\0.csv"])
-    assert str(caught.value) == 'workload.length.source must be the path of a file, got "a\\u0000.csv"'
 
 
 def test_a_path_that_leads_in_a_circle_is_left_to_who_opens_it(tmp_path: Path) -> None:
@@ -330,18 +323,13 @@ def test_what_is_dumped_is_read_back_equal_from_any_folder(data: dict[str, Any])
 # --------------------------------------------------------------------------------- files that are none
 
 
-def file_fault(path: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_run(path)
-    return str(caught.value)
-
-
-def test_a_run_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    binary = tmp_path / "binary.toml"
-    binary.write_bytes(b"\x80\x81 = 1")
-    assert file_fault(tmp_path / "none.toml") == f"cannot read run file {tmp_path}/none.toml: No such file or directory"
-    assert file_fault(tmp_path) == f"cannot read run file {tmp_path}: Is a directory"
-    assert file_fault(binary) == f"cannot read run file {binary}: it is not UTF-8 text"
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("none.toml", "No such file or directory"), ("", "Is a directory"), ("binary.toml", "it is not UTF-8 text")],
+)
+def test_a_run_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\x80\x81 = 1")
+    assert message(load_run, tmp_path / name) == f"cannot read run file {tmp_path / name}: {reason}"
 
 
 @pytest.mark.parametrize(
@@ -356,15 +344,12 @@ def test_a_run_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 )
 def test_a_run_file_that_is_no_toml_is_one_line_that_says_where(tmp_path: Path, text: str, reason: str) -> None:
     path = run_file(tmp_path, text)
-    line = file_fault(path)
-    assert line.startswith(f"{path} is not valid TOML: {reason}")
-    assert "\n" not in line
+    assert message(load_run, path).startswith(f"{path} is not valid TOML: {reason}")
 
 
 def test_lines_name_the_run_file(tmp_path: Path) -> None:
-    assert file_fault(run_file(tmp_path, TINY.replace("6", "0", 1))) == (
-        "run.toml: optimizer_steps must be at least 1, got 0"
-    )
+    line = message(load_run, run_file(tmp_path, TINY.replace("6", "0", 1)))
+    assert line == "run.toml: optimizer_steps must be at least 1, got 0"
 
 
 def test_decode_is_one_of_three_kinds() -> None:

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from derived import (
-    H100,
-    QWEN7B,
-    derived,
-    plain,
-    step_ms,
-)
+from derived import H100, QWEN7B, derived, plain, step_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

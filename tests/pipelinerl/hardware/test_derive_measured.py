@@ -6,15 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from derived import (
-    H100,
-    QWEN7B,
-    derived,
-    kernel_errors,
-    pretraining_errors,
-    rows_of,
-    step_ms,
-)
+from derived import H100, QWEN7B, derived, kernel_errors, pretraining_errors, rows_of, step_ms
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficient_table, coefficients

@@ -7,11 +7,7 @@ import json
 import pytest
 from refusals import message
 
-from pipelinerl.hardware.catalogue import (
-    find_model,
-    model_from_huggingface,
-    model_names,
-)
+from pipelinerl.hardware.catalogue import find_model, model_from_huggingface, model_names
 
 
 def qwen25(width, layers, heads, kv_heads, feed_forward, *, vocabulary=152064, tied=False):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from derived import (
-    H100,
-    QWEN7B,
-    plain,
-)
+from derived import H100, QWEN7B, plain
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients

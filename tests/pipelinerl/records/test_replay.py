@@ -54,15 +54,6 @@ def test_a_run_replays_to_the_same_commands(tmp_path: Path, overrides: tuple[str
     assert replay(trace) == ReplayResult(len(records) - num_commands, num_commands, None)
 
 
-def test_a_stalled_run_replays_to_the_same_commands(tmp_path: Path) -> None:
-    overrides = ("workload.success_rate=1.0", "scheduler.filter_no_signal=true", "scheduler.discard_limit=20")
-    with pytest.raises(RunFailedError, match=r"stalled: more than scheduler\.discard_limit = 20 rollouts"):
-        recorded(tmp_path, *overrides)
-    trace = Trace(tmp_path / "trace.jsonl.gz")
-    assert Stop(StopReason.STALLED) in [one.command for one in trace.records()]
-    assert replay(trace).difference is None
-
-
 @pytest.mark.parametrize("overrides", [case for case in CASES if "scheduler.max_lag=1" not in case], ids=" ".join)
 @pytest.mark.parametrize("step", [1, 4])
 def test_an_interrupted_run_replays_up_to_where_it_was_interrupted(
@@ -118,20 +109,10 @@ def test_a_trace_written_by_hand_replays(tmp_path: Path) -> None:
 
 
 FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)), reward=None)"
-
-
 SCORED = "RolloutScored(rollout_id=0, reward=1.0)"
-
-
 TRAINED = "TrainingFinished(version=1, train_s=1.0)"
-
-
 START = "StartRollout(rollout_id=0, prompt_id=0, engine=0, kept_tokens=0)"
-
-
 TRAIN = "StartTraining(rollout_ids=(0,), version=0, completes_step=True)"
-
-
 STOP = "Stop(reason=<StopReason.DONE: 'done'>)"
 
 

@@ -16,11 +16,7 @@ from pipelinerl.scheduler.events import VersionSpans
 
 rising = st.lists(st.integers(1, 2**40), min_size=1, max_size=6, unique=True).map(sorted)
 rollouts = st.tuples(rising, rising, st.integers(0, 2**40), st.none() | st.floats(allow_nan=False)).map(
-    lambda drawn: (
-        VersionSpans(tuple(drawn[0][: len(drawn[1])]), tuple(drawn[1][: len(drawn[0])])),
-        drawn[2],
-        drawn[3],
-    )
+    lambda drawn: (VersionSpans(tuple(drawn[0][: len(drawn[1])]), tuple(drawn[1][: len(drawn[0])])), drawn[2], drawn[3])
 )
 operations = st.lists(
     st.one_of(

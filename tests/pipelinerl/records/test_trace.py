@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from traces import lines_of, recorded, rewritten, run
 
 from pipelinerl.errors import TraceError
-from pipelinerl.records.trace import FORMAT_VERSION, Record, Trace, TraceWriter
+from pipelinerl.records.trace import Record, Trace, TraceWriter
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -41,19 +41,13 @@ from pipelinerl.scheduler.events import (
 )
 
 EXAMPLES: list[tuple[Event | Command, str]] = [
-    (
-        StartRollout(71, 8, 0, 20),
-        '"command":"StartRollout","rollout_id":71,"prompt_id":8,"engine":0,"kept_tokens":20',
-    ),
+    (StartRollout(71, 8, 0, 20), '"command":"StartRollout","rollout_id":71,"prompt_id":8,"engine":0,"kept_tokens":20'),
     (AbortRollout(71, 0), '"command":"AbortRollout","rollout_id":71,"engine":0'),
     (
         DiscardRollouts((4, 5), DiscardReason.NO_SIGNAL),
         '"command":"DiscardRollouts","rollout_ids":[4,5],"reason":"no_signal"',
     ),
-    (
-        StartTraining((6, 7), 3, True),
-        '"command":"StartTraining","rollout_ids":[6,7],"version":3,"completes_step":true',
-    ),
+    (StartTraining((6, 7), 3, True), '"command":"StartTraining","rollout_ids":[6,7],"version":3,"completes_step":true'),
     (PublishWeights(4, WeightUpdate.WAIT), '"command":"PublishWeights","version":4,"weight_update":"wait"'),
     (Stop(StopReason.STALLED), '"command":"Stop","reason":"stalled"'),
     (
@@ -128,21 +122,13 @@ def test_what_is_read_has_its_own_types_again(tmp_path: Path) -> None:
 
 
 whole = st.integers(0, 2**60)
-
-
 seconds = st.floats(0, 1e12)
-
-
 versions = st.lists(whole, unique=True, max_size=5).map(sorted)
-
-
 spans = versions.flatmap(
     lambda some: st.lists(whole.map(lambda one: one + 1), unique=True, min_size=len(some), max_size=len(some)).map(
         lambda ends: VersionSpans(tuple(some), tuple(sorted(ends)))
     )
 )
-
-
 ids = st.lists(whole, max_size=9).map(tuple)
 
 
@@ -183,44 +169,37 @@ def test_the_same_run_gives_the_same_bytes_whenever_and_wherever(
     assert first[3:8] == bytes(5)  # gzip header (RFC 1952): no file name flag, no modification time
 
 
+def header(version: str, config: str = "{}") -> str:
+    return f'{{"format": "pipelinerl-trace", "format_version": {version}, "config": {config}}}'
+
+
+NO_HEADER = "{path} is not a trace: its first line must be a pipelinerl-trace header"
+NO_TRACES: list[tuple[bytes | list[str], str]] = [
+    (b"optimizer_steps = 5", "cannot read trace {path}: Not a gzipped file (b'op')"),
+    (b"", NO_HEADER),
+    *((lines, NO_HEADER) for lines in ([], ["{}"], ["[1]"], ["null"], ['{"format": "other"}'])),
+    ([header("1")], "{path} has trace format version 1, this program reads 3"),
+    ([header("null")], "{path} has trace format version None, this program reads 3"),
+    ([header('"2"')], "{path} has trace format version 2, this program reads 3"),
+    ([header("3", "[]")], "{path}, line 1: the root must be a table, got []"),
+    ([header("3", "{}")], "{path}, line 1: optimizer_steps is missing"),  # the first fault
+]
+"""What is in a file, or in its compressed lines."""
+
+
+@pytest.mark.parametrize(("content", "line"), NO_TRACES)
+def test_what_does_not_begin_as_a_trace_is_one_line(tmp_path: Path, content: bytes | list[str], line: str) -> None:
+    path = tmp_path / "trace"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        rewritten(path, content)
+    assert fault(path) == line.format(path=path)
+
+
 def test_a_missing_trace_is_one_line(tmp_path: Path) -> None:
     assert fault(tmp_path / "no.gz") == f"cannot read trace {tmp_path}/no.gz: No such file or directory"
     assert fault(tmp_path) == f"cannot read trace {tmp_path}: Is a directory"
-
-
-def test_a_file_that_is_not_compressed_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    path.write_text("optimizer_steps = 5")
-    assert fault(path) == f"cannot read trace {path}: Not a gzipped file (b'op')"
-
-
-@pytest.mark.parametrize("lines", [[], ["{}"], ["[1]"], ["null"], ['{"format": "other"}']])
-def test_a_file_that_does_not_begin_as_a_trace_is_one_line(tmp_path: Path, lines: list[str]) -> None:
-    path = rewritten(tmp_path / "trace", lines)
-    assert fault(path) == f"{path} is not a trace: its first line must be a pipelinerl-trace header"
-
-
-def test_an_empty_file_is_no_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace"
-    path.touch()
-    assert fault(path) == f"{path} is not a trace: its first line must be a pipelinerl-trace header"
-
-
-@pytest.mark.parametrize("version", ["1", "null", '"2"'])
-def test_another_version_of_the_format_is_one_line(tmp_path: Path, version: str) -> None:
-    path = rewritten(tmp_path / "trace", [f'{{"format": "pipelinerl-trace", "format_version": {version}}}'])
-    found = json.loads(version)
-    assert FORMAT_VERSION == 3
-    assert fault(path) == f"{path} has trace format version {found}, this program reads 3"
-
-
-@pytest.mark.parametrize(
-    ("config", "message"), [("[]", "the root must be a table, got []"), ("{}", "optimizer_steps is missing")]
-)
-def test_of_a_broken_configuration_the_first_fault_is_reported(tmp_path: Path, config: str, message: str) -> None:
-    line = f'{{"format": "pipelinerl-trace", "format_version": 3, "config": {config}}}'
-    path = rewritten(tmp_path / "trace", [line])
-    assert fault(path) == f"{path}, line 1: {message}"
 
 
 BROKEN = [

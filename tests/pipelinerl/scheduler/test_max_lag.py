@@ -27,11 +27,7 @@ from scheduler_events import (
     trained,
 )
 
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    DiscardReason,
-    OnStale,
-)
+from pipelinerl.scheduler.events import AbortRollout, DiscardReason, OnStale
 
 
 def test_the_lag_gate_admits_what_can_be_trained_in_time():

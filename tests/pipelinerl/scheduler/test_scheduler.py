@@ -25,15 +25,7 @@ from scheduler_events import (
     trained,
 )
 
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    DiscardReason,
-    OnFull,
-    OnStale,
-    Stop,
-    StopReason,
-    WeightUpdate,
-)
+from pipelinerl.scheduler.events import AbortRollout, DiscardReason, OnFull, OnStale, Stop, StopReason, WeightUpdate
 
 # ------------------------------------------------------------------------------------------- pipeline
 

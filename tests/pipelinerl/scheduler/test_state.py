@@ -5,19 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from scheduler_events import (
-    aborted,
-    done,
-    failed,
-    finished,
-    loaded,
-    make,
-    published,
-    report,
-    scored,
-    started,
-    trained,
-)
+from scheduler_events import aborted, done, failed, finished, loaded, make, published, report, scored, started, trained
 
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (

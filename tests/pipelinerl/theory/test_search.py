@@ -171,11 +171,7 @@ def test_points_come_in_the_given_order_with_one_step_more_than_the_lag():
         (lambda: mean_lag_conventional(0), "optimizer_steps_per_rl_step must be at least 1, got 0"),
         (
             lambda: mean_lag_pipeline(
-                train_batch_size=1,
-                generation_batch_size=1,
-                generation_accelerators=1,
-                length_cv=0,
-                training_share=1.5,
+                train_batch_size=1, generation_batch_size=1, generation_accelerators=1, length_cv=0, training_share=1.5
             ),
             "training_share must be at least 0 and at most 1, got 1.5",
         ),

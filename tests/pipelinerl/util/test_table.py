@@ -64,10 +64,7 @@ FAULTS = {
         "name,coumt\n",
         f"line 1: 'coumt' is an unknown column; did you mean count? allowed, with commas in between: {COLUMNS}",
     ),
-    "semicolons": (
-        "a;b\n1;2\n",
-        f"line 1: 'a;b' is an unknown column; allowed, with commas in between: {COLUMNS}",
-    ),
+    "semicolons": ("a;b\n1;2\n", f"line 1: 'a;b' is an unknown column; allowed, with commas in between: {COLUMNS}"),
     "column twice": ("name,count,count\n", "line 1: column count must stand there once, got 2"),
     "column missing": ("name\na\n", "line 1: column count is missing; needed: name, count"),
     "no rows": ("name,count\n\n", "line 1: there must be a row below the header, got none"),
@@ -81,10 +78,7 @@ FAULTS = {
         f"name,count\na,{'9' * 5000}\n",
         f"line 2: count must be a whole number from 0 to 1000000000, got '{'9' * 37}...'",
     ),
-    "two lines": (
-        'name,count\na,"3\n4"\n',
-        "line 3: count must be a whole number from 0 to 1000000000, got '3\\n4'",
-    ),
+    "two lines": ('name,count\na,"3\n4"\n', "line 3: count must be a whole number from 0 to 1000000000, got '3\\n4'"),
     "huge field": ("x" * 200_000, "line 1: not a comma-separated table: field larger than field limit (131072)"),
 }
 

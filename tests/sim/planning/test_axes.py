@@ -51,11 +51,7 @@ def test_lists_of_bounds_queues_batches_and_engines_multiply_and_are_in_the_labe
     ("overrides", "expected"),
     [
         pytest.param(
-            (
-                "plan.tensor_parallel=[2]",
-                "plan.generation_accelerators=[1, 2, 3, 4]",
-                "plan.schedulers=['pipeline']",
-            ),
+            ("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]", "plan.schedulers=['pipeline']"),
             [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
             id="an engine needs its accelerators and someone has to train",
         ),

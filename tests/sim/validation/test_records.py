@@ -75,10 +75,7 @@ def test_the_shipped_rows_are_read():
     [
         ("id,mode,staleness_setting\na,async,eta=8\n", "line 1: column system is missing; needed: id, system"),
         ("id,system,gen_or_wait_s\na,s,1\n", "line 1: 'gen_or_wait_s' is an unknown column; "),
-        (
-            HEADER + "a,s,H100,m,fully async,8,1,\n",
-            "line 2: schedule must be one of sync, sync_apart, ",
-        ),
+        (HEADER + "a,s,H100,m,fully async,8,1,\n", "line 2: schedule must be one of sync, sync_apart, "),
         (HEADER + "a,s,H100,m,async,0,1,\n", "line 2: gpus_total must be a whole number of at least 1, got '0'"),
         (HEADER + 'a,s,H100,m,async,8,"1,024",\n', "line 2: step_s must be a number above 0, got '1,024'"),
         (HEADER + "a,s,,,,,,\n" * 2, ": id must be different in every row, got 'a' 2 times"),

@@ -40,8 +40,5 @@ def test_a_fraction_of_a_cluster_waits_for_the_longest_of_the_whole():
 def derived_training(rebuilt, *, accelerators, shared):
     known = {"extra_forward_passes": 1.0, "sequence_accelerators": float(shared)}
     return derive_training(
-        rebuilt.gpu,
-        rebuilt.model,
-        training_accelerators=accelerators,
-        coefficients=coefficients(Level.CENTRAL, known),
+        rebuilt.gpu, rebuilt.model, training_accelerators=accelerators, coefficients=coefficients(Level.CENTRAL, known)
     )
