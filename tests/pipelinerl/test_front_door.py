@@ -28,19 +28,9 @@ SIGNATURES = {
     "simulate": "(run, *, out=None, trace=False, on_step=None)",
 }
 TYPES = {
-    "PipelineRLError",
-    "ComparisonReport",
-    "ConfigError",
-    "PlanReport",
-    "ReplayResult",
-    "RunConfig",
-    "RunFailedError",
-    "RunReport",
-    "ScheduleKind",
-    "Scheduler",
-    "SchedulerError",
-    "TraceError",
-}
+    "PipelineRLError", "ComparisonReport", "ConfigError", "PlanReport", "ReplayResult", "RunConfig", "RunFailedError",
+    "RunReport", "ScheduleKind", "Scheduler", "SchedulerError", "TraceError",
+}  # fmt: skip
 
 
 def test_the_exported_names_and_signatures_are_these() -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import RUN_FILES
 from run_folders import everything_in
 from tiny_comparison import CONVENTIONAL, PIPELINE, SLOW, STALLS, run, two_by_two
 
@@ -82,27 +83,17 @@ def test_an_arm_has_the_last_word_over_its_scenario() -> None:
 
 
 def test_by_default_the_run_is_compared_with_conventional_rl() -> None:
-    assert default_comparison(run()).model_dump() == {
-        "arms": [
-            {"name": "pipeline (as given)", "set": []},
-            *(
-                {
-                    "name": f"conventional G={steps}",
-                    "set": ["scheduler.kind=conventional", f"scheduler.optimizer_steps_per_rl_step={steps}"],
-                }
-                for steps in (8, 16, 32)
-            ),
-        ],
-        "scenarios": [{"name": "as given", "set": []}],
-        "baseline": "conventional G=32",
-        "seeds": [],
-    }
-    assert [cell.folder for cell in plan_cells(run())] == [
-        "as_given/pipeline_as_given",
-        "as_given/conventional_G=8",
-        "as_given/conventional_G=16",
-        "as_given/conventional_G=32",
+    table = default_comparison(run())
+    kind, steps = "scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step"
+    assert [(arm.name, arm.set) for arm in table.arms] == [
+        ("pipeline (as given)", []),
+        *((f"conventional G={g}", [kind, f"{steps}={g}"]) for g in (8, 16, 32)),
     ]
+    assert table.model_dump(exclude={"arms"}) == {
+        "scenarios": [{"name": "as given", "set": []}], "baseline": "conventional G=32", "seeds": [],
+    }  # fmt: skip
+    folders = ["pipeline_as_given", "conventional_G=8", "conventional_G=16", "conventional_G=32"]
+    assert [cell.folder for cell in plan_cells(run())] == [f"as_given/{folder}" for folder in folders]
 
 
 def test_by_default_a_conventional_run_is_compared_with_other_g() -> None:
@@ -119,15 +110,10 @@ def test_a_bound_on_the_lag_does_not_stand_in_the_way_of_the_default_comparison(
 @pytest.mark.parametrize(
     ("name", "folder"),
     [
-        ("G=8, H=1.5", "G=8_H=1.5"),
-        ("../../etc", "etc"),
-        ("..", "_"),
-        ("ä / ö", "_"),
-        ("a\nb", "a_b"),
-        ("_x_", "x"),
+        ("G=8, H=1.5", "G=8_H=1.5"), ("../../etc", "etc"), ("..", "_"), ("ä / ö", "_"), ("a\nb", "a_b"), ("_x_", "x"),
         ("x" * 300, "x" * 80),
     ],
-)
+)  # fmt: skip
 def test_folders_are_named_by_what_is_safe_in_a_file_name(name: str, folder: str) -> None:
     (cell,) = plan_cells(run(arms=[{"name": name}], baseline=name))
     assert cell.folder == f"as_given/{folder}"
@@ -203,33 +189,23 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
         folder = out / cell.folder
         assert json.loads((folder / "summary.json").read_text()) == alone[cell.folder].to_dict()
         assert load_run(folder / "run.toml") == cell.config
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "profile.json",
-            "run.toml",
-            "steps.csv",
-            "summary.json",
-        ]
+        assert sorted(path.name for path in folder.iterdir()) == RUN_FILES
     rates = {folder: summary.tokens_per_s for folder, summary in alone.items()}
-    assert result.to_dict() == {
-        "baseline": "conventional",
-        "scenarios": [
+    folders = {"slow trainer": "slow_trainer", "fast trainer": "fast_trainer"}
+    arms = {
+        name: [
             {
-                "name": name,
-                "arms": [
-                    {
-                        "name": arm,
-                        "folder": f"{folder}/{arm}",
-                        "speedup": rates[f"{folder}/{arm}"] / rates[f"{folder}/conventional"],
-                        "summary": alone[f"{folder}/{arm}"].to_dict(),
-                    }
-                    for arm in ("pipeline", "conventional")
-                ],
+                "name": arm, "folder": f"{folder}/{arm}", "summary": alone[f"{folder}/{arm}"].to_dict(),
+                "speedup": rates[f"{folder}/{arm}"] / rates[f"{folder}/conventional"],
             }
-            for name, folder in (("slow trainer", "slow_trainer"), ("fast trainer", "fast_trainer"))
-        ],
-        "failures": [],
-        "complete": True,
-    }
+            for arm in ("pipeline", "conventional")
+        ]
+        for name, folder in folders.items()
+    }  # fmt: skip
+    scenarios = [{"name": name, "arms": arms[name]} for name in folders]
+    assert result.to_dict() == {
+        "baseline": "conventional", "scenarios": scenarios, "failures": [], "complete": True,
+    }  # fmt: skip
     assert json.loads((out / "comparison.json").read_text()) == result.to_dict()
     assert sorted(ended) == sorted((cell.folder, None) for cell in cells)
 

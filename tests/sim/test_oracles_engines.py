@@ -29,19 +29,10 @@ def scaled(entries, factor):
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_infinitely_fast_hardware_does_the_same_in_no_time(kind):
     """A decode step of one picosecond, the least there is: the run of a step of 1 s, 10^12 times as fast."""
-    runs = [
-        play(
-            20,
-            batch=8,
-            slots=5,
-            engines=2,
-            length=uniform(30),
-            kind=kind,
-            optimizer_steps_per_rl_step=4,
-            hardware={"decode": {"kind": "affine", "step_s": step_s}, **trains_in(7 * step_s)},
-        )
-        for step_s in (1e-12, 1.0)
-    ]
+    sizes = {"batch": 8, "slots": 5, "engines": 2, "length": uniform(30)}
+    scheduler = {"kind": kind, "optimizer_steps_per_rl_step": 4}
+    steps = [{"decode": {"kind": "affine", "step_s": step_s}, **trains_in(7 * step_s)} for step_s in (1e-12, 1.0)]
+    runs = [play(20, **sizes, hardware=hardware, **scheduler) for hardware in steps]
     assert scaled(runs[0].entries, 1) == scaled(runs[1].entries, 10**12)
     assert runs[0].summary().lag == runs[1].summary().lag
     assert runs[0].summary().duration_s < 1e-8

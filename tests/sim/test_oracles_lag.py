@@ -216,15 +216,10 @@ def applied_compute_run(steps, *, in_flight, queue_batches, rate_ratio, seed=0):
     scheduler = {"ready_queue_size": 128 * queue_batches, "on_full": "drop_oldest"}
     hardware = trains_in(rate_ratio * 128 * 201 / in_flight)
     return play(
-        steps,
-        batch=128,
-        slots=in_flight,
-        length={"kind": "lognormal", "mean": 200, "cv": math.sqrt(math.exp(0.25) - 1), "max": 2000},
-        group_size=8,
-        seed=seed,
-        hardware=hardware,
-        **scheduler,
-    )
+        steps, batch=128, slots=in_flight,
+        length={"kind": "lognormal", "mean": 200, "cv": math.sqrt(math.exp(0.25) - 1), "max": 2000}, group_size=8,
+        seed=seed, hardware=hardware, **scheduler,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

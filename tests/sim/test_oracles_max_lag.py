@@ -123,13 +123,9 @@ def run_within(max_lag, on_stale):
     """100 slots, B = 32, log-normal lengths around 200 with cv = 1: without a bound lags up to 19."""
     scheduler = {"on_stale": on_stale, "max_lag": max_lag}
     return play(
-        150,
-        batch=32,
-        slots=64,
-        length={"kind": "lognormal", "mean": 200, "cv": 1.0, "max": 2000},
-        group_size=4,
+        150, batch=32, slots=64, length={"kind": "lognormal", "mean": 200, "cv": 1.0, "max": 2000}, group_size=4,
         **scheduler,
-    )
+    )  # fmt: skip
 
 
 def test_dropping_what_is_stale_shortens_what_is_trained_on():

@@ -47,15 +47,9 @@ def test_batch_i_has_lag_i_or_is_one_rl_step_later(group_size, micro_batch_size,
         scheduler["max_lag"] = max(expected)  # just met
     hardware = {"weights": {"pause_s": 0.5}, "latency": {"dispatch_jitter_s": 2.0}, **trains_in(train_s)}
     run = play(
-        len(expected),
-        batch=8,
-        slots=5,
-        engines=2,
-        length=uniform(60),
-        group_size=group_size,
-        hardware=hardware,
+        len(expected), batch=8, slots=5, engines=2, length=uniform(60), group_size=group_size, hardware=hardware,
         **scheduler,
-    )
+    )  # fmt: skip
     assert [row.lag_mean for row in run.steps] == expected
     assert [row.lag_max for row in run.steps] == expected
     if kind == "conventional":
@@ -79,17 +73,14 @@ class Hardware:
     def tables(self):
         return {
             "decode": {
-                "kind": "affine",
-                "step_s": self.step_s,
-                "sequence_s": self.sequence_s,
+                "kind": "affine", "step_s": self.step_s, "sequence_s": self.sequence_s,
                 "context_token_s": self.context_s,
             },
-            "prefill": {"token_s": self.prefill_s},
-            "training": {"token_s": 3e-4, "step_s": 0.5},
+            "prefill": {"token_s": self.prefill_s}, "training": {"token_s": 3e-4, "step_s": 0.5},
             "weights": {"publish_s": self.publish_s, "transfer_s": 0.2, "pause_s": 0.4},
             "switch": {"to_training_s": 1.5, "to_generation_s": 2.5},
             "latency": {"dispatch_s": 0.003, "reward_s": 0.02, "preprocess_s": 0.05},
-        }
+        }  # fmt: skip
 
 
 def drain_ticks(hardware, lengths, prompt_tokens):
@@ -253,15 +244,9 @@ def test_no_token_of_a_partial_rollout_is_older_than_max_lag(
         "latency": {"dispatch_s": dispatch_s, "dispatch_jitter_s": dispatch_s, "reward_s": 1.0},
     }
     run = play(
-        10,
-        batch=8,
-        slots=slots,
-        engines=2,
-        length=uniform(20),
-        group_size=group_size,
-        hardware=hardware,
+        10, batch=8, slots=slots, engines=2, length=uniform(20), group_size=group_size, hardware=hardware,
         **partial(max_lag=max_lag, optimizer_steps_per_rl_step=rl_step, micro_batch_size=micro_batch_size),
-    )
+    )  # fmt: skip
     assert oldest_trained(run) == run.summary().lag.max <= max_lag
     assert run.summary().rollouts.discarded == run.summary().rollouts.aborted == 0
     tokens = run.summary().tokens

@@ -33,14 +33,10 @@ def test_a_copy_of_a_run_file_by_name_is_the_same():
 
 def test_what_is_given_stays():
     given_tables = {
-        "decode": {"kind": "affine", "step_s": 0.01},
-        "prefill": {"token_s": 1e-5},
-        "kv_cache_tokens": 1234,
-        "training": {"token_s": 1e-3},
-        "weights": {"pause_s": 0.5},
-        "switch": {"to_training_s": 3.0},
+        "decode": {"kind": "affine", "step_s": 0.01}, "prefill": {"token_s": 1e-5}, "kv_cache_tokens": 1234,
+        "training": {"token_s": 1e-3}, "weights": {"pause_s": 0.5}, "switch": {"to_training_s": 3.0},
         "latency": {"reward_s": 0.25},
-    }
+    }  # fmt: skip
     for name, table in given_tables.items():
         config = by_name(**{name: table})
         tables = resolved_hardware(config)

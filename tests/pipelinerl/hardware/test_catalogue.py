@@ -77,13 +77,9 @@ def test_a_name_like_no_other_has_no_suggestion():
 
 OWN_GPU = {"bf16_flops": 5e14, "memory_bytes": 64e9, "bandwidth": 2e12, "network": 25e9}
 OWN_MODEL = {
-    "parameters": 1e9,
-    "active_parameters": 1e9,
-    "layers": 16,
-    "width": 2048,
-    "attention_width": 2048,
+    "parameters": 1e9, "active_parameters": 1e9, "layers": 16, "width": 2048, "attention_width": 2048,
     "kv_bytes_per_token": 32768,
-}
+}  # fmt: skip
 
 
 def toml_file(folder, table, name="mine.toml"):

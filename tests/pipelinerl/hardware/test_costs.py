@@ -42,19 +42,10 @@ def test_an_affine_step_is_that_of_the_whole_engine():
 
 
 ROOFLINE = {
-    "kind": "roofline",
-    "peak_flops": 1e15,
-    "bandwidth": 1e12,
-    "parameters_read": 1e9,
-    "parameters_active": 2e9,
-    "bytes_per_parameter": 2.0,
-    "kv_bytes_per_token": 1000.0,
-    "weight_efficiency": 0.5,
-    "kv_efficiency": 0.25,
-    "flops_efficiency": 0.5,
-    "step_overhead_s": 1e-3,
-    "sequence_overhead_s": 1e-5,
-}
+    "kind": "roofline", "peak_flops": 1e15, "bandwidth": 1e12, "parameters_read": 1e9, "parameters_active": 2e9,
+    "bytes_per_parameter": 2.0, "kv_bytes_per_token": 1000.0, "weight_efficiency": 0.5, "kv_efficiency": 0.25,
+    "flops_efficiency": 0.5, "step_overhead_s": 1e-3, "sequence_overhead_s": 1e-5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

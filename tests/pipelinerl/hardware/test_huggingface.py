@@ -12,15 +12,10 @@ from pipelinerl.hardware.catalogue import find_model, model_from_huggingface, mo
 
 def qwen25(width, layers, heads, kv_heads, feed_forward, *, vocabulary=152064, tied=False):
     return {
-        "model_type": "qwen2",
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": feed_forward,
-        "vocab_size": vocabulary,
+        "model_type": "qwen2", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": feed_forward, "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
-    }
+    }  # fmt: skip
 
 
 def qwen3(width, layers, heads, kv_heads, feed_forward, *, tied=False, **more):
@@ -38,25 +33,12 @@ def llama(width, layers, heads, feed_forward):
 
 
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 129280,
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 ARCHITECTURES = {
     "Qwen2.5-0.5B": (qwen25(896, 24, 14, 2, 4864, vocabulary=151936, tied=True), 0.494e9, 0.494e9),
     "Qwen2.5-1.5B": (qwen25(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True), 1.54e9, 1.54e9),

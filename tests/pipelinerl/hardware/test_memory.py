@@ -13,16 +13,11 @@ from pipelinerl.hardware.memory import kv_cache_tokens, pack_that_fits, training
 @pytest.mark.parametrize(
     ("model", "h100", "h200"),
     [
-        ("Qwen2.5-0.5B", 5905, 10_700),
-        ("Qwen2.5-1.5B", 2458, 4514),
-        ("Qwen2.5-3B", 1828, 3427),
-        ("Qwen2.5-7B", 1017, 2045),
-        ("Qwen2.5-14B", 224, 524),
-        ("Qwen2.5-32B", 31, 255),
-        ("Llama-3.1-8B", 439, 888),
+        ("Qwen2.5-0.5B", 5905, 10_700), ("Qwen2.5-1.5B", 2458, 4514), ("Qwen2.5-3B", 1828, 3427),
+        ("Qwen2.5-7B", 1017, 2045), ("Qwen2.5-14B", 224, 524), ("Qwen2.5-32B", 31, 255), ("Llama-3.1-8B", 439, 888),
         ("Qwen3-8B", 388, 787),
     ],
-)
+)  # fmt: skip
 def test_capacities_are_those_derived_elsewhere(model, h100, h200):
     """Thousands of tokens, 0.9 of the memory, 3.76 GB kept back; the lists are rounded."""
     for gpu, thousands in (("H100", h100), ("H200", h200)):

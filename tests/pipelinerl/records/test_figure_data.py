@@ -36,31 +36,23 @@ def test_every_key_of_the_profile_by_hand():
     assert profile["timeline"] == {
         "until_s": 19.0,
         "trainer": [
-            [6.0, 8.0, "training"],
-            [8.0, 9.0, "publishing"],
-            [12.0, 14.0, "training"],
-            [14.0, 15.0, "publishing"],
+            [6.0, 8.0, "training"], [8.0, 9.0, "publishing"], [12.0, 14.0, "training"], [14.0, 15.0, "publishing"],
             [16.0, 19.0, "training"],
         ],
         "engines": [
             {
-                "engine": 0,
-                "time_s": [0.0, 4.0, 10.0, 12.0, 16.0],
-                "in_progress": [2, 2, 1, 1, 0],
+                "engine": 0, "time_s": [0.0, 4.0, 10.0, 12.0, 16.0], "in_progress": [2, 2, 1, 1, 0],
                 "paused": [[9.0, 9.5], [15.5, 16.0]],
             },
             {
-                "engine": 1,
-                "time_s": [0.0, 6.0, 13.0, 16.0, 19.0],
-                "in_progress": [1, 1, 0, 1, 0],
+                "engine": 1, "time_s": [0.0, 6.0, 13.0, 16.0, 19.0], "in_progress": [1, 1, 0, 1, 0],
                 "paused": [[9.25, 9.5]],
             },
         ],
         "updates": [
-            {"version": 1, "published_s": 8.0, "loaded_s": 9.5},
-            {"version": 2, "published_s": 14.0, "loaded_s": 16.0},
+            {"version": 1, "published_s": 8.0, "loaded_s": 9.5}, {"version": 2, "published_s": 14.0, "loaded_s": 16.0},
         ],
-    }
+    }  # fmt: skip
 
 
 def test_the_generation_window_spreads_tokens_over_the_time_of_their_rollout():

@@ -45,40 +45,22 @@ def test_every_key_of_the_summary_by_hand():
     Engine 0 is busy from 0 to 16 less 0.5 + 0.5, engine 1 from 0 to 13 less 0.25 and from 16 to 19: 30.75 of 38.
     """
     assert summary_of(STORY, num_engines=2) == {
-        "optimizer_steps": 3,
-        "duration_s": 19.0,
-        "samples_trained": 6,
-        "tokens_trained": 39,
-        "samples_per_s": 6 / 19,
+        "optimizer_steps": 3, "duration_s": 19.0, "samples_trained": 6, "tokens_trained": 39, "samples_per_s": 6 / 19,
         "tokens_per_s": 39 / 19,
         "lag": {
-            "mean": 24 / 39,
-            "p50": 1,
-            "p95": 2,
-            "p99": 2,
-            "max": 2,
-            "in_flight_mean": 17 / 39,
-            "in_queue_mean": 7 / 39,
+            "mean": 24 / 39, "p50": 1, "p95": 2, "p99": 2, "max": 2, "in_flight_mean": 17 / 39, "in_queue_mean": 7 / 39,
         },
         "rollouts": {
-            "started": 7,
-            "finished": 6,
-            "trained": 6,
-            "discarded": 0,
-            "aborted": 0,
-            "failed": 0,
-            "unfinished": 1,
-            "interruptions": 0,
-            "preemptions": 0,
+            "started": 7, "finished": 6, "trained": 6, "discarded": 0, "aborted": 0, "failed": 0, "unfinished": 1,
+            "interruptions": 0, "preemptions": 0,
         },
         "tokens": {"generated": 42, "trained": 39, "discarded": 0, "aborted": 0, "failed": 0, "unfinished": 3},
         "discarded_by_reason": {"stale": 0, "no_signal": 0, "queue_full": 0, "sibling_failed": 0},
         "length": {"finished_mean": 6.5, "trained_mean": 6.5},
         "utilisation": {"generation": 30.75 / 38, "training": 7 / 19},
         "seconds": {"generating": 0.0, "training": 7.0, "publishing": 2.0, "waiting_for_data": 10.0},
-        "bottleneck": "generation",
-        "complete": True,
-    }
+        "bottleneck": "generation", "complete": True,
+    }  # fmt: skip
 
 
 def test_every_column_of_the_steps_by_hand():
@@ -134,13 +116,8 @@ def test_an_aborting_update_interrupts_and_the_tokens_kept_count_once():
     )
     summary = ledger.summary().to_dict()
     assert keys(summary, "rollouts") == {
-        "started": 3,
-        "finished": 2,
-        "trained": 2,
-        "unfinished": 1,
-        "interruptions": 2,
-        "preemptions": 1,
-    }
+        "started": 3, "finished": 2, "trained": 2, "unfinished": 1, "interruptions": 2, "preemptions": 1,
+    }  # fmt: skip
     assert keys(summary, "tokens") == {"generated": 12, "trained": 9, "unfinished": 3}
     assert summary["length"] == {"finished_mean": 4.5, "trained_mean": 4.5}
     assert summary["lag"]["mean"] == 3 / 9

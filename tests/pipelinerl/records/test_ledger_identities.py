@@ -195,25 +195,19 @@ def test_the_sums_are_those_of_the_single_rollouts(tables):
 def test_the_ledger_of_a_written_trace_is_that_of_the_run(tmp_path, kind, weight_update):
     config = parse_run(
         {
-            "optimizer_steps": 15,
-            "cluster": {"accelerators": 4, "generation_accelerators": 2},
+            "optimizer_steps": 15, "cluster": {"accelerators": 4, "generation_accelerators": 2},
             "scheduler": {
-                "kind": kind,
-                "train_batch_size": 8,
-                "generation_batch_size": 5,
-                "optimizer_steps_per_rl_step": 3,
+                "kind": kind, "train_batch_size": 8, "generation_batch_size": 5, "optimizer_steps_per_rl_step": 3,
                 "weight_update": weight_update.value,
             },
             "workload": {"group_size": 2, "prompt_tokens": 5, "length": {"kind": "uniform", "max": 40}},
             "hardware": {
-                "decode": {"kind": "affine", "step_s": 0.01},
-                "prefill": {"token_s": 1e-4},
-                "training": {"token_s": 1e-3},
-                "weights": {"publish_s": 0.02, "pause_s": 0.03},
+                "decode": {"kind": "affine", "step_s": 0.01}, "prefill": {"token_s": 1e-4},
+                "training": {"token_s": 1e-3}, "weights": {"publish_s": 0.02, "pause_s": 0.03},
                 "latency": {"dispatch_jitter_s": 0.01},
             },
-        }
-    )
+        },
+    )  # fmt: skip
     report = simulate(config, out=tmp_path / "run", trace=True)
     ledger = RunLedger(num_engines=config.num_engines, colocated=config.colocated, longest=40)
     for record in Trace(tmp_path / "run" / "trace.jsonl.gz").records():

@@ -225,31 +225,20 @@ def test_a_run_is_the_mean_of_its_steps() -> None:
     assert run.summary() == (None, None)
     run.add(
         {
-            "reward/mean": 0.5,
-            "ess/token_raw": 0.75,
-            "ess/token_truncated": 0.875,
-            "ess/sequence_raw": 0.5,
-            "ess/lag_10": 0.25,
-            "ess/lag_2": 0.5,
-            "mismatch/kl": 0.5,
-            "mismatch/truncated_share": 0.125,
-        }
-    )
+            "reward/mean": 0.5, "ess/token_raw": 0.75, "ess/token_truncated": 0.875, "ess/sequence_raw": 0.5,
+            "ess/lag_10": 0.25, "ess/lag_2": 0.5, "mismatch/kl": 0.5, "mismatch/truncated_share": 0.125,
+        },
+    )  # fmt: skip
     ess, mismatch = run.summary()
     assert mismatch.to_dict() == {"kl": 0.5}
     assert list(ess.by_lag) == [2, 10]
     run.add(
         {
-            "ess/token_raw": 0.25,
-            "ess/token_truncated": 0.375,
-            "ess/sequence_raw": 0.25,
-            "ess/lag_0": 1.0,
-            "ess/lag_2": 0.25,
-            "mismatch/kl": 0.25,
-            "mismatch/kl_at_lag_0": 0.125,
+            "ess/token_raw": 0.25, "ess/token_truncated": 0.375, "ess/sequence_raw": 0.25, "ess/lag_0": 1.0,
+            "ess/lag_2": 0.25, "mismatch/kl": 0.25, "mismatch/kl_at_lag_0": 0.125,
             "mismatch/log_ratio_abs_max_at_lag_0": 0.0625,
-        }
-    )
+        },
+    )  # fmt: skip
     ess, mismatch = run.summary()
     assert ess.to_dict() == {
         "mean": 0.5,

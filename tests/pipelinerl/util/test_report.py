@@ -49,17 +49,9 @@ class Whole(Report):
 
 
 GOOD: dict[str, Any] = {
-    "rate_s": 0.5,
-    "count": 3,
-    "name": "x",
-    "done": False,
-    "inner": {"low": 1, "high": 2},
-    "tables": {"t": {"low": 1, "high": 2}},
-    "values": [0.5, 1.0],
-    "span": [0.0, 1.0],
-    "kind": "a",
-    "limit": None,
-}
+    "rate_s": 0.5, "count": 3, "name": "x", "done": False, "inner": {"low": 1, "high": 2},
+    "tables": {"t": {"low": 1, "high": 2}}, "values": [0.5, 1.0], "span": [0.0, 1.0], "kind": "a", "limit": None,
+}  # fmt: skip
 
 
 def test_a_report_is_read_back_as_written(tmp_path: Path) -> None:

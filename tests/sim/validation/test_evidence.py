@@ -127,23 +127,13 @@ def test_sizes_are_read_from_words(cells, field, value):
 @pytest.mark.parametrize(
     ("note", "number"),
     [
-        ("max_new 16,384", 16384),
-        ("max_new=1.5k", 1500),
-        ("max_new 16K; GPU count", 16000),
-        ("max_new 8192, then more", 8192),
-        ("max_new 8192.", 8192),
-        ("max_new 1,234,567", 1234567),
-        ("max_new 16.384.000", None),
-        ("max_new 1,5", None),
-        ("max_new 16,38", None),
-        ("max_new 8192x", None),
-        ("max_new 4 kittens", 4),
-        ("max_new 458 s", 458),
-        ("max_new 458 ms", None),
-        ("max_new 7.6 min", None),
+        ("max_new 16,384", 16384), ("max_new=1.5k", 1500), ("max_new 16K; GPU count", 16000),
+        ("max_new 8192, then more", 8192), ("max_new 8192.", 8192), ("max_new 1,234,567", 1234567),
+        ("max_new 16.384.000", None), ("max_new 1,5", None), ("max_new 16,38", None), ("max_new 8192x", None),
+        ("max_new 4 kittens", 4), ("max_new 458 s", 458), ("max_new 458 ms", None), ("max_new 7.6 min", None),
         ("max_new 90%", None),
     ],
-)
+)  # fmt: skip
 def test_a_number_in_a_note_is_read_as_a_whole_or_not_at_all(note, number):
     assert number_after("max_new", "eta=8", note) == number
 
