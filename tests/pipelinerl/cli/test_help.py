@@ -29,16 +29,19 @@ def test_help_teaches_the_commands_and_where_to_start(command: Command, argument
         assert word in text
 
 
-@pytest.mark.parametrize("name", ["simulate", "compare"])
-def test_help_of_a_run_names_the_run_file_and_the_options(command: Command, name: str) -> None:
-    result = command(name, "--help")
-    assert (result.status, result.err) == (0, "")
-    for word in ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json"):
-        assert word in result.out
+RUN_OPTIONS = ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")
+WORDS = {
+    "simulate": RUN_OPTIONS,
+    "compare": RUN_OPTIONS,
+    "plot": ("DIR...", "--out"),
+    "replay": ("DIR", "--trace full"),
+}
 
 
-@pytest.mark.parametrize(("name", "words"), [("plot", ("DIR...", "--out")), ("replay", ("DIR", "--trace full"))])
-def test_help_of_what_reads_runs_names_the_folder(command: Command, name: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "words"), WORDS.items())
+def test_help_of_a_command_names_what_it_takes_and_its_options(
+    command: Command, name: str, words: tuple[str, ...]
+) -> None:
     result = command(name, "--help")
     assert (result.status, result.err) == (0, "")
     for word in words:

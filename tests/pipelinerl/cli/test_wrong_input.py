@@ -17,30 +17,25 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown key": (("scheduler.max_lagg=3",), "tiny.toml: scheduler.max_lagg is"),
     "an unknown table": (("schedule.max_lag=3",), "schedule is an unknown key; did you mean scheduler? allowed: "),
     "two keys that do not fit": (("cluster.accelerators=1",), "tiny.toml: cluster.generation_accelerators must"),
-    "a max_lag that no schedule can meet": (
+    "a max_lag that cannot be met": (
         ("scheduler.kind=conventional", "scheduler.max_lag=1"),
-        "tiny.toml: scheduler.max_lag cannot",
+        "scheduler.max_lag cannot",
     ),
     "a rollout longer than the KV cache": (("hardware.kv_cache_tokens=59",), "tiny.toml: hardware.kv_cache_tokens"),
     "a prompt of the length file longer than the KV cache": (
         (EMPIRICAL, "workload.length.source=good.csv", "hardware.kv_cache_tokens=149"),
-        "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and workload.length.max, "
-        "150 tokens in all, got kv_cache_tokens=149",
+        "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and workload.length.max, 150 ",
     ),
     "a missing length file": ((EMPIRICAL, "workload.length.source=none.csv"), "workload.length.source {tmp}/none.csv"),
     "a length file that is a folder": ((EMPIRICAL, "workload.length.source=folder.csv"), "Is a directory"),
-    "an unknown shipped set": (
-        (EMPIRICAL, "workload.length.source=skythoughts"),
-        "workload.length.source must be a shipped set or the path of a .csv file, got 'skythoughts'; did you mean "
-        "skythought? shipped sets: ",
-    ),
+    "an unknown shipped set": ((EMPIRICAL, "workload.length.source=skythoughts"), "workload.length.source must be a"),
     "a length file with a wrong cell": (
         (EMPIRICAL, "workload.length.source=cell.csv"),
-        "{tmp}/cell.csv line 3: response_tokens must be a whole number from 0 to 1000000000, got 'many'",
+        "cell.csv line 3: response_tok",
     ),
     "a missing utilisation table": (
         ("hardware.decode={kind='utilisation', flash_s=1e-5, table='none.csv'}",),
-        "cannot read utilisation table {tmp}/none.csv: No such file or directory",
+        "utilisation table {tmp}/none.csv: ",
     ),
     "an override without =": (("scheduler.max_lag",), "--set must be KEY=VALUE"),
 }

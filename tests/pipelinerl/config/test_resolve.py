@@ -7,6 +7,7 @@ import math
 import tomllib
 
 import pytest
+import tomli_w
 from derived import H100, QWEN7B, by_name, derived, run_data, trained
 from refusals import message
 
@@ -86,16 +87,8 @@ def test_paths_of_a_run_file_are_relative_to_it(tmp_path):
     config = {"hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "vocab_size": 32000}
     config |= {"intermediate_size": 4096}
     (tmp_path / "models" / "own" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    text = "\n".join(
-        (
-            "optimizer_steps = 1",
-            "cluster = { accelerators = 2, generation_accelerators = 1 }",
-            "scheduler = { train_batch_size = 2, generation_batch_size = 2 }",
-            'workload = { length = { kind = "fixed", max = 5 } }',
-            'hardware = { gpu = "mine.toml", model = "models/own" }',
-        )
-    )
-    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    tables = run_data(gpu="mine.toml", model="models/own") | {"optimizer_steps": 1}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(tables), encoding="utf-8")
     config = load_run(tmp_path / "run.toml")
     assert config.hardware.gpu == str(tmp_path / "mine.toml")
     assert config.hardware.model == str(tmp_path / "models" / "own")
@@ -103,7 +96,7 @@ def test_paths_of_a_run_file_are_relative_to_it(tmp_path):
     assert isinstance(tables.decode, RooflineDecode)
     assert tables.decode.peak_flops == 5e14
     assert tomllib.loads(dump_run(config))["hardware"]["gpu"] == str(tmp_path / "mine.toml")
-    assert simulate(config).samples_trained == 2
+    assert simulate(config).samples_trained == 16
 
 
 def test_a_model_that_does_not_fit_is_one_line_with_the_size_that_does():

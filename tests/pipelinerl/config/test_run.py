@@ -110,32 +110,22 @@ def test_something_else_in_place_of_a_table_is_one_line(name: str) -> None:
 CONVENTIONAL = "scheduler.kind=conventional"
 LINES: list[tuple[tuple[str, ...], str]] = [
     # Unknown keys; the nearest known one is offered.
-    (
-        ("scheduler.max_lags=3",),
+    (("scheduler.max_lags=3",),
         "scheduler.max_lags is an unknown key; did you mean max_lag? allowed: discard_limit, filter_no_signal, "
         "generation_batch_size, kind, max_lag, micro_batch_size, on_full, on_stale, optimizer_steps_per_rl_step, "
-        "partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update",
-    ),
-    (
-        ("hardware.decode.affine=3",),
-        "hardware.decode.affine is an unknown key; allowed: context_token_s, kind, sequence_s, step_s",
-    ),
-    (
-        ("affine=3",),
+        "partial_rollouts, publish_every, ready_queue_size, train_batch_size, weight_update"),
+    (("hardware.decode.affine=3",),
+        "hardware.decode.affine is an unknown key; allowed: context_token_s, kind, sequence_s, step_s"),
+    (("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, drift, hardware, optimizer_steps, plan, policy, scheduler, seed, train, workload",
-    ),
+        "cluster, compare, drift, hardware, optimizer_steps, plan, policy, scheduler, seed, train, workload"),
     # Words.
-    (
-        ("scheduler.weight_update=drop",),
-        "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\"",
-    ),
+    (("scheduler.weight_update=drop",),
+        "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\""),
     (("scheduler.on_stale=3",), "scheduler.on_stale must be 'train', 'drop' or 'requeue', got 3"),
     (("scheduler.on_full=true",), "scheduler.on_full must be 'wait' or 'drop_oldest', got true"),
-    (
-        ("workload.length.kind=gamma",),
-        "workload.length.kind must be 'fixed', 'uniform', 'lognormal' or 'empirical', got \"gamma\"",
-    ),
+    (("workload.length.kind=gamma",),
+        "workload.length.kind must be 'fixed', 'uniform', 'lognormal' or 'empirical', got \"gamma\""),
     (("hardware.decode={}",), "hardware.decode.kind must be one of utilisation, affine, roofline, got none"),
     (("hardware.decode.kind=5",), "hardware.decode.kind must be one of utilisation, affine, roofline, got 5"),
     (("scheduler.filter_no_signal=1",), "scheduler.filter_no_signal must be true or false, got 1"),
@@ -148,122 +138,76 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("hardware.decode.step_s=inf",), "hardware.decode.step_s must be a number, got Infinity"),
     (("workload.length.growth=0",), "workload.length.growth must be above 0, got 0"),
     # Lengths.
-    (
-        ("workload.length.kind=lognormal", "workload.length.mean=9"),
-        "workload.length.cv is missing; kind='lognormal' needs mean and cv",
-    ),
-    (
-        ("workload.length.kind=lognormal", "workload.length.cv=9"),
-        "workload.length.mean is missing; kind='lognormal' needs mean and cv",
-    ),
-    (
-        ("workload.length={kind='lognormal', mean=64, cv=1, max=64}",),
-        "workload.length.mean must be below max, got mean=64, max=64",
-    ),
-    (
-        ("workload.length.kind=empirical",),
-        "workload.length.source is missing; kind='empirical' needs the name of a shipped set or a CSV file",
-    ),
-    (
-        ("workload.length={kind='empirical', source='skythought', mean=99.5, max=64}",),
-        "workload.length.mean must be below max, got mean=99.5, max=64",
-    ),
+    (("workload.length.kind=lognormal", "workload.length.mean=9"),
+        "workload.length.cv is missing; kind='lognormal' needs mean and cv"),
+    (("workload.length.kind=lognormal", "workload.length.cv=9"),
+        "workload.length.mean is missing; kind='lognormal' needs mean and cv"),
+    (("workload.length={kind='lognormal', mean=64, cv=1, max=64}",),
+        "workload.length.mean must be below max, got mean=64, max=64"),
+    (("workload.length.kind=empirical",),
+        "workload.length.source is missing; kind='empirical' needs the name of a shipped set or a CSV file"),
+    (("workload.length={kind='empirical', source='skythought', mean=99.5, max=64}",),
+        "workload.length.mean must be below max, got mean=99.5, max=64"),
     # What does not fit together.
-    (
-        ("cluster.generation_accelerators=4",),
+    (("cluster.generation_accelerators=4",),
         "cluster.generation_accelerators must be below cluster.accelerators, got generation_accelerators=4, "
-        "accelerators=4",
-    ),
+        "accelerators=4"),
     (("cluster={accelerators=4}",), "cluster.generation_accelerators is missing; scheduler.kind='pipeline' needs it"),
-    (
-        ("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=2", "scheduler.max_lag=2"),
+    (("scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=2", "scheduler.max_lag=2"),
         "scheduler.max_lag cannot be met: a one_step_off RL step trains its last batch at lag "
-        "2 * optimizer_steps_per_rl_step - 1 = 3, got max_lag=2",
-    ),
-    (
-        ("scheduler.partial_rollouts=true",),
-        "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, kind='pipeline'",
-    ),
-    (
-        (CONVENTIONAL, "scheduler.partial_rollouts=true", "scheduler.max_lag=1", "scheduler.on_stale=drop"),
-        "scheduler.on_stale must be 'train' with partial_rollouts and max_lag, got on_stale='drop'",
-    ),
-    (
-        ("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),
-        "cluster.tensor_parallel must divide the 3 accelerators that generate, got tensor_parallel=2",
-    ),
-    (
-        ("cluster.tensor_parallel=3", CONVENTIONAL),
-        "cluster.tensor_parallel must divide the 4 accelerators that generate, got tensor_parallel=3",
-    ),
-    (
-        ("workload.group_size=3",),
-        "scheduler.train_batch_size must be a multiple of workload.group_size, got train_batch_size=8, group_size=3",
-    ),
-    (
-        ("scheduler.micro_batch_size=3",),
+        "2 * optimizer_steps_per_rl_step - 1 = 3, got max_lag=2"),
+    (("scheduler.partial_rollouts=true",),
+        "scheduler.partial_rollouts needs scheduler.kind='conventional', got partial_rollouts=true, kind='pipeline'"),
+    ((CONVENTIONAL, "scheduler.partial_rollouts=true", "scheduler.max_lag=1", "scheduler.on_stale=drop"),
+        "scheduler.on_stale must be 'train' with partial_rollouts and max_lag, got on_stale='drop'"),
+    (("cluster={accelerators=8, generation_accelerators=3, tensor_parallel=2}",),
+        "cluster.tensor_parallel must divide the 3 accelerators that generate, got tensor_parallel=2"),
+    (("cluster.tensor_parallel=3", CONVENTIONAL),
+        "cluster.tensor_parallel must divide the 4 accelerators that generate, got tensor_parallel=3"),
+    (("workload.group_size=3",),
+        "scheduler.train_batch_size must be a multiple of workload.group_size, got train_batch_size=8, group_size=3"),
+    (("scheduler.micro_batch_size=3",),
         "scheduler.micro_batch_size must divide train_batch_size and be a multiple of group_size, got "
-        "micro_batch_size=3, train_batch_size=8, group_size=1",
-    ),
-    (
-        ("scheduler.micro_batch_size=2", "workload.group_size=4"),
+        "micro_batch_size=3, train_batch_size=8, group_size=1"),
+    (("scheduler.micro_batch_size=2", "workload.group_size=4"),
         "scheduler.micro_batch_size must divide train_batch_size and be a multiple of group_size, got "
-        "micro_batch_size=2, train_batch_size=8, group_size=4",
-    ),
-    (
-        ("scheduler.filter_no_signal=true",),
+        "micro_batch_size=2, train_batch_size=8, group_size=4"),
+    (("scheduler.filter_no_signal=true",),
         "scheduler.filter_no_signal needs workload.group_size of at least 2, since one reward alone has no signal, "
-        "got filter_no_signal=true, group_size=1",
-    ),
-    (
-        ("scheduler.ready_queue_size=7",),
-        "scheduler.ready_queue_size must be at least train_batch_size, got ready_queue_size=7, train_batch_size=8",
-    ),
-    (
-        (CONVENTIONAL, "scheduler.optimizer_steps_per_rl_step=5", "scheduler.max_lag=3"),
+        "got filter_no_signal=true, group_size=1"),
+    (("scheduler.ready_queue_size=7",),
+        "scheduler.ready_queue_size must be at least train_batch_size, got ready_queue_size=7, train_batch_size=8"),
+    ((CONVENTIONAL, "scheduler.optimizer_steps_per_rl_step=5", "scheduler.max_lag=3"),
         "scheduler.max_lag cannot be met: a conventional RL step trains its last batch at lag "
-        "optimizer_steps_per_rl_step - 1 = 4, got max_lag=3",
-    ),
-    (
-        ("scheduler.publish_every=5", "scheduler.max_lag=3"),
+        "optimizer_steps_per_rl_step - 1 = 4, got max_lag=3"),
+    (("scheduler.publish_every=5", "scheduler.max_lag=3"),
         "scheduler.max_lag cannot be met: the last batch before a publication is trained at a lag of at least "
-        "publish_every - 1 = 4, got max_lag=3",
-    ),
-    (
-        ("hardware.kv_cache_tokens=73", "workload.prompt_tokens=10"),
+        "publish_every - 1 = 4, got max_lag=3"),
+    (("hardware.kv_cache_tokens=73", "workload.prompt_tokens=10"),
         "hardware.kv_cache_tokens must hold the longest rollout, workload.prompt_tokens + workload.length.max = 74 "
-        "tokens, got kv_cache_tokens=73",
-    ),
+        "tokens, got kv_cache_tokens=73"),
     # The comparison.
     (("plan.schedulers=[]",), "plan.schedulers must not be empty, got []"),
     (("plan.generation_accelerators=[0]",), "plan.generation_accelerators.0 must be at least 1, got 0"),
     (("plan.min_ess=1.5",), "plan.min_ess must be below 1, got 1.5"),
-    (
-        ("plan.min_ess=0.5",),
+    (("plan.min_ess=0.5",),
         "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), got "
-        "min_ess=0.5",
-    ),
+        "min_ess=0.5"),
     (("compare={baseline='a'}",), "compare.arms is missing"),
     (("compare={baseline='a', arms=5}",), "compare.arms must be a list, got 5"),
     (("compare={baseline='a', arms=[]}",), "compare.arms must not be empty, got []"),
     (("compare={baseline='a', arms=[5]}",), "compare.arms.0 must be a table, got 5"),
     (("compare={baseline='', arms=[{name=''}]}",), 'compare.arms.0.name must not be empty, got ""'),
     (("compare={baseline='a', arms=[{name='a', set=['x=1', 5]}]}",), "compare.arms.0.set.1 must be a string, got 5"),
-    (
-        ("compare={baseline='a', arms=[{name='a'}, {name='a'}]}",),
-        "compare.arms must have different names, got ['a', 'a']",
-    ),
-    (
-        ("compare={baseline='a', arms=[{name='a'}], scenarios=[{name='s'}, {name='t'}, {name='s'}]}",),
-        "compare.scenarios must have different names, got ['s', 't', 's']",
-    ),
+    (("compare={baseline='a', arms=[{name='a'}, {name='a'}]}",),
+        "compare.arms must have different names, got ['a', 'a']"),
+    (("compare={baseline='a', arms=[{name='a'}], scenarios=[{name='s'}, {name='t'}, {name='s'}]}",),
+        "compare.scenarios must have different names, got ['s', 't', 's']"),
     (('compare={baseline="a", arms=[{name="a"}], seeds=[1, 2, 1]}',), "compare.seeds must be different, got [1, 2, 1]"),
     (('compare={baseline="a", arms=[{name="a"}], seeds=[-1]}',), "compare.seeds.0 must be at least 0, got -1"),
-    (
-        ("compare={baseline='c', arms=[{name='a'}, {name='b'}]}",),
-        "compare.baseline must be the name of an arm, got 'c'; allowed: ['a', 'b']",
-    ),
-]
+    (("compare={baseline='c', arms=[{name='a'}, {name='b'}]}",),
+        "compare.baseline must be the name of an arm, got 'c'; allowed: ['a', 'b']"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("overrides", "line"), LINES, ids=[line[:40] for _, line in LINES])

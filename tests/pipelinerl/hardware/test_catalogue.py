@@ -131,28 +131,20 @@ def test_a_gpu_in_other_units_or_with_a_wrong_key_is_one_line(tmp_path, changed,
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        (
-            {"parameters": 7.6},
-            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6; did you mean 7.6e9?",
-        ),
-        (
-            {"parameters": 7.6e18},
-            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6e+18; did you mean 7.6e9?",
-        ),
+        ({"parameters": 7.6},
+            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6; did you mean 7.6e9?"),
+        ({"parameters": 7.6e18},
+            "parameters must be from 10000 to 1e+14 parameters, not billions, got 7.6e+18; did you mean 7.6e9?"),
         ({"layers": 28_000_000}, "layers must be from 1 to 10000 layers, got 2.8e+07; did you mean 28?"),
         ({"width": 10**7}, "width must be from 1 to 1e+06 numbers, got 1e+07; did you mean 3584?"),
-        (
-            {"kv_bytes_per_token": 57e9},
-            "kv_bytes_per_token must be from 1 to 1e+09 bytes per token, got 5.7e+10; did you mean 57344?",
-        ),
+        ({"kv_bytes_per_token": 57e9},
+            "kv_bytes_per_token must be from 1 to 1e+09 bytes per token, got 5.7e+10; did you mean 57344?"),
         ({"active_parameters": 2e9}, "active_parameters must be at most parameters = 1e+09, got 2e+09"),
         ({"experts": 8}, "experts, experts_per_token and expert_parameters belong together, got some of them"),
-        (
-            {"experts": 8, "experts_per_token": 9, "expert_parameters": 5e8},
-            "experts_per_token must be at most experts = 8, got 9",
-        ),
+        ({"experts": 8, "experts_per_token": 9, "expert_parameters": 5e8},
+            "experts_per_token must be at most experts = 8, got 9"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_contradicts_itself_is_one_line(tmp_path, changed, line):
     path = toml_file(tmp_path, OWN_MODEL | changed)
     assert message(find_model, path) == f"hardware.model {path}: {line}"

@@ -83,23 +83,13 @@ def test_a_roofline_with_half_of_its_experts_or_in_other_units_is_refused(change
         ({"model": "Qwen2.5-7B"}, "run: hardware.gpu is missing; hardware.model needs it"),
         ({"training": {"token_s": 0.0}}, "run: hardware.decode is missing"),
         ({"decode": {"kind": "affine", "step_s": 1.0}}, "run: hardware.training is missing"),
-        (
-            {
-                "decode": {"kind": "affine", "step_s": 1.0},
-                "training": {"token_s": 0.0},
-                "coefficients": {"pause_s": 1.0},
-            },
-            "run: hardware.coefficients are read only with hardware.gpu and hardware.model, which are missing",
-        ),
-        (
-            {"gpu": "H100", "model": "Qwen2.5-7B", "level": "best"},
-            "run: hardware.level must be 'optimistic', 'central' or 'pessimistic', got \"best\"",
-        ),
-        (
-            {"gpu": "H100", "model": "Qwen2.5-7B", "coefficients": {"training_mfu": 31.0}},
-            "run: hardware.coefficients.training_mfu must be at most 1, got 31",
-        ),
+        ({"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}, "coefficients": {"pause_s": 1.0}},
+            "run: hardware.coefficients are read only with hardware.gpu and hardware.model, which are missing"),
+        ({"gpu": "H100", "model": "Qwen2.5-7B", "level": "best"},
+            "run: hardware.level must be 'optimistic', 'central' or 'pessimistic', got \"best\""),
+        ({"gpu": "H100", "model": "Qwen2.5-7B", "coefficients": {"training_mfu": 31.0}},
+            "run: hardware.coefficients.training_mfu must be at most 1, got 31"),
     ],
-)
+)  # fmt: skip
 def test_wrong_hardware_is_one_line(hardware, line):
     assert faults(run_data(**hardware)) == [line]

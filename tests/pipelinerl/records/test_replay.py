@@ -117,66 +117,31 @@ STOP = "Stop(reason=<StopReason.DONE: 'done'>)"
 
 
 TAMPERINGS: list[tuple[str, Callable[[list[str]], list[str]], ReplayResult]] = [
-    (
-        "another first command",
-        lambda lines: [lines[0], lines[1].replace('"prompt_id":0', '"prompt_id":5'), *lines[2:]],
-        ReplayResult(
-            0, 0, f"line 2, after start(): recorded {START.replace('prompt_id=0', 'prompt_id=5')}, now {START}"
-        ),
-    ),
-    (
-        "another command",
-        lambda lines: [*lines[:4], lines[4].replace("true", "false"), *lines[5:]],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded {TRAIN.replace('True', 'False')}, now {TRAIN}"),
-    ),
-    (
-        "another reason",
-        lambda lines: [*lines[:6], lines[6].replace("done", "stalled")],
-        ReplayResult(
-            3, 2, f"line 7, after {TRAINED}: recorded Stop(reason=<StopReason.STALLED: 'stalled'>), now {STOP}"
-        ),
-    ),
-    (
-        "a command too many",
-        lambda lines: [*lines[:2], lines[1], *lines[2:]],
-        ReplayResult(0, 1, f"line 3, after start(): recorded {START}, now nothing more"),
-    ),
-    (
-        "a command missing",
-        lambda lines: [*lines[:4], *lines[5:]],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
-    ),
-    (
-        "the first command missing",
-        lambda lines: [lines[0], *lines[2:]],
-        ReplayResult(0, 0, f"line 2, after start(): recorded nothing more, now {START}"),
-    ),
-    (
-        "the last command missing",
-        lambda lines: lines[:6],
-        ReplayResult(3, 2, f"end of trace, after {TRAINED}: recorded nothing more, now {STOP}"),
-    ),
-    (
-        "nothing but the header",
-        lambda lines: lines[:1],
-        ReplayResult(0, 0, f"end of trace, after start(): recorded nothing more, now {START}"),
-    ),
-    (
-        "an event missing",
-        lambda lines: [*lines[:3], *lines[4:]],
-        ReplayResult(1, 1, f"line 4, after {FINISHED}: recorded {TRAIN}, now nothing more"),
-    ),
-    (
-        "an impossible event",
-        lambda lines: [*lines[:2], lines[2].replace('"engine":0', '"engine":1'), *lines[3:]],
-        ReplayResult(1, 1, "line 3: the scheduler cannot handle the end of rollout 0 on engine 1: it is not there"),
-    ),
-    (
-        "a made-up abort in place of an answer",
-        lambda lines: [*lines[:4], lines[2].replace("Finished", "Aborted")],
-        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}"),
-    ),
-]
+    ("another first command", lambda lines: [lines[0], lines[1].replace('"prompt_id":0', '"prompt_id":5'), *lines[2:]],
+        ReplayResult(0, 0,
+        f"line 2, after start(): recorded {START.replace('prompt_id=0', 'prompt_id=5')}, now {START}")),
+    ("another command", lambda lines: [*lines[:4], lines[4].replace("true", "false"), *lines[5:]],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded {TRAIN.replace('True', 'False')}, now {TRAIN}")),
+    ("another reason", lambda lines: [*lines[:6], lines[6].replace("done", "stalled")],
+        ReplayResult(3, 2,
+        f"line 7, after {TRAINED}: recorded Stop(reason=<StopReason.STALLED: 'stalled'>), now {STOP}")),
+    ("a command too many", lambda lines: [*lines[:2], lines[1], *lines[2:]],
+        ReplayResult(0, 1, f"line 3, after start(): recorded {START}, now nothing more")),
+    ("a command missing", lambda lines: [*lines[:4], *lines[5:]],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}")),
+    ("the first command missing", lambda lines: [lines[0], *lines[2:]],
+        ReplayResult(0, 0, f"line 2, after start(): recorded nothing more, now {START}")),
+    ("the last command missing", lambda lines: lines[:6],
+        ReplayResult(3, 2, f"end of trace, after {TRAINED}: recorded nothing more, now {STOP}")),
+    ("nothing but the header", lambda lines: lines[:1],
+        ReplayResult(0, 0, f"end of trace, after start(): recorded nothing more, now {START}")),
+    ("an event missing", lambda lines: [*lines[:3], *lines[4:]],
+        ReplayResult(1, 1, f"line 4, after {FINISHED}: recorded {TRAIN}, now nothing more")),
+    ("an impossible event", lambda lines: [*lines[:2], lines[2].replace('"engine":0', '"engine":1'), *lines[3:]],
+        ReplayResult(1, 1, "line 3: the scheduler cannot handle the end of rollout 0 on engine 1: it is not there")),
+    ("a made-up abort in place of an answer", lambda lines: [*lines[:4], lines[2].replace("Finished", "Aborted")],
+        ReplayResult(2, 1, f"line 5, after {SCORED}: recorded nothing more, now {TRAIN}")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tamper", "result"), [case[1:] for case in TAMPERINGS], ids=[case[0] for case in TAMPERINGS])

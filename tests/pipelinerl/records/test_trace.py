@@ -43,21 +43,15 @@ from pipelinerl.scheduler.events import (
 EXAMPLES: list[tuple[Event | Command, str]] = [
     (StartRollout(71, 8, 0, 20), '"command":"StartRollout","rollout_id":71,"prompt_id":8,"engine":0,"kept_tokens":20'),
     (AbortRollout(71, 0), '"command":"AbortRollout","rollout_id":71,"engine":0'),
-    (
-        DiscardRollouts((4, 5), DiscardReason.NO_SIGNAL),
-        '"command":"DiscardRollouts","rollout_ids":[4,5],"reason":"no_signal"',
-    ),
+    (DiscardRollouts((4, 5), DiscardReason.NO_SIGNAL),
+        '"command":"DiscardRollouts","rollout_ids":[4,5],"reason":"no_signal"'),
     (StartTraining((6, 7), 3, True), '"command":"StartTraining","rollout_ids":[6,7],"version":3,"completes_step":true'),
     (PublishWeights(4, WeightUpdate.WAIT), '"command":"PublishWeights","version":4,"weight_update":"wait"'),
     (Stop(StopReason.STALLED), '"command":"Stop","reason":"stalled"'),
-    (
-        RolloutFinished(7, 1, VersionSpans((3, 4), (100, 180))),
-        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100],[4,100,180]],"reward":null',
-    ),
-    (
-        RolloutFinished(7, 1, VersionSpans((3,), (100,)), 0.5),
-        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100]],"reward":0.5',
-    ),
+    (RolloutFinished(7, 1, VersionSpans((3, 4), (100, 180))),
+        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100],[4,100,180]],"reward":null'),
+    (RolloutFinished(7, 1, VersionSpans((3,), (100,)), 0.5),
+        '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100]],"reward":0.5'),
     (RolloutScored(7, 0.5), '"event":"RolloutScored","rollout_id":7,"reward":0.5'),
     (RolloutAborted(8, 1, NO_TOKENS), '"event":"RolloutAborted","rollout_id":8,"engine":1,"spans":[]'),
     (RolloutPreempted(8, 1, 5), '"event":"RolloutPreempted","rollout_id":8,"engine":1,"num_tokens":5'),
@@ -66,7 +60,7 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
     (TrainingFinished(4, 2.25), '"event":"TrainingFinished","version":4,"train_s":2.25'),
     (WeightsPublished(4, 0.5), '"event":"WeightsPublished","version":4,"publish_s":0.5'),
     (WeightsLoaded(1, 4, 0.0), '"event":"WeightsLoaded","engine":1,"version":4,"pause_s":0.0'),
-]
+]  # fmt: skip
 """Every event and command, and how a trace writes it."""
 
 
@@ -218,26 +212,19 @@ BROKEN = [
     ('{"t": 0, "command": "Stop", "reason": "bored"}', "line 3: broken record (ValueError("),
     ('{"t": 0, "command": "Stop", "reason": "stale"}', "line 3: broken record (ValueError("),  # a reason to discard
     ('{"t": 0, "command": "AbortRollout", "rollout_id": "7", "engine": 0}', "line 3: broken record (TypeError("),
+    ('{"t": 0, "command": "AbortRollout", "rollout_id": "7", "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "command": "AbortRollout", "rollout_id": 7.0, "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "command": "AbortRollout", "rollout_id": [], "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": []}', "line 3: broken record (TypeError("),
-    (
-        f'{{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": 1{"0" * 400}}}',
-        "line 3: broken record (OverflowError(",
-    ),
-    (
-        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 0, 5], [1, 6, 9]]}',
-        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 0, 5], [1, 6, 9]]'))",
-    ),
-    (
-        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 1, 5]]}',
-        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 1, 5]]'))",
-    ),
-    (
-        '{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 5]]}',
-        "line 3: broken record (ValueError('not enough values to unpack (expected 3, got 2)'))",
-    ),
-]
+    (f'{{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": 1{"0" * 400}}}',
+        "line 3: broken record (OverflowError("),
+    ('{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 0, 5], [1, 6, 9]]}',
+        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 0, 5], [1, 6, 9]]'))"),
+    ('{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 1, 5]]}',
+        "line 3: broken record (ValueError('spans must follow each other from token 0, got [[0, 1, 5]]'))"),
+    ('{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 5]]}',
+        "line 3: broken record (ValueError('not enough values to unpack (expected 3, got 2)'))"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "reason"), BROKEN, ids=[reason[8:40] for _, reason in BROKEN])

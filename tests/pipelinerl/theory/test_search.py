@@ -140,72 +140,55 @@ def test_points_come_in_the_given_order_with_one_step_more_than_the_lag():
     assert points[1].conventional == conventional_rates(setting, optimizer_steps_per_rl_step=9)
 
 
+SPLIT = {"train_batch_size": 1, "generation_batch_size": 1, "generation_accelerators": 1}
+VALID = {
+    flash_s: {"flops_per_token": 1, "peak_flops": 1},
+    conventional_rates: {"setting": case_study()},
+    pipeline_rates: {"setting": case_study(), "generation_batch_size": 1, "generation_accelerators": 1},
+    mean_lag_pipeline: {**SPLIT, "length_cv": 0},
+    search_pipeline: {"setting": case_study(), "max_lag": 9},
+    staleness_applied_compute: {
+        "in_flight": 1,
+        "train_batch_size": 1,
+        "queue_batches": 1,
+        "rate_ratio": 1,
+        "tailness": 1,
+    },
+}
+"""Arguments that are allowed."""
+BELOW_ALL = "generation_accelerators must be at least 1 and below accelerators=128, got"
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "changes", "message"),
     [
-        (lambda: flash_s(flops_per_token=0, peak_flops=1), "flops_per_token must be above 0, got 0"),
-        (lambda: flash_s(flops_per_token=1, peak_flops=-1), "peak_flops must be above 0, got -1"),
-        (lambda: uniform_lengths(0), "max_tokens must be at least 1, got 0"),
-        (lambda: case_study(accelerators=0), "accelerators must be at least 1, got 0"),
-        (lambda: case_study(train_batch_size=0), "train_batch_size must be at least 1, got 0"),
-        (
-            lambda: case_study(training_flashes_per_token=0.0),
-            "training_flashes_per_token must be finite and above 0, got 0.0",
-        ),
-        (
-            lambda: conventional_rates(case_study(), optimizer_steps_per_rl_step=0),
-            "optimizer_steps_per_rl_step must be at least 1, got 0",
-        ),
-        (
-            lambda: pipeline_rates(case_study(), generation_batch_size=0, generation_accelerators=1),
-            "generation_batch_size must be at least 1, got 0",
-        ),
-        (
-            lambda: pipeline_rates(case_study(), generation_batch_size=1, generation_accelerators=128),
-            "generation_accelerators must be at least 1 and below accelerators=128, got 128",
-        ),
-        (
-            lambda: pipeline_rates(case_study(), generation_batch_size=1, generation_accelerators=0),
-            "generation_accelerators must be at least 1 and below accelerators=128, got 0",
-        ),
-        (lambda: mean_lag_conventional(0), "optimizer_steps_per_rl_step must be at least 1, got 0"),
-        (
-            lambda: mean_lag_pipeline(
-                train_batch_size=1, generation_batch_size=1, generation_accelerators=1, length_cv=0, training_share=1.5
-            ),
-            "training_share must be at least 0 and at most 1, got 1.5",
-        ),
-        (
-            lambda: search_pipeline(case_study(accelerators=1), max_lag=9),
-            "accelerators must be at least 2 to generate and train at once, got 1",
-        ),
-        (
-            lambda: search_pipeline(case_study(), max_lag=9, generation_batch_multiple=0),
-            "generation_batch_multiple must be at least 1, got 0",
-        ),
-        (
-            lambda: search_pipeline(case_study(), max_lag=9, generation_batch_limit=63, generation_batch_multiple=64),
-            "generation_batch_limit must be at least generation_batch_multiple=64, got 63",
-        ),
-        (
-            lambda: search_pipeline(case_study(train_batch_size=1), max_lag=127, generation_batch_multiple=64),
-            "max_lag must be at least 128, the g_max of H=64, I=1, got 127",
-        ),
-        (
-            lambda: staleness_applied_compute(
-                in_flight=1, train_batch_size=1, rate_ratio=0, queue_batches=1, tailness=1
-            ),
-            "rate_ratio must be above 0, got 0",
-        ),
-        (
-            lambda: staleness_applied_compute(
-                in_flight=1, train_batch_size=1, rate_ratio=1, queue_batches=1, tailness=0.9
-            ),
-            "tailness must be at least 1, got 0.9",
-        ),
+        (flash_s, {"flops_per_token": 0}, "flops_per_token must be above 0, got 0"),
+        (flash_s, {"peak_flops": -1}, "peak_flops must be above 0, got -1"),
+        (uniform_lengths, {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        (case_study, {"accelerators": 0}, "accelerators must be at least 1, got 0"),
+        (case_study, {"train_batch_size": 0}, "train_batch_size must be at least 1, got 0"),
+        (case_study, {"training_flashes_per_token": 0.0},
+            "training_flashes_per_token must be finite and above 0, got 0.0"),
+        (conventional_rates, {"optimizer_steps_per_rl_step": 0},
+            "optimizer_steps_per_rl_step must be at least 1, got 0"),
+        (pipeline_rates, {"generation_batch_size": 0}, "generation_batch_size must be at least 1, got 0"),
+        (pipeline_rates, {"generation_accelerators": 128}, f"{BELOW_ALL} 128"),
+        (pipeline_rates, {"generation_accelerators": 0}, f"{BELOW_ALL} 0"),
+        (mean_lag_conventional, {"optimizer_steps_per_rl_step": 0},
+            "optimizer_steps_per_rl_step must be at least 1, got 0"),
+        (mean_lag_pipeline, {"training_share": 1.5}, "training_share must be at least 0 and at most 1, got 1.5"),
+        (search_pipeline, {"setting": case_study(accelerators=1)},
+            "accelerators must be at least 2 to generate and train at once, got 1"),
+        (search_pipeline, {"generation_batch_multiple": 0}, "generation_batch_multiple must be at least 1, got 0"),
+        (search_pipeline, {"generation_batch_limit": 63, "generation_batch_multiple": 64},
+            "generation_batch_limit must be at least generation_batch_multiple=64, got 63"),
+        (search_pipeline, {"setting": case_study(train_batch_size=1), "max_lag": 127, "generation_batch_multiple": 64},
+            "max_lag must be at least 128, the g_max of H=64, I=1, got 127"),
+        (staleness_applied_compute, {"rate_ratio": 0}, "rate_ratio must be above 0, got 0"),
+        (staleness_applied_compute, {"tailness": 0.9}, "tailness must be at least 1, got 0.9"),
     ],
-)
-def test_wrong_argument_is_refused_by_name_rule_and_value(call, message):
+)  # fmt: skip
+def test_wrong_argument_is_refused_by_name_rule_and_value(call, changes, message):
     with pytest.raises(ValueError, match=r"must be") as caught:
-        call()
+        call(**{**VALID.get(call, {}), **changes})
     assert str(caught.value) == message

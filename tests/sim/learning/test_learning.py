@@ -252,27 +252,19 @@ def test_it_learns():
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (
-            ("policy.size=10",),
+        (("policy.size=10",),
             "workload.length.max must hold the longest right answer of policy.task='chain' with policy.size=10, "
-            "13 tokens, got max=12",
-        ),
-        (
-            ("hardware.kv_cache_tokens=18",),
+            "13 tokens, got max=12"),
+        (("hardware.kv_cache_tokens=18",),
             "hardware.kv_cache_tokens must hold a prompt of policy.task and workload.length.max, 19 tokens in all, "
-            "got kv_cache_tokens=18",
-        ),
+            "got kv_cache_tokens=18"),
         (("policy.heads=3",), "run: policy.heads must divide width, got heads=3, width=16"),
-        (
-            ("policy.loss.value_coefficient=0.5",),
-            "run: policy.loss.value_coefficient must be 0: the policy has no reference model and no value head",
-        ),
-        (
-            ("policy.warm_start.learning_rate=1e30",),
-            "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30",
-        ),
+        (("policy.loss.value_coefficient=0.5",),
+            "run: policy.loss.value_coefficient must be 0: the policy has no reference model and no value head"),
+        (("policy.warm_start.learning_rate=1e30",),
+            "policy.warm_start.learning_rate is too large: the base model is not finite, got learning_rate=1e+30"),
     ],
-)
+)  # fmt: skip
 def test_a_policy_that_does_not_fit_is_one_line_and_no_run(tmp_path, overrides, line):
     with pytest.raises(ConfigError) as caught:
         simulate(config_with(*overrides), out=tmp_path / "run")

@@ -50,39 +50,23 @@ def test_lists_of_bounds_queues_batches_and_engines_multiply_and_are_in_the_labe
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        pytest.param(
-            ("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]", "plan.schedulers=['pipeline']"),
-            [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
-            id="an engine needs its accelerators and someone has to train",
-        ),
-        pytest.param(
-            ("plan.tensor_parallel=[3]", "plan.schedulers=['conventional']"),
-            [],
-            id="engines of 3 on 4 accelerators that all generate",
-        ),
-        pytest.param(
-            ("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]"),
-            ["pipeline 3/1 H=8 TP=3"],
-            id="engines of 3 with one that trains",
-        ),
-        pytest.param(
-            (ONE_SPLIT, "plan.tensor_parallel=[1]", "plan.train_batch_size=[8, 32]", "plan.ready_queue_size=[16]"),
-            ["pipeline 2/2 H=8 queue=16"],
-            id="a queue is not shorter than a batch",
-        ),
-        pytest.param(
-            (ONE_SPLIT, "hardware.decode={kind='affine', step_s=0.01}"),
-            ["pipeline 2/2 H=8"],
-            id="a decode step in numbers holds for its own engine only",
-        ),
+        pytest.param(("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]",
+            "plan.schedulers=['pipeline']"), [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
+            id="an engine needs its accelerators and someone has to train"),
+        pytest.param(("plan.tensor_parallel=[3]", "plan.schedulers=['conventional']"), [],
+            id="engines of 3 on 4 accelerators that all generate"),
+        pytest.param(("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]"), ["pipeline 3/1 H=8 TP=3"],
+            id="engines of 3 with one that trains"),
+        pytest.param((ONE_SPLIT, "plan.tensor_parallel=[1]", "plan.train_batch_size=[8, 32]",
+            "plan.ready_queue_size=[16]"), ["pipeline 2/2 H=8 queue=16"], id="a queue is not shorter than a batch"),
+        pytest.param((ONE_SPLIT, "hardware.decode={kind='affine', step_s=0.01}"), ["pipeline 2/2 H=8"],
+            id="a decode step in numbers holds for its own engine only"),
         pytest.param((ONE_SPLIT,), ["pipeline 2/2 H=8", "pipeline 2/2 H=8 TP=2"], id="4 and 8 leave nobody to train"),
-        pytest.param(
-            ("plan={schedulers=['pipeline'], generation_accelerators=[2]}", "hardware.kv_cache_tokens=2500"),
+        pytest.param(("plan={schedulers=['pipeline'], generation_accelerators=[2]}", "hardware.kv_cache_tokens=2500"),
             [f"pipeline 2/2 H={size}" for size in (8, 16, 24)],
-            id="71 + 20 tokens on average: 16 * 91 < 2500 < 32 * 91",
-        ),
+            id="71 + 20 tokens on average: 16 * 91 < 2500 < 32 * 91"),
     ],
-)
+)  # fmt: skip
 def test_combinations_that_no_run_file_may_make_are_left_out(overrides: tuple[str, ...], expected: list[str]) -> None:
     assert labels(*overrides) == expected
 
@@ -90,47 +74,27 @@ def test_combinations_that_no_run_file_may_make_are_left_out(overrides: tuple[st
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (
-            ("plan.tensor_parallel=[1, 3]", "plan.schedulers=['conventional']"),
-            ["plan.tensor_parallel must hold divisors of cluster.accelerators=4, got 3"],
-        ),
-        (
-            ("plan.tensor_parallel=[1, 2, 8]",),
-            [
-                "plan.tensor_parallel must hold divisors of cluster.accelerators=4 or sizes below "
-                "cluster.accelerators=4, as others have to train, got 8"
-            ],
-        ),
-        (
-            ("plan.tensor_parallel=[2]", "plan.generation_accelerators=[2, 3, 4]"),
-            [
-                "plan.generation_accelerators must hold multiples of an engine, 2 accelerators, got 3",
-                "plan.generation_accelerators must hold numbers below cluster.accelerators=4, as the others train, got "
-                "4",
-            ],
-        ),
-        (
-            ("plan.tensor_parallel=[1, 2]", "plan.generation_accelerators=[3]", "plan.schedulers=['pipeline']"),
-            ["plan.tensor_parallel must hold divisors of a number of plan.generation_accelerators=[3], got 2"],
-        ),
-        (
-            ("plan.optimizer_steps_per_rl_step=[4, 64]",),
-            ["plan.optimizer_steps_per_rl_step must hold numbers of at most optimizer_steps=40, got 64"],
-        ),
-        (
-            ("plan.ready_queue_size=[4, 16]",),
-            ["plan.ready_queue_size must hold sizes of at least the train_batch_size, 8, got 4"],
-        ),
-        (
-            ("plan.schedulers=['pipeline']", "plan.ready_queue_size=[16]", "plan.train_batch_size=[8, 32]"),
-            ["plan.train_batch_size must hold sizes of at most the largest plan.ready_queue_size, 16, got 32"],
-        ),
-        (
-            ("scheduler.publish_every=3", "plan.max_lag=[1, 4]"),
-            ["plan.max_lag must hold bounds of at least scheduler.publish_every - 1 = 2, got 1"],
-        ),
+        (("plan.tensor_parallel=[1, 3]", "plan.schedulers=['conventional']"),
+            ["plan.tensor_parallel must hold divisors of cluster.accelerators=4, got 3"]),
+        (("plan.tensor_parallel=[1, 2, 8]",),
+            ["plan.tensor_parallel must hold divisors of cluster.accelerators=4 or sizes below "
+            "cluster.accelerators=4, as others have to train, got 8"]),
+        (("plan.tensor_parallel=[2]", "plan.generation_accelerators=[2, 3, 4]"),
+            ["plan.generation_accelerators must hold multiples of an engine, 2 accelerators, got 3",
+            "plan.generation_accelerators must hold numbers below cluster.accelerators=4, as the others train, got "
+            "4"]),
+        (("plan.tensor_parallel=[1, 2]", "plan.generation_accelerators=[3]", "plan.schedulers=['pipeline']"),
+            ["plan.tensor_parallel must hold divisors of a number of plan.generation_accelerators=[3], got 2"]),
+        (("plan.optimizer_steps_per_rl_step=[4, 64]",),
+            ["plan.optimizer_steps_per_rl_step must hold numbers of at most optimizer_steps=40, got 64"]),
+        (("plan.ready_queue_size=[4, 16]",),
+            ["plan.ready_queue_size must hold sizes of at least the train_batch_size, 8, got 4"]),
+        (("plan.schedulers=['pipeline']", "plan.ready_queue_size=[16]", "plan.train_batch_size=[8, 32]"),
+            ["plan.train_batch_size must hold sizes of at most the largest plan.ready_queue_size, 16, got 32"]),
+        (("scheduler.publish_every=3", "plan.max_lag=[1, 4]"),
+            ["plan.max_lag must hold bounds of at least scheduler.publish_every - 1 = 2, got 1"]),
     ],
-)
+)  # fmt: skip
 def test_a_listed_value_that_no_candidate_can_have_is_refused(overrides: tuple[str, ...], lines: list[str]) -> None:
     assert refused(*overrides).splitlines() == lines
 
@@ -147,37 +111,21 @@ NO_FIT = "no candidate with it fits: "
     ("overrides", "expected"),
     [
         pytest.param(("plan={generation_batch_size=[8]}",), [], id="a list left out holds what fits"),
-        pytest.param(
-            ("hardware.model=Qwen2.5-7B", "cluster.accelerators=8", "plan.tensor_parallel=[2, 8]"),
+        pytest.param(("hardware.model=Qwen2.5-7B", "cluster.accelerators=8", "plan.tensor_parallel=[2, 8]"),
             [("plan.tensor_parallel", 8, f"{NO_FIT}the attention heads do not divide by tensor_parallel")],
-            id="engines get whole heads",
-        ),
-        pytest.param(
-            ("plan.lag_limit=2", "plan.max_lag=[1, 9]", "plan.optimizer_steps_per_rl_step=[1, 4]"),
-            [
-                ("plan.optimizer_steps_per_rl_step", 4, f"{NO_FIT}lag_limit"),
-                ("plan.max_lag", 9, "tried as the lag limit, 2"),
-            ],
-            id="the lag limit",
-        ),
-        pytest.param(
-            ("plan.schedulers=['conventional']", "plan.max_lag=[1]"),
-            [
-                ("plan.generation_batch_size", 16, "the same as a smaller one, whose slots are never all full"),
-                ("plan.max_lag", [1], "none of plan.schedulers has it"),
-            ],
-            id="more slots than sequences; a list that no kind has",
-        ),
-        pytest.param(
-            ("plan={generation_batch_size=[8], optimizer_steps_per_rl_step=[2], lag_limit=0}",),
-            [
-                ("plan.schedulers", "conventional", f"{NO_FIT}lag_limit"),
-                ("plan.optimizer_steps_per_rl_step", 2, f"{NO_FIT}lag_limit"),
-            ],
-            id="a kind of schedule",
-        ),
+            id="engines get whole heads"),
+        pytest.param(("plan.lag_limit=2", "plan.max_lag=[1, 9]", "plan.optimizer_steps_per_rl_step=[1, 4]"),
+            [("plan.optimizer_steps_per_rl_step", 4, f"{NO_FIT}lag_limit"),
+            ("plan.max_lag", 9, "tried as the lag limit, 2")], id="the lag limit"),
+        pytest.param(("plan.schedulers=['conventional']", "plan.max_lag=[1]"),
+            [("plan.generation_batch_size", 16, "the same as a smaller one, whose slots are never all full"),
+            ("plan.max_lag", [1], "none of plan.schedulers has it")],
+            id="more slots than sequences; a list that no kind has"),
+        pytest.param(("plan={generation_batch_size=[8], optimizer_steps_per_rl_step=[2], lag_limit=0}",),
+            [("plan.schedulers", "conventional", f"{NO_FIT}lag_limit"),
+            ("plan.optimizer_steps_per_rl_step", 2, f"{NO_FIT}lag_limit")], id="a kind of schedule"),
     ],
-)
+)  # fmt: skip
 def test_a_listed_value_that_does_not_fit_or_equals_another_is_reported(
     overrides: tuple[str, ...], expected: list[tuple[str, Any, str]]
 ) -> None:

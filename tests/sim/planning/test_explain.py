@@ -82,52 +82,29 @@ CONVENTIONAL = "plan.schedulers=['conventional']"
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        pytest.param(
-            ("hardware.model='Llama-3.1-70B'", PIPELINE),
+        pytest.param(("hardware.model='Llama-3.1-70B'", PIPELINE),
             "plan: no feasible pipeline among 9: 9 by weights and the longest rollout do not fit into an engine (fits "
-            "from tensor_parallel=2 on)",
-            id="a model that fits nowhere",
-        ),
-        pytest.param(
-            ("hardware.model='DeepSeek-V3'", PIPELINE),
+            "from tensor_parallel=2 on)", id="a model that fits nowhere"),
+        pytest.param(("hardware.model='DeepSeek-V3'", PIPELINE),
             "plan: no feasible pipeline among 9: 9 by weights and the longest rollout do not fit into an engine (fits "
             "from tensor_parallel=32 on, and there are 4)",
-            id="671e9 parameters of 2 bytes over 73.5 GB each are 18.3; of 128 heads 32 engines have as many each",
-        ),
-        pytest.param(
-            (
-                "cluster.accelerators=16",
-                "hardware.model=Qwen2.5-7B",
-                "plan={schedulers=['conventional'], tensor_parallel=[8]}",
-            ),
+            id="671e9 parameters of 2 bytes over 73.5 GB each are 18.3; of 128 heads 32 engines have as many each"),
+        pytest.param(("cluster.accelerators=16", "hardware.model=Qwen2.5-7B",
+            "plan={schedulers=['conventional'], tensor_parallel=[8]}"),
             "plan: no feasible conventional among 21: 21 by the attention heads do not divide by tensor_parallel "
-            "(tensor_parallel of 1, 2, 4, 7, 14 would do)",
-            id="heads",
-        ),
-        pytest.param(
-            ("hardware.model='Qwen2.5-32B'", CONVENTIONAL, "plan.tensor_parallel=[2]"),
+            "(tensor_parallel of 1, 2, 4, 7, 14 would do)", id="heads"),
+        pytest.param(("hardware.model='Qwen2.5-32B'", CONVENTIONAL, "plan.tensor_parallel=[2]"),
             "plan: no feasible conventional among 6: 6 by training does not fit into the memory of the accelerators "
-            "that train (fits from 7 training accelerators on)",
-            id="training memory",
-        ),
-        pytest.param(
-            ("plan.mean_lag_limit=0.01", PIPELINE),
-            "plan: no feasible pipeline among 9: 9 by mean_lag_limit (mean_lag_limit=3.4 would do)",
-            id="mean lag",
-        ),
-        pytest.param(
-            ("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2"),
+            "that train (fits from 7 training accelerators on)", id="training memory"),
+        pytest.param(("plan.mean_lag_limit=0.01", PIPELINE),
+            "plan: no feasible pipeline among 9: 9 by mean_lag_limit (mean_lag_limit=3.4 would do)", id="mean lag"),
+        pytest.param(("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2"),
             "plan: no feasible pipeline among 9: 9 by gpu_hours (gpu_hours=1 would do)\n"
-            "plan: no feasible conventional among 2: 2 by lag_limit (lag_limit=3 would do)",
-            id="hours and lag",
-        ),
-        pytest.param(
-            ("plan.budget=1e-4", "plan.price_per_gpu_hour=2.0", CONVENTIONAL),
-            "plan: no feasible conventional among 4: 4 by budget (budget=1 would do)",
-            id="budget",
-        ),
+            "plan: no feasible conventional among 2: 2 by lag_limit (lag_limit=3 would do)", id="hours and lag"),
+        pytest.param(("plan.budget=1e-4", "plan.price_per_gpu_hour=2.0", CONVENTIONAL),
+            "plan: no feasible conventional among 4: 4 by budget (budget=1 would do)", id="budget"),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_schedule_has_a_line_with_its_limits_and_what_relaxes_them(
     overrides: tuple[str, ...], line: str
 ) -> None:
