@@ -171,7 +171,6 @@ def _from_eighth(value: FloatArray) -> FloatArray:
 
 
 def _note(arms: Arms) -> list[Line2D]:
-    """Return what the legend says of the bands."""
     seeds = min(len(runs) for runs in arms.values())
     if seeds == 1:
         return []

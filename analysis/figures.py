@@ -299,7 +299,6 @@ def _draw_envelopes(axes: Axes, run: Run, style: SeriesStyle) -> None:
 
 
 def _draw_each_step(axes: Axes, run: Run, style: SeriesStyle, last: int) -> None:
-    """Draw the last steps as they are."""
     step = run.steps.step[-last:]
     axes.plot(step, run.steps.lag_max[-last:], color=style.color, linewidth=0.6)
     axes.plot(step, run.steps.lag_mean[-last:], color=style.color)

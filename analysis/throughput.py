@@ -102,9 +102,6 @@ def throughput_against_max_lag(
         curves: The analytic model, in tokens/flash.
         unit: Unit of the points; must be ``tokens/flash`` if there are curves.
 
-    Returns:
-        One panel.
-
     Raises:
         ConfigError: If there is nothing to draw, or points and curves have different units.
     """

@@ -51,9 +51,6 @@ def save_validation_figure(report: ValidationReport, folder: Path) -> Path:
     Args:
         report: The content of validation.json.
         folder: Where ``validation.png`` goes; made if need be.
-
-    Returns:
-        The path of the figure.
     """
     rows = [row for row in report.rows if row.is_relative]
     figure, panels = make_panels(PAGE_IN, 1.0 + 0.14 * len(rows))

@@ -229,7 +229,6 @@ def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference |
 
 
 def _rank_bundles(config: RunConfig) -> range:
-    """Return the bundle of each trainer rank."""
     ranks = config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
     first = 0 if config.colocated else config.num_engines
     return range(first, first + ranks)

@@ -11,7 +11,6 @@ from backends.step_metrics import StepMetrics
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Event, StartTraining
-from pipelinerl.scheduler.kinds import make_scheduler
 
 
 @dataclass(slots=True)
@@ -55,10 +54,4 @@ class Keeper(Protocol):
 def fresh_state(config: RunConfig) -> DriverState:
     """Return the state of a run that begins; ``config.train`` must be there."""
     assert config.train is not None
-    scheduler = make_scheduler(
-        config.scheduler,
-        optimizer_steps=config.optimizer_steps,
-        num_engines=config.num_engines,
-        group_size=config.workload.group_size,
-    )
-    return DriverState(scheduler, StepMetrics(truncation=config.train.loss.truncation))
+    return DriverState(config.new_scheduler(), StepMetrics(truncation=config.train.loss.truncation))

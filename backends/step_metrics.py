@@ -57,14 +57,11 @@ class StepMetrics:
         self._num_rollouts += num_rollouts
 
     def take(self, row: StepRow, ledger: RunLedger) -> dict[str, float]:
-        """End an optimizer step.
+        """End an optimizer step; return its metrics to log, by name.
 
         Args:
             row: Its row of the ledger.
             ledger: The run's ledger.
-
-        Returns:
-            The metrics to log, by name.
         """
         step_s = row.time_s - self._last_s
         busy_engine_s = ledger.busy_engine_s()

@@ -125,7 +125,6 @@ def success_rate(model: Any, tokenizer: Any, task: Arithmetic) -> float:
 
 
 def _make_model(tokenizer: Any) -> Any:
-    """Return the model with weights drawn from torch's global generator."""
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "bos")}
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -86,7 +86,6 @@ def _check_model(config: RunConfig, train: TrainConfig, *, longest: int) -> None
 
 
 def _model_config(path: str) -> Any:
-    """Return the configuration of the model in a folder."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"train.model.path must be a folder with a model (config.json), got {path!r}")

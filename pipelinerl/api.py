@@ -70,9 +70,6 @@ def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None)
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Simulate in so many processes (count). None: one per core.
 
-    Returns:
-        The plan.
-
     Raises:
         ConfigError: If the run file is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
     """

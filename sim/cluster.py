@@ -51,7 +51,6 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.scheduler.kinds import make_scheduler
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost
 from sim.engine import ClosedFormEngine, EngineSettings
@@ -124,12 +123,7 @@ class SimulatedCluster:
             longest = self._policy_prompt_tokens + config.workload.length.max
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
-        self._scheduler: Scheduler = make_scheduler(
-            config.scheduler,
-            optimizer_steps=config.optimizer_steps,
-            num_engines=config.num_engines,
-            group_size=config.workload.group_size,
-        )
+        self._scheduler: Scheduler = config.new_scheduler()
         settings = EngineSettings(
             decode=decode_cost(
                 hardware.decode,

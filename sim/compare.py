@@ -111,9 +111,6 @@ def compare(
         workers: Processes (count). None: one per core.
         on_done: Called after each cell, with what went wrong with it, if anything.
 
-    Returns:
-        The comparison.
-
     Raises:
         ConfigError: If the input is wrong; nothing is written.
     """

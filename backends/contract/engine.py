@@ -48,7 +48,6 @@ class EngineContract:
         self.version = 0
 
     async def _update(self, kind: WeightUpdate) -> UpdateTimes:
-        """Load the next version."""
         self.version += 1
         return await self.engine.update(self.weights_of(self.version), kind)
 

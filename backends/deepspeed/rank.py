@@ -252,7 +252,6 @@ class TrainerRank:
         return logprob_M, parts
 
     def _step(self) -> dict[str, float]:
-        """Make the optimizer step."""
         learning_rate = self._engine.get_lr()[0]  # the schedule moves on within the step
         if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then
             norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._engine.module.parameters()]))

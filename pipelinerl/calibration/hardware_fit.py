@@ -224,23 +224,25 @@ class HardwareFit:
         prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
         return _stretches_s(decode, prefill, times, tensor_parallel=1)
 
-    def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
-        """Return the seconds of stretches of decode by the hardware model."""
+    def _gpu_and_model(self) -> tuple[Gpu, LanguageModel]:
         assert self.gpu is not None
         assert self.model is not None
+        return self.gpu, self.model
+
+    def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
+        """Return the seconds of stretches of decode by the hardware model."""
+        gpu, model = self._gpu_and_model()
         seconds = np.zeros(len(times.seconds))
         for size in np.unique(tensor_parallel):
             of, tp = tensor_parallel == size, int(size)
-            decode = derive_decode(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
-            prefill = derive_prefill(self.gpu, self.model, tensor_parallel=tp, coefficients=values)
+            decode = derive_decode(gpu, model, tensor_parallel=tp, coefficients=values)
+            prefill = derive_prefill(gpu, model, tensor_parallel=tp, coefficients=values)
             seconds[of] = _stretches_s(decode, prefill, times, tensor_parallel=tp)[of]
         return seconds
 
     def _training_s(self, values: Coefficients, times: TrainingTimes, accelerators: FloatArray) -> FloatArray:
         """Return the seconds of micro-batches by the hardware model."""
-        assert self.gpu is not None
-        assert self.model is not None
-        gpu, model = self.gpu, self.model
+        gpu, model = self._gpu_and_model()
 
         def config_of(number: int) -> TrainingConfig:
             return derive_training(gpu, model, training_accelerators=number, coefficients=values)
@@ -250,13 +252,12 @@ class HardwareFit:
 
     def _check_unit(self, what: str, measured: FloatArray, expected: FloatArray) -> None:
         """Raise ConfigError if measured and expected seconds are far apart."""
-        assert self.gpu is not None
-        assert self.model is not None
+        gpu, model = self._gpu_and_model()
         ratio = float(np.median(measured / expected))
         if not 1 / MOST_TIMES < ratio < MOST_TIMES:
             raise ConfigError(
-                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {self.model.name} "
-                f"on {self.gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
+                f"{what} seconds have a median of {np.median(measured):.3g}, {ratio:.2g} times what {model.name} "
+                f"on {gpu.name} needs by the hardware model, {np.median(expected):.3g}: check unit, GPU and model"
             )
 
     def check_number(self, name: str, given_s: float, expected_s: float) -> None:
@@ -272,14 +273,13 @@ class HardwareFit:
 
     def _check_peak(self, times: TrainingTimes, accelerators: FloatArray) -> None:
         """Raise ConfigError if training was faster than the accelerator's peak: another unit, or another model."""
-        assert self.gpu is not None
-        assert self.model is not None
+        gpu, model = self._gpu_and_model()
         least_s = self._training_s(self._values.model_copy(update=FASTEST_TRAINING), times, accelerators)
         share = float(np.median(least_s / times.seconds))
         if share > 1.0:
             raise ConfigError(
                 f"training seconds of {np.median(times.seconds):.3g} (median) would be {share:.1f} times the peak of "
-                f"{self.gpu.name} for {self.model.name}: check the unit, the tokens and the model"
+                f"{gpu.name} for {model.name}: check the unit, the tokens and the model"
             )
 
     def _take(self, what: str, data: str, found: Fit, tables: Sequence[str]) -> None:

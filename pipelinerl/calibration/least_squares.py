@@ -76,9 +76,6 @@ def fit(columns: Sequence[Column], seconds: FloatArray, base: FloatArray | None 
         seconds: Measured times, above 0, shape [rows] (seconds).
         base: The known part of these times, same shape (seconds). None: 0.
 
-    Returns:
-        The fit.
-
     Raises:
         ValueError: If there is no row.
     """

@@ -60,7 +60,6 @@ def _row(place: str, one: PlannedCandidate) -> list[str]:
 
 
 def _reasons(report: PlanReport) -> list[str]:
-    """Return the lines that explain the recommendation."""
     best, other, own = report.recommended, report.runner_up, report.own
     lines = [f"bottleneck: {best.verdict}"]
     if other is not None:

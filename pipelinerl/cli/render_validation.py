@@ -35,7 +35,6 @@ def print_validation(report: ValidationReport) -> None:
 
 
 def _assumptions(report: ValidationReport) -> dict[str, list[str]]:
-    """Return the rows of each thing that was assumed."""
     rows: dict[str, list[str]] = {}
     for row in report.rows:
         for words in row.assumed:

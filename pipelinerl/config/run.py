@@ -14,6 +14,8 @@ from pipelinerl.config.train import TrainConfig
 from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.rl.drift import DriftModel
+from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -67,7 +69,7 @@ class RunConfig(StrictModel):
         """Accelerators that generate (count): N if colocated, else I."""
         if self.colocated:
             return self.cluster.accelerators
-        assert self.cluster.generation_accelerators is not None  # the validator has seen to it
+        assert self.cluster.generation_accelerators is not None  # checked by the validator
         return self.cluster.generation_accelerators
 
     @property
@@ -95,6 +97,15 @@ class RunConfig(StrictModel):
     def colocated(self) -> bool:
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.schedule.colocated
+
+    def new_scheduler(self) -> Scheduler:
+        """Return a scheduler that has not begun."""
+        return make_scheduler(
+            self.scheduler,
+            optimizer_steps=self.optimizer_steps,
+            num_engines=self.num_engines,
+            group_size=self.workload.group_size,
+        )
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -59,9 +59,6 @@ def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:
         data: What ``tomllib`` gives.
         name: What error messages call the input.
 
-    Returns:
-        The checked configuration.
-
     Raises:
         ConfigError: If anything is wrong, one line per fault.
     """

@@ -96,9 +96,6 @@ def read_utilisation(path: str | Path) -> UtilisationCurve:
     Args:
         path: The file: a header, then at least 2 rows (``UtilisationRow``) with rising batch. Empty lines are skipped.
 
-    Returns:
-        The curve.
-
     Raises:
         ConfigError: If the file cannot be read or breaks these rules; one line with file, line and rule.
     """

@@ -34,7 +34,6 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightUpdate,
 )
-from pipelinerl.scheduler.kinds import make_scheduler
 
 FORMAT = "pipelinerl-trace"
 """Name of the format in the first line."""
@@ -219,12 +218,7 @@ def replay(trace: Trace) -> ReplayResult:
         TraceError: If the trace is broken.
     """
     config = trace.config
-    scheduler = make_scheduler(
-        config.scheduler,
-        optimizer_steps=config.optimizer_steps,
-        num_engines=config.num_engines,
-        group_size=config.workload.group_size,
-    )
+    scheduler = config.new_scheduler()
     expected = list(scheduler.start())
     num_events = num_commands = position = 0
     cause: Event | str = "start()"

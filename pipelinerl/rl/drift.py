@@ -90,9 +90,6 @@ def fit_drift(runs: Sequence[LearnedRun]) -> DriftModel:
     Args:
         runs: At least one.
 
-    Returns:
-        The model.
-
     Raises:
         ConfigError: If no step has an ESS of a lag above 0.
     """

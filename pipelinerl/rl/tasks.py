@@ -320,7 +320,6 @@ def _check_num_held_out(task: Any, name: str) -> None:
 
 
 def _factory(name: str) -> Any:
-    """Return the user's class or function that makes a task."""
     found = named_attribute(name, key="train.task.name", allowed=BUILT_IN)
     if not callable(found):
         raise ConfigError(f"train.task.name must be a class or a function, got {name!r}")
@@ -368,7 +367,6 @@ def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> tuple[str, str]:
-    """Return the question and the expected answer of a row."""
     question, answer = (row.get(key) for key in keys)
     if not isinstance(question, str) or not question:
         raise ConfigError(f"{place} must have a text under {keys[0]!r} (prompt_key), got {question!r}")

@@ -58,9 +58,6 @@ def uniform_lengths(max_tokens: int) -> Lengths:
     Args:
         max_tokens: Longest answer L in tokens, at least 1.
 
-    Returns:
-        The lengths.
-
     Raises:
         ValueError: If ``max_tokens`` is below 1.
     """
@@ -73,9 +70,6 @@ def lengths_from(tokens: Sequence[int] | npt.NDArray[np.int64]) -> Lengths:
 
     Args:
         tokens: Whole numbers of at least 1 token, one per answer, shape [n], n at least 1.
-
-    Returns:
-        The lengths.
 
     Raises:
         ValueError: If the array is empty, not one-dimensional, not of whole numbers, or has an entry below 1.

@@ -106,9 +106,6 @@ def conventional_rates(setting: Setting, *, optimizer_steps_per_rl_step: int) ->
         setting: What is compared.
         optimizer_steps_per_rl_step: G, at least 1 (count).
 
-    Returns:
-        The rates.
-
     Raises:
         ValueError: If G is below 1.
     """
@@ -129,9 +126,6 @@ def pipeline_rates(setting: Setting, *, generation_batch_size: int, generation_a
         setting: What is compared.
         generation_batch_size: H, at least 1 (sequences per generating accelerator).
         generation_accelerators: I, at least 1 and below N (count).
-
-    Returns:
-        The rates.
 
     Raises:
         ValueError: If H or I is out of range.
@@ -272,9 +266,6 @@ def search_pipeline(
         max_lag: Largest g_max allowed (optimizer steps).
         generation_batch_limit: Largest H tried (sequences per generating accelerator).
         generation_batch_multiple: Only multiples of it are tried for H (count).
-
-    Returns:
-        The choice.
 
     Raises:
         ValueError: If there are fewer than 2 accelerators, no H to try, or nothing within ``max_lag``.

@@ -131,9 +131,6 @@ def screen(
         hardware: Its hardware in explicit numbers.
         decode_step: The decode step of one of its engines.
         answers: Its prompts and answers.
-
-    Returns:
-        The estimate.
     """
     scheduler = config.scheduler
     capacity = math.inf if hardware.kv_cache_tokens is None else float(hardware.kv_cache_tokens)

@@ -65,9 +65,6 @@ def plan(
         ray_address: Simulate on this Ray cluster instead.
         on_progress: Called with the stage, the number of simulations done, and their number.
 
-    Returns:
-        The report, which is the content of plan.json.
-
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
         RunFailedError: If no simulation ended.

@@ -222,7 +222,6 @@ def _idle_share(note: str) -> dict[str, float]:
 
 
 def _value(found: re.Match[str] | None) -> float | None:
-    """Return the value of a match of ``NUMBER``."""
     return None if found is None else float(found[1].replace(",", "")) * (1000 if found[2] else 1)
 
 

@@ -134,7 +134,6 @@ def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int, sw
 
 
 def _simulated(run: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
-    """Simulate one node."""
     num_steps, first = (3, 1) if run.schedule is Schedule.SYNC else (RL_STEPS, WARM_UP)
     config = run_config(
         run,

@@ -99,7 +99,6 @@ def _jobs(
 
 
 def _grid_job(job: Job) -> SimulationGrid | UnusableRow:
-    """Simulate all nodes of a row."""
     run, training_given = job
     try:
         return simulation_grid(run, training_given=training_given)
@@ -143,7 +142,6 @@ def _predicted(
 def _from_simulations(
     grid: SimulationGrid, references: Sequence[SimulationGrid], *, switch_s: float, inputs: SimulationGrid | None
 ) -> PredictedRow | UnusableRow:
-    """Return the prediction of a row that is simulated."""
     run, row = grid.run, grid.run.published
     if not run.scale_is_known and not references:
         reason = "the cluster's size is not published, and no other row of its system to compare with"

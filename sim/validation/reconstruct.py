@@ -244,7 +244,6 @@ def _tensor_parallel(
 
 
 def _generating(row: PublishedRun, schedule: Schedule, accelerators: int, assumed: list[str]) -> int:
-    """Return the GPUs that generate (count)."""
     if schedule.colocated:
         return accelerators
     generating = row.gpus_gen

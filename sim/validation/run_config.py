@@ -94,7 +94,7 @@ def _scheduler(run: ReconstructedRun, sequences: int) -> dict[str, Any]:
         case Schedule.SYNC:
             return {"kind": "conventional"}
         case Schedule.PARTIAL_ROLLOUTS:
-            return {"kind": "conventional", "partial_rollouts": True}
+            return {"kind": "partial_rollouts"}
         case Schedule.ONE_STEP_OFF:
             return {"kind": "one_step_off"}
         case Schedule.ASYNC | Schedule.SYNC_APART:
@@ -190,7 +190,6 @@ def _length(mean_tokens: float, longest_tokens: int) -> dict[str, Any]:
 
 @functools.cache
 def _answers(mean_tokens: float, longest_tokens: int) -> LengthStatistics:
-    """Return the statistics of these lengths."""
     workload = Workload(WorkloadConfig.model_validate({"length": _length(mean_tokens, longest_tokens)}), seed=0)
     drawn = [workload.group(index, index).lengths[0] for index in range(SAMPLE_SIZE)]
     return LengthStatistics(lengths_from(drawn), prompt_tokens=PROMPT_TOKENS)
