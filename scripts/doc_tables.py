@@ -108,10 +108,9 @@ def container(annotation: Any) -> Any:
 def key_rows(model: type[BaseModel], prefix: str = "", kind: str = "") -> list[str]:
     """Return a row per key of a configuration: key, what is allowed, default, meaning."""
     rows: list[str] = []
-    schema = model.model_json_schema()
+    schema, texts = model.model_json_schema(), meanings(model)
     for name, field in model.model_fields.items():
-        meaning = " ".join((field.description or "").replace("``", "`").split())
-        inner, key = models_in(field.annotation), f"{prefix}{name}"
+        inner, key, meaning = models_in(field.annotation), f"{prefix}{name}", texts.get(name, "")
         if len(inner) > 1:  # tagged by kind
             kinds = [get_args(one.model_fields["kind"].annotation)[0] for one in inner]
             rows.append(f"| `{key}.kind` | {', '.join(kinds)} | none | {meaning} |")

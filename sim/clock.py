@@ -55,7 +55,7 @@ class Wake(Event):
         call: Called with this event.
     """
 
-    __slots__ = ("tag",)
+    __slots__ = ("_calls", "_priority", "tag")
     _value = None  # it carries no value
     _ok = True
 
@@ -63,11 +63,12 @@ class Wake(Event):
         self, clock: Clock, delay: int, priority: EventPriority, tag: int, call: Callable[[Any], None]
     ) -> None:
         self.env = clock
-        self.callbacks = [call]
+        self.callbacks = self._calls = [call]
         self.tag = tag
+        self._priority = priority
         clock.schedule(self, priority, delay)
 
-    def again(self, delay: int, priority: EventPriority, call: Callable[[Any], None]) -> None:
-        """Schedule another call; the one before must have been made."""
-        self.callbacks = [call]
-        self.env.schedule(self, priority, delay)
+    def again(self, delay: int) -> None:
+        """Schedule the call once more, so many ticks from now; the one before must have been made."""
+        self.callbacks = self._calls
+        self.env.schedule(self, self._priority, delay)

@@ -310,7 +310,7 @@ class ClosedFormEngine:
             at = max(call_at, now)
         if at != self._wake_at:
             if self._wake is not None and self._wake_at == NOT_PLANNED:
-                self._wake.again(at - now, self._priority, self._woken)
+                self._wake.again(at - now)
             else:
                 self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
             self._wake_at = at

@@ -17,8 +17,7 @@ from pipelinerl.util.strict_model import StrictModel
 class Report(StrictModel):
     """A table of a report; a field that is None and has a default is a key that is left out."""
 
-    # Reading the text under each field takes a tenth of a second of start-up; who shows it reads the source.
-    model_config = ConfigDict(ser_json_inf_nan="constants", use_attribute_docstrings=False)
+    model_config = ConfigDict(ser_json_inf_nan="constants")
 
     @model_serializer(mode="wrap")
     def _leave_out_absent_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StrictModel(BaseModel):
-    """Strict types, no unknown keys, frozen, and the text under a field is its description."""
+    """Strict types, no unknown keys, frozen.
 
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    The text under a field is its description. ``scripts/doc_tables.py`` reads it from the source: to have pydantic read
+    it takes a tenth of a second of every start-up. For the same reason a model is built when it is first used.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
