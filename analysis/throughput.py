@@ -53,12 +53,9 @@ def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
     """Return a point per run, in tokens/flash if all runs know it, else in tokens/s; and that unit."""
     flashes = [run.report.tokens_per_flash for run in runs]
     known = [rate for rate in flashes if rate is not None]
-    rates, unit = (known, "tokens/flash") if len(known) == len(runs) else (_tokens_per_s(runs), "tokens/s")
+    unit = "tokens/flash" if len(known) == len(runs) else "tokens/s"
+    rates = known if unit == "tokens/flash" else [run.report.tokens_per_s for run in runs]
     return [RatePoint(run.method, run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)], unit
-
-
-def _tokens_per_s(runs: Sequence[Run]) -> list[float]:
-    return [run.report.tokens_per_s for run in runs]
 
 
 def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:

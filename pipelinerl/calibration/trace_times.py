@@ -65,9 +65,9 @@ class DecodeTimes:
     prefill_squares: FloatArray
     """Sum of the squares of the tokens filled in per sequence."""
     seconds: FloatArray
-    """How long it took, pauses left out (seconds)."""
+    """Duration without pauses (seconds)."""
     lives: FloatArray
-    """Rollouts that came from the scheduler: the way to the engine is in the seconds so many times (count)."""
+    """Rollouts sent by the scheduler: the seconds hold the delay to the engine so many times (count)."""
     waits: FloatArray
     """Of these, rollouts that met a busy engine and waited for its running step to end (count)."""
 
@@ -89,7 +89,7 @@ class TrainingTimes:
     steps: FloatArray
     """1 where the micro-batch completed an optimizer step, else 0."""
     seconds: FloatArray
-    """How long it took (seconds)."""
+    """Duration (seconds)."""
 
     def bounds_s(self, cost: TrainingCost) -> FloatArray:
         """Return the seconds of each micro-batch by each bound on its fullest rank, shape [bounds, micro-batches]."""
@@ -131,17 +131,17 @@ class TraceTimes:
     ) -> DecodeTimes:
         """Return the lives of rollouts on engines.
 
-        Where times are noisy single lives mislead: one that by chance lasts longer is one in which others sample more,
-        and the time would be put down to them. So those of about as many steps can be put together in a row.
+        Where times are noisy, single lives mislead: other rollouts sample more during a life that lasts longer by
+        chance, and the fit would attribute the time to them. So a row can hold several lives of about as many steps.
 
         Args:
             dispatch_s: Seconds from the command to the arrival at the engine.
-            step_s: What a step lasts, for the interpolation; None: always the same.
+            step_s: Seconds of a step, for the interpolation; None: the same for all steps.
             together: Whether rows hold several lives.
         """
         prompt_tokens = self.config.workload.prompt_tokens
         rows_L9 = np.concatenate([log.lives(prompt_tokens, dispatch_s, step_s) for log in self.engines if log.lived])
-        rows_L9 = np.random.default_rng(0).permutation(rows_L9)  # or a row would be a time at which all was slow
+        rows_L9 = np.random.default_rng(0).permutation(rows_L9)  # else a row would hold lives of one slow period
         rows_L9 = rows_L9[np.argsort(rows_L9[:, 0], kind="stable")]
         if not together:
             return DecodeTimes(*rows_L9[:: max(1, len(rows_L9) // MOST_SINGLE)].T)

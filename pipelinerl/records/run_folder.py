@@ -145,8 +145,5 @@ def write_json(path: Path, data: Any) -> None:
 
 def json_text(data: Any) -> str:
     """Return plain values as readable JSON; long lists of numbers stay on one line."""
-    return json.dumps(data, indent=2) if _is_small(data) else json.dumps(data)
-
-
-def _is_small(data: Any) -> bool:
-    return len(json.dumps(data)) < 20_000
+    text = json.dumps(data)
+    return json.dumps(data, indent=2) if len(text) < 20_000 else text

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.config.run import RunConfig
@@ -17,37 +17,14 @@ from pipelinerl.records.bottleneck import BALANCED_SHARE, Bottleneck
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
 from sim.planning.axes import MAX_LAG, Axis, Choice, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener
-from sim.planning.search_space import Limits, Reason, SearchSpace
+from sim.planning.search_space import Reason, SearchSpace
+from sim.planning.simulate import Outcome
 
 MOST_ACCELERATORS = 4096
 """Accelerators up to which a size that fits is looked for (count)."""
 
 
-class Simulated(Protocol):
-    """The numbers of a simulation that an explanation reads."""
-
-    @property
-    def candidate(self) -> Candidate:
-        """The simulated candidate."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Trained tokens per second."""
-
-    @property
-    def lag_mean(self) -> float:
-        """Mean lag (optimizer steps)."""
-
-    @property
-    def waiting(self) -> float:
-        """Share of the time in which the trainer neither trains nor publishes."""
-
-    @property
-    def bottleneck(self) -> Bottleneck:
-        """The side that limits the throughput of the steady state."""
-
-
-def bottleneck(outcome: Simulated, screener: Screener) -> str:
+def bottleneck(outcome: Outcome, screener: Screener) -> str:
     """Return one line: the bottleneck in the simulation, and the gain from more GPUs by the screening."""
     candidate, waiting = outcome.candidate, outcome.waiting
     more = unit_of(candidate.config)
@@ -97,7 +74,7 @@ def _gpus(more: int, kind: str = "") -> str:
     return f"{more} more {kind}GPU{'s give' if more > 1 else ' gives'}"
 
 
-def why_it_lost(loser: Simulated, winner: Simulated, screener: Screener, *, tie: float) -> str:
+def why_it_lost(loser: Outcome, winner: Outcome, screener: Screener, *, tie: float) -> str:
     """Return one line: its loss in throughput and its bottleneck; or, where it was as fast, its lag."""
     slower = 1 - loser.tokens_per_s / winner.tokens_per_s
     lags = f"its mean lag is {loser.lag_mean:.1f} instead of {winner.lag_mean:.1f}"
@@ -139,7 +116,8 @@ def sensitivity(
         coefficients = {**config.hardware.coefficients, **changed}
         screener = Screener(config, space.answers, {"coefficients": coefficients})
         here = screener.screen(recommended)
-        left = [one for one in _screened(pool, screener) if _keeps(one, space.limits)]
+        screened = _screened(pool, screener)
+        left = [one for one in screened if space.limits.broken(one.estimate.lag_mean, one.gpu_hours) is None]
         best = max(left, key=rate, default=here)
         differs = best.candidate.way != recommended.way and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
@@ -168,10 +146,6 @@ def _screened(pool: Sequence[Candidate], screener: Screener) -> Iterator[Screene
     for candidate in pool:
         with suppress(ConfigError):
             yield screener.screen(candidate)
-
-
-def _keeps(screened: Screened, limits: Limits) -> bool:
-    return limits.broken(screened.estimate.lag_mean, screened.gpu_hours) is None
 
 
 def split_curve(space: SearchSpace, recommended: Candidate) -> SplitCurve:
