@@ -1,4 +1,4 @@
-"""What all figures share: colours, sizes, fonts, panels, legends, units of handy numbers, and how a figure is saved.
+"""Shared by all figures: colours, sizes, fonts, panels, legends, units of handy numbers, and how a figure is saved.
 
 A method has one hue in all figures, and its runs go from light to dark with their largest lag. An activity
 (generating, training, ...) has a colour that no method uses. All come from the palette of Okabe and Ito
@@ -89,7 +89,7 @@ _METADATA = {  # neither file says when or with what it was made
 
 @dataclass(frozen=True, slots=True)
 class SeriesStyle:
-    """How one run or arm is drawn in every figure."""
+    """Style of one run or arm in every figure."""
 
     color: str
     dash: str

@@ -19,7 +19,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.recording import Recording, RecordingMark
 
 FOLDER = "checkpoints"
-"""Where a run folder keeps its checkpoints."""
+"""Folder of a run's checkpoints."""
 MAY_DIFFER = (
     ("hardware",),
     ("compare",),

@@ -43,9 +43,9 @@ class GenerateRequest:
 
     rollout_id: int
     prompt_tokens: tuple[int, ...]
-    """What to continue: the prompt, and what an earlier request of this rollout has generated."""
+    """The prompt, and the tokens that earlier requests of this rollout have generated."""
     max_new_tokens: int
-    """Where generation is cut (tokens)."""
+    """Length at which generation is cut (tokens)."""
     seed: int
     """Seed of this request's sampling: the same request gives the same tokens on any engine of one version."""
     temperature: float
@@ -54,7 +54,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What an engine generated for one request."""
+    """The answer of an engine to one request."""
 
     tokens_T: NDArray[np.int64]
     """Generated tokens, the end token included if there is one."""
@@ -82,7 +82,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """How long an engine stood still for an update (seconds)."""
+    """Parts of the time that an engine stood still for an update (seconds)."""
 
     pause_s: float
     """Until the running decode step had ended."""
@@ -172,7 +172,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What one micro-batch gave."""
+    """Results of one micro-batch."""
 
     logprob_T: list[NDArray[np.float32]]
     """Per sample, in order: log-probability of each answer token under the policy being trained, before the
@@ -320,7 +320,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """Who can be in such a group."""
+    """The members of such a group."""
 
     sender: Sender
     """The trainer."""
@@ -352,7 +352,7 @@ class Parts:
 
 
 class Backend(Protocol):
-    """What a run is made of, from its run file."""
+    """Makes the parts of a run from its run file."""
 
     def check(self, config: RunConfig) -> None:
         """Check that a run can begin, as far as one can tell without starting or writing anything.

@@ -1,4 +1,4 @@
-"""Where the metrics of a real run go: a line of JSON per optimizer step, TensorBoard, Weights & Biases."""
+"""Destinations of the metrics of a real run: a line of JSON per optimizer step, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import METRICS_FILE, keep_lines
 
 TENSORBOARD_FOLDER = "tensorboard"
-"""Where a run folder keeps its TensorBoard files."""
+"""Folder of a run's TensorBoard files."""
 
 
 def check_logging(train: TrainConfig) -> None:

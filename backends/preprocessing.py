@@ -99,7 +99,7 @@ class Preprocessing:
                 if not self._closing:
                     raise
                 LOG.warning("%s", error)
-                return  # nobody needs it any more
+                return  # it is not needed any more
             for (_, future), logprob_T in zip(batch, logprobs, strict=True):
                 if not future.done():  # cancelled
                     future.set_result(logprob_T)

@@ -25,7 +25,7 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.tasks import Task, load_task
 
 MODEL_FOLDER = "model"
-"""Where a run folder keeps the trained model."""
+"""Folder of a run's trained model."""
 
 Progress = Callable[[StepRow, dict[str, float]], None]
 

@@ -18,7 +18,7 @@ class RunTasks:
         self.ended = asyncio.Event()
         """Set when the scheduler has stopped, the run is interrupted, or something has failed."""
         self.failure: BaseException | None = None
-        """What failed first."""
+        """The first failure."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -1,4 +1,4 @@
-"""How fast ``plan`` is. Seconds go into the table at the end; only ratios within one run are asserted.
+"""Speed of ``plan``. Seconds go into the table at the end; only ratios within one run are asserted.
 
     make bench
 

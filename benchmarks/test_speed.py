@@ -1,4 +1,4 @@
-"""How fast the simulator is. Seconds go into the table at the end; only ratios within one run are asserted.
+"""Speed of the simulator. Seconds go into the table at the end; only ratios within one run are asserted.
 
     make bench
 

@@ -1,4 +1,4 @@
-"""What ``import pipelinerl`` offers from the other packages; the docstring of ``pipelinerl`` is the manual."""
+"""Functions of the other packages that ``import pipelinerl`` offers; its docstring is the manual."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ class Cell:
     folder: str
     """Relative to the folder of the comparison."""
     seed: int | None = None
-    """Which of ``compare.seeds``; None: there are none."""
+    """One of ``compare.seeds``; None: there are none."""
 
     @property
     def name(self) -> str:
-        """What error messages call it."""
+        """Its name in error messages."""
         return _cell_name(self.scenario, self.arm) + ("" if self.seed is None else f", seed {self.seed}")
 
 

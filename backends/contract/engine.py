@@ -1,4 +1,4 @@
-"""What every engine keeps to."""
+"""The contract of every engine."""
 
 from __future__ import annotations
 

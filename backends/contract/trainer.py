@@ -1,4 +1,4 @@
-"""What every trainer and every reference model keeps to, and an engine together with its trainer."""
+"""The contracts of trainers and reference models, and of an engine together with its trainer."""
 
 from __future__ import annotations
 

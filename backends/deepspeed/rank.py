@@ -56,7 +56,7 @@ class RankSettings:
     """Settings of a rank; the same for all ranks but for ``rank``."""
 
     rank: int = 0
-    """Which rank this is, from 0."""
+    """Number of this rank, from 0."""
     num_ranks: int
     """Ranks of the trainer (count)."""
     device: Literal["cpu", "gpu"]
@@ -76,7 +76,7 @@ class RankSettings:
     optimizer_steps: int
     """Optimizer steps of the whole run, where the learning rate has come down to zero."""
     transport: Literal["file", "broadcast"]
-    """How weights reach the engines."""
+    """Transport of weights to the engines."""
     weights_folder: str
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""
     whole_parameter_elements: int = 100_000

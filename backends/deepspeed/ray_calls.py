@@ -1,4 +1,4 @@
-"""What trainer and reference model share: calls of Ray actors, made at a time and awaited together."""
+"""Calls of Ray actors that are awaited together, for trainer and reference model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 
 def future_of(call: Any) -> asyncio.Future[Any]:
-    """Return a call's future. Its exception counts as seen: when an actor fails, others follow that nobody awaits."""
+    """Return a call's future. Its exception counts as seen: when an actor fails, others fail unawaited."""
     future = asyncio.wrap_future(call.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

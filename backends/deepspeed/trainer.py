@@ -36,9 +36,9 @@ from backends.interface import Sample, TrainResult, Weights
 from pipelinerl.errors import TrainerLostError, TransferError
 
 SHUTDOWN_TIMEOUT_S = 10.0
-"""How long ranks may take to clean up before they are killed (seconds)."""
+"""Time that ranks have to clean up before they are killed (seconds)."""
 BLAME_TIMEOUT_S = 3.0
-"""How long to look for a dead rank when another one complains (seconds)."""
+"""Time to look for a dead rank when another one reports an error (seconds)."""
 PER_RANK_METRICS = frozenset({"gradient_norm", "learning_rate"})
 """Metrics that are the same on every rank; all others are shares of a sum."""
 

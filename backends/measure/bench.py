@@ -39,15 +39,15 @@ from pipelinerl.hardware.catalogue import find_gpu
 from pipelinerl.records.run_folder import make_folder, write_json
 
 STEP_TIMES_FILE = "step_times.csv"
-"""What ``calibrate`` reads."""
+"""Table that ``calibrate`` reads."""
 UTILISATION_FILE = "utilisation.csv"
-"""What ``hardware.decode`` of kind ``utilisation`` reads."""
+"""Table that ``hardware.decode`` of kind ``utilisation`` reads."""
 CONDITIONS_FILE = "conditions.json"
-"""What was measured, on what, with which versions."""
+"""Conditions of the measurement: device, model, versions."""
 MOST_REPEATS = 200
 """Calls that are timed, at most (count)."""
 SEED = 0
-"""Of weights and tokens."""
+"""Seed of weights and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def measure(
         model: Folder of a model in Hugging Face format: its shape is measured, and itself if vLLM is installed.
             None: ``SHAPES``.
         sizes: What is measured; None: what fits the device.
-        say: Told what has been measured.
+        say: Called with a line about each measurement.
 
     Returns:
         The conditions, with the number of rows of each kind.

@@ -1,1 +1,1 @@
-"""How weights cross from the trainer to the engines."""
+"""Transfer of weights from the trainer to the engines."""

@@ -16,12 +16,12 @@ from pipelinerl.errors import BackendError
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
-    """Where the members of a group meet."""
+    """Meeting place of the members of a group."""
 
     address: str
     """The sender's machine."""
     port: int
-    """Of the store there."""
+    """Port of the store on that machine."""
     rank_offset: int
     """Rank of this engine's first worker: 1 for the sender, plus the workers before."""
     num_members: int
@@ -32,7 +32,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to 
 
 @dataclass
 class BroadcastUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
-    """What will be sent."""
+    """The parameters that will be sent."""
 
     parameters: list[tuple[str, str, tuple[int, ...]]]
     """Name, type and shape of each, in the order in which they are sent."""

@@ -34,7 +34,7 @@ class VLLMSettings:
     device: Literal["cpu", "gpu"]
     """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
     transport: Literal["file", "broadcast"] = "file"
-    """How weights arrive; every ``Weights.location`` begins with it."""
+    """Transport of weights; every ``Weights.location`` begins with it."""
     tensor_parallel: int = 1
     """Accelerators that share the model (count)."""
     gpu_memory_utilization: float = 0.9

@@ -40,7 +40,7 @@ class Life:
 
 @dataclass(slots=True)
 class EngineLog:
-    """What happened on one engine."""
+    """The rollouts and the weight updates of one engine."""
 
     lived: list[Life] = field(default_factory=list)
     loads: list[tuple[float, float, int]] = field(default_factory=list)

@@ -12,9 +12,9 @@ from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.errors import ConfigError
 
 HARDWARE_FILE = "hardware.toml"
-"""What the result is called in a folder."""
+"""Name of the result in a folder."""
 AT_PEAK = 1e-6
-"""How near a fitted share of the peak must be to 1 to count as at its bound (no unit)."""
+"""Distance from 1 within which a fitted share of the peak counts as at its bound (no unit)."""
 POOR = 0.2
 """Mean error from which on a fit is called poor (no unit).
 

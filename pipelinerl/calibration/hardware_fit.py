@@ -45,7 +45,7 @@ FASTEST_TRAINING = {
 }
 """Coefficients of a trainer that does nothing but multiply, at the peak."""
 LEAST_STEP_S = 1e-9
-"""Of a decode step: time must go on (seconds)."""
+"""Least time of a decode step: time must advance (seconds)."""
 MUCH_BETTER = 0.8
 """Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
 MOST_TIMES = 100.0
@@ -63,7 +63,7 @@ class Part:
     what: str
     """Such as ``decode``."""
     data: str
-    """What it was fitted to."""
+    """Name of the measurements."""
     fit: Fit
 
 

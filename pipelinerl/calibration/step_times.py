@@ -44,7 +44,7 @@ NEEDED = {
 LEAST_ROWS = {"decode": 4, "prefill": 3, "train": 3, "matmul": 2}
 """Rows of a kind that a fit needs (count)."""
 PLAUSIBLE_S = {"decode": (1e-5, 2.0), "prefill": (1e-5, 600.0), "train": (1e-4, 3600.0)}
-"""Where the median of the seconds of each kind must lie (seconds)."""
+"""Range of the median of the seconds of each kind (seconds)."""
 TIMES_SLOWER = 300.0
 """A step that is no larger than another takes at most so many times as long (no unit)."""
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 REFRESHES_PER_S = 2
-"""How often bars are drawn anew (1/s). Ten times, as rich does by itself, takes a tenth of a simulation's time."""
+"""Rate at which bars are drawn (1/s). Ten, which is rich's default, takes a tenth of a simulation's time."""
 
 
 @contextmanager

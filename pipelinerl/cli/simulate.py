@@ -12,7 +12,7 @@ from pipelinerl.errors import ConfigError
 
 
 class TraceLevel(StrEnum):
-    """Which single events are kept."""
+    """The events that are kept."""
 
     NONE = "none"
     FULL = "full"

@@ -13,13 +13,13 @@ class Variant(StrictModel):
     """A named list of overrides, each as after ``--set``."""
 
     name: str = Field(min_length=1)
-    """What tables and figures call it."""
+    """Its name in tables and figures."""
     set: list[str] = []
     """Overrides ``a.b=value``."""
 
 
 class CompareConfig(StrictModel):
-    """What ``compare`` runs: every arm in every scenario."""
+    """The runs of ``compare``: every arm in every scenario."""
 
     arms: list[Variant] = Field(min_length=1)
     """The schedulers to compare."""

@@ -15,7 +15,7 @@ Values = Annotated[list[Count], Field(min_length=1)]
 
 
 class PlanConfig(StrictModel):
-    """What ``plan`` searches. Each list holds the values tried; the rest of the run file stays as it is.
+    """The search space of ``plan``. Each list holds the values tried; the rest of the run file stays as it is.
 
     A listed value that no candidate can have is refused by ``plan``; what a list left out would hold is what fits.
     """

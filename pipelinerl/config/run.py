@@ -20,7 +20,7 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 class ClusterConfig(StrictModel):
-    """How many accelerators there are and who uses them."""
+    """Number of accelerators and their division between generation and training."""
 
     accelerators: int = Field(ge=1)
     """Accelerators in all (count). Paper symbol N."""
@@ -39,13 +39,13 @@ class RunConfig(StrictModel):
     optimizer_steps: int = Field(ge=1)
     """Optimizer steps to make (count)."""
     cluster: ClusterConfig
-    """How many accelerators there are and who uses them."""
+    """Number of accelerators and their division between generation and training."""
     scheduler: SchedulerConfig
-    """When what is generated and trained."""
+    """The schedule of generation and training."""
     workload: WorkloadConfig
-    """What is generated."""
+    """Prompts, answers and rewards."""
     hardware: HardwareConfig
-    """How fast the cluster is."""
+    """Speed of the cluster."""
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
     ``group_size`` and ``length.max``: prompts, lengths and rewards are those of the policy and its task."""
@@ -53,11 +53,11 @@ class RunConfig(StrictModel):
     """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
     effective sample size, labelled as modelled."""
     compare: CompareConfig | None = None
-    """What ``compare`` runs."""
+    """The runs of ``compare``."""
     plan: PlanConfig | None = None
-    """What ``plan`` searches."""
+    """The search space of ``plan``."""
     train: TrainConfig | None = None
-    """What ``train`` needs: model, task, optimizer. Hardware by name reads ``trainer`` of it, if the table is there."""
+    """Settings of ``train``: model, task, optimizer. Hardware by name reads its ``trainer``, if the table is there."""
 
     @property
     def num_engines(self) -> int:

@@ -38,7 +38,7 @@ def find_schedule(name: str, *, key: str) -> ScheduleKind:
 
 
 class SchedulerConfig(StrictModel):
-    """What the scheduler needs; no hardware, no paths."""
+    """Settings of the scheduler; no hardware, no paths."""
 
     kind: str = PIPELINE.name
     """The schedule: ``pipeline`` (Algorithm 2: in-flight updates), ``conventional`` (Algorithm 1: generate, then

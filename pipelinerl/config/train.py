@@ -10,8 +10,8 @@ from pipelinerl.rl.config import LossConfig, TaskConfig
 from pipelinerl.util.strict_model import StrictModel
 
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
-"""Of a softmax (no unit). Below 0.01 engines sample at 0.01, as numbers overflow, and log-probabilities would be of
-another distribution than the one sampled from; above 100 all words are alike."""
+"""Temperature of a softmax (no unit). Below 0.01 engines sample at 0.01, as numbers overflow, and log-probabilities
+would be of another distribution than the one sampled from; above 100 all words are alike."""
 
 
 class ModelConfig(StrictModel):
@@ -22,7 +22,7 @@ class ModelConfig(StrictModel):
 
 
 class SamplingConfig(StrictModel):
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     temperature: Temperature = 1.0
     """Softmax temperature (no unit); log-probabilities are those of the distribution sampled from."""
@@ -51,9 +51,9 @@ class DeepSpeedConfig(StrictModel):
     """DeepSpeed."""
 
     kind: Literal["deepspeed"] = "deepspeed"
-    """Which trainer."""
+    """Kind of trainer."""
     zero_stage: int = Field(default=2, ge=0, le=3)
-    """What is split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
+    """Parts that are split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: int = Field(default=16384, ge=1)
     """Tokens of one forward pass on one rank: sequences are packed up to here (tokens)."""
     activation_checkpointing: bool = False
@@ -70,7 +70,7 @@ class VLLMConfig(StrictModel):
     """vLLM."""
 
     kind: Literal["vllm"] = "vllm"
-    """Which engines."""
+    """Kind of engines."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine takes (no unit). Colocated: together with the trainer's."""
     cpu_kv_cache_gib: int = Field(default=1, ge=1)
@@ -88,7 +88,7 @@ EngineConfig = VLLMConfig
 
 
 class CheckpointConfig(StrictModel):
-    """What is kept to go on from."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints. None: only at the end and on Ctrl-C."""
@@ -104,14 +104,14 @@ class EvaluationConfig(StrictModel):
 
 
 class LoggingConfig(StrictModel):
-    """Where metrics go besides the run's folder (TensorBoard files are always written there)."""
+    """Destinations of metrics besides the run's folder (TensorBoard files are always written there)."""
 
     wandb_project: str | None = None
     """Project of Weights & Biases. None: not used."""
 
 
 class TrainConfig(StrictModel):
-    """How a real run is made. Read by ``pipelinerl train``; of ``trainer`` also by the hardware model."""
+    """Settings of a real run. Read by ``pipelinerl train``; of ``trainer`` also by the hardware model."""
 
     device: Literal["cpu", "gpu"] = "gpu"
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
@@ -125,11 +125,11 @@ class TrainConfig(StrictModel):
     model: ModelConfig
     """The language model to train."""
     task: TaskConfig
-    """What it is asked."""
+    """The task."""
     optimizer: OptimizerConfig
     """How it is trained."""
     sampling: SamplingConfig = SamplingConfig()
-    """How answers are sampled."""
+    """Sampling of answers."""
     loss: LossConfig = LossConfig()
     """The policy gradient."""
     trainer: TrainerConfig = DeepSpeedConfig()
@@ -137,11 +137,11 @@ class TrainConfig(StrictModel):
     engine: EngineConfig = VLLMConfig()
     """vLLM."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is kept to go on from."""
+    """Checkpoints, from which a run can be resumed."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out problems."""
     logging: LoggingConfig = LoggingConfig()
-    """Where metrics go."""
+    """Destinations of metrics."""
 
     @model_validator(mode="after")
     def _restrictions(self) -> Self:

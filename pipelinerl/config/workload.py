@@ -10,7 +10,7 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 class LengthConfig(StrictModel):
-    """How many tokens the answers have."""
+    """Lengths of the answers (tokens)."""
 
     kind: Literal["fixed", "uniform", "lognormal", "empirical"]
     """``fixed``: always ``max``. ``uniform``: 1 .. ``max``. ``lognormal``: ``mean`` and ``cv``, cut at ``max``.
@@ -40,7 +40,7 @@ class LengthConfig(StrictModel):
 
 
 class WorkloadConfig(StrictModel):
-    """What is generated: prompts, answers, rewards."""
+    """The workload: prompts, answers, rewards."""
 
     group_size: int = Field(default=1, ge=1)
     """Rollouts per prompt (count)."""

@@ -1,1 +1,1 @@
-"""What a GPU and a model make of a decode step, a prefill, a training step: catalogue, coefficients, formulas."""
+"""The times of decode, prefill and training that follow from a GPU and a model: catalogue, coefficients, formulas."""

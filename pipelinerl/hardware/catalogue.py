@@ -63,7 +63,7 @@ class Named(StrictModel):
     aliases: list[str] = []
     """Other names that find it; for a model, those of others with the same architecture."""
     source: str = ""
-    """Where the figures come from."""
+    """Source of the figures."""
 
 
 class Gpu(Named):

@@ -17,12 +17,12 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 class Level(StrEnum):
-    """Which of the three values of every coefficient."""
+    """One of the three values of every coefficient."""
 
     OPTIMISTIC = "optimistic"
     """As fast as kernels and links allow, or as the best published measurement."""
     CENTRAL = "central"
-    """What we expect of a well-run system."""
+    """The expected value in a well-run system."""
     PESSIMISTIC = "pessimistic"
     """The slowest published measurement that is no mistake."""
 
@@ -41,11 +41,11 @@ class Coefficients(StrictModel):
     flops_efficiency: float = Field(gt=0, le=1)
     """Share of the peak FLOP/s reached by the matrix products of a decode step."""
     step_overhead_s: float = Field(ge=0)
-    """Of a decode step, whatever it holds (seconds)."""
+    """Fixed time of a decode step (seconds)."""
     layer_overhead_s: float = Field(ge=0)
-    """Of a decode step and layer: kernels that read neither weights nor KV cache (seconds)."""
+    """Fixed time of a decode step per layer: kernels that read neither weights nor KV cache (seconds)."""
     sequence_overhead_s: float = Field(ge=0)
-    """Of a decode step and sequence (seconds)."""
+    """Time of a decode step per sequence (seconds)."""
     allreduce_s: float = Field(ge=0)
     """One all-reduce in a decode step under tensor parallelism, two per layer, without its bytes (seconds)."""
     prefill_mfu: float = Field(gt=0, le=1)
@@ -53,7 +53,7 @@ class Coefficients(StrictModel):
     memory_share: float = Field(gt=0, le=1)
     """Share of the memory that an engine may use."""
     memory_reserve_bytes: float = Field(ge=0)
-    """Of that: activations, graphs, libraries (bytes per accelerator)."""
+    """Part of that memory for activations, graphs, libraries (bytes per accelerator)."""
     training_mfu: float = Field(gt=0, le=1)
     """Share of the peak FLOP/s reached by the matrix products of training; what is published as MFU is less."""
     activation_traffic: float = Field(ge=0)
@@ -67,9 +67,9 @@ class Coefficients(StrictModel):
     exchange_exposed: float = Field(ge=0, le=1)
     """Share of the exchange of tokens between experts in training that computing does not hide."""
     training_step_s: float = Field(ge=0)
-    """Of an optimizer step, whatever it holds (seconds)."""
+    """Fixed time of an optimizer step (seconds)."""
     training_micro_batch_s: float = Field(ge=0)
-    """Of a micro-batch, whatever it holds (seconds)."""
+    """Fixed time of a micro-batch (seconds)."""
     gather_exposed: float = Field(ge=0, le=1)
     """Share of the gathers of weights and reductions of gradients that computing does not hide."""
     pack_tokens: float = Field(gt=0)
@@ -83,15 +83,15 @@ class Coefficients(StrictModel):
     transfer_sharded: float = Field(ge=0, le=1)
     """Share of the bytes of which an accelerator receives only its part under tensor parallelism."""
     transfer_fixed_s: float = Field(ge=0)
-    """Of a weight transfer, whatever its bytes (seconds)."""
+    """Fixed time of a weight transfer (seconds)."""
     pause_s: float = Field(ge=0)
-    """That an engine stands still for an update besides the transfer (seconds)."""
+    """Pause of an engine for an update, besides the transfer (seconds)."""
     switch_to_training_s: float = Field(ge=0)
-    """Of the phase switch, besides moving states (seconds)."""
+    """Time of the phase switch to training, besides moving states (seconds)."""
     switch_to_generation_s: float = Field(ge=0)
-    """Of the phase switch back, besides moving states (seconds)."""
+    """Time of the phase switch to generation, besides moving states (seconds)."""
     host_bandwidth: float = Field(gt=0)
-    """Between an accelerator and its host's memory, where colocated training keeps its states (bytes/s)."""
+    """Bandwidth between an accelerator and its host's memory, where colocated training keeps its states (bytes/s)."""
 
 
 def coefficients(level: Level, changed: Mapping[str, float] | None = None) -> Coefficients:

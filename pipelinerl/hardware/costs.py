@@ -153,7 +153,7 @@ class TrainingCost:
     token_squared_s: float = 0.0
     """Per squared token, spread over all accelerators."""
     accelerators: int = 1
-    """That train (count)."""
+    """Accelerators that train (count)."""
     sequence_accelerators: int | None = None
     """Of these, accelerators that share one sequence: a rank (count). None: all share all tokens."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from pipelinerl.errors import ConfigError
 
 BYTES = 2
-"""Of one number in bf16."""
+"""Bytes of one number in bf16."""
 
 
 def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 
 BF16_BYTES = 2
-"""Of one number."""
+"""Bytes of one number."""
 ZERO_STAGE = 3
-"""Where a run file states none."""
+"""Default where a run file states none."""
 ROUNDING = 1e-9
 """By which a pack that just fits may be too large (no unit)."""
 
@@ -44,7 +44,7 @@ class TrainingMemory:
 LOGITS_TOKENS = 1024
 """Tokens whose logits exist at once (count)."""
 LOGIT_BYTES = 2 + 4 + 4
-"""Of one logit: bf16, fp32 for the softmax, and its gradient."""
+"""Bytes of one logit: bf16, fp32 for the softmax, and its gradient."""
 
 
 def kept_numbers(model: LanguageModel) -> float:

@@ -198,7 +198,7 @@ class LatencyConfig(StrictModel):
 
 
 class HardwareConfig(StrictModel):
-    """How fast the cluster is. Read by the simulator only.
+    """Speed of the cluster. Read by the simulator only.
 
     With ``gpu`` and ``model`` every table that is not given is derived (``pipelinerl.hardware.derive``).
     """
@@ -208,7 +208,7 @@ class HardwareConfig(StrictModel):
     model: str | None = None
     """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
     level: Level = Field(default=Level.CENTRAL, strict=False)
-    """Which value of every coefficient the derived tables use."""
+    """The value of every coefficient that the derived tables use."""
     coefficients: dict[str, float] = {}
     """Coefficients that replace those of the level, by name."""
     decode: Decode | None = None

@@ -20,7 +20,7 @@ from pipelinerl.util.table import read_table
 
 @dataclass(frozen=True, slots=True)
 class UtilisationCurve:
-    """What one decode step costs: U(h) of the paper, held as h/U(h), which is finite and never divides by 0."""
+    """Cost of a decode step: U(h) of the paper, held as h/U(h), which is finite and never divides by 0."""
 
     cost: Callable[[FloatArray], FloatArray]
     """Flashes of a decode step with h > 0 sequences, elementwise."""

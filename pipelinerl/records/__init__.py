@@ -1,1 +1,1 @@
-"""What is kept of a run, simulated or real: ledger, rollout buffer, trace, reports, run folder."""
+"""Records of a run, simulated or real: ledger, rollout buffer, trace, reports, run folder."""

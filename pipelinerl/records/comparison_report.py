@@ -1,4 +1,4 @@
-"""What a comparison reports, typed: the content of comparison.json, for ``compare`` and for who reads it."""
+"""The report of a comparison, typed: the content of comparison.json, for its writer and its readers."""
 
 from __future__ import annotations
 

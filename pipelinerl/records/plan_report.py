@@ -1,4 +1,4 @@
-"""What a plan reports, typed: the content of plan.json, for who writes and who reads it."""
+"""The report of a plan, typed: the content of plan.json, for its writer and its readers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class SearchReport(Report):
 
 
 class CandidateNumbers(Report):
-    """What a simulation says of the whole run of one candidate."""
+    """The whole run of one candidate, by simulation."""
 
     label: str
-    """How tables call the candidate."""
+    """Name of the candidate in tables."""
     family: str
     """Its kind of scheduler."""
     tokens_per_s: float
@@ -124,7 +124,7 @@ class OwnRun(PlannedCandidate):
 
 
 class Decision(Report):
-    """What would be recommended with other hardware coefficients, among what was simulated with them."""
+    """The recommendation with other hardware coefficients, among the candidates simulated with them."""
 
     label: str
     """The candidate."""
@@ -138,7 +138,7 @@ class ScreenedColumns(Report):
     """The candidates that the screening kept, a column per number."""
 
     label: list[str]
-    """How tables call each candidate."""
+    """Name of each candidate in tables."""
     family: list[str]
     """Kinds of scheduler."""
     tokens_per_s: list[float]
@@ -156,18 +156,18 @@ class ScreenedColumns(Report):
 
 
 class CoefficientEffect(Report):
-    """What one coefficient changes at one end of its range."""
+    """The effect of one coefficient at one end of its range."""
 
     value: int | float
     """The coefficient there."""
     throughput: float
     """Throughput of the recommendation over what it is with all coefficients as they are (ratio)."""
     instead: str | None
-    """What would be recommended instead, if anything else."""
+    """The candidate recommended instead, if another one is."""
 
 
 class CoefficientEffects(Report):
-    """What one coefficient, moved alone, changes."""
+    """The effect of one coefficient that is moved alone."""
 
     coefficient: str
     """Its name."""
@@ -234,7 +234,7 @@ class PlanReport(Report):
     own: OwnRun | None
     """The run file as it is, if it can run."""
     decisions: dict[Level, Decision]
-    """What would be recommended, by level of the coefficients."""
+    """The recommendation by level of the coefficients."""
     simulated: list[CandidateNumbers]
     """Every simulated candidate, the fastest first."""
     front: list[str]
@@ -242,7 +242,7 @@ class PlanReport(Report):
     screened: ScreenedColumns
     """Every candidate that the screening kept."""
     sensitivity: list[CoefficientEffects]
-    """What each coefficient changes, the largest effect first."""
+    """The effect of each coefficient, the largest first."""
     splits: SplitCurve
     """Screened throughput of the recommendation at every split."""
 

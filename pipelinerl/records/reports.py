@@ -1,4 +1,4 @@
-"""What a run reports, typed: the content of summary.json and profile.json, for who writes and who reads them.
+"""The reports of a run, typed: the content of summary.json and profile.json, for their writers and readers.
 
 ``RunReport`` holds the numbers of a run, ``FigureData`` what figures show beyond them. Both are frozen and strict.
 ``to_dict`` gives plain values for JSON; a key that is optional and absent is left out. Its inverse is ``from_dict``.
@@ -75,11 +75,11 @@ class TokenCounts(Report):
     trained: int
     """As ``tokens_trained`` (tokens)."""
     discarded: int
-    """Of the discarded rollouts (tokens)."""
+    """Tokens of the discarded rollouts (tokens)."""
     aborted: int
-    """Of the aborted rollouts (tokens)."""
+    """Tokens of the aborted rollouts (tokens)."""
     failed: int
-    """Of rollouts that failed after they had finished; of those that failed before, nothing is known (tokens)."""
+    """Tokens of rollouts that failed after they had finished; those of earlier failures are not known (tokens)."""
     unfinished: int
     """``generated`` less the four before (tokens)."""
 
@@ -104,7 +104,7 @@ class Utilisation(Report):
 
 
 class TrainerSeconds(Report):
-    """What the trainer's wall time is split into (s)."""
+    """The parts of the trainer's wall time (s)."""
 
     generating: float
     """Conventional: all that is neither training nor publishing (generation, scoring, phase switches); pipeline: 0
@@ -118,7 +118,7 @@ class TrainerSeconds(Report):
 
 
 class Reached(Report):
-    """When the mean reward reached a level."""
+    """The time at which the mean reward reached a level."""
 
     time_s: float
     """Seconds since the start."""
@@ -166,7 +166,7 @@ class EvaluationReport(Report):
 
 
 class RunIdentity(Report):
-    """Which run it is."""
+    """Identity of the run."""
 
     scheduler: str
     """Kind of schedule, ``scheduler.kind``."""
@@ -334,7 +334,7 @@ class EngineTimeline(Report):
     engine: int
     """Number of the engine; the first 8."""
     time_s: list[float]
-    """When its number of rollouts in progress changed (s)."""
+    """Times at which its number of rollouts in progress changed (s)."""
     in_progress: list[int]
     """The number from each of these times on (rollouts)."""
     paused: list[tuple[float, float]]
@@ -352,9 +352,9 @@ class WeightUpdateTimes(Report):
     version: int
     """A published version."""
     published_s: float
-    """When its publication began (s)."""
+    """Start of its publication (s)."""
     loaded_s: float
-    """When the last engine had loaded it (s)."""
+    """Time at which the last engine had loaded it (s)."""
 
 
 class Timeline(Report):
@@ -371,7 +371,7 @@ class Timeline(Report):
 
 
 class FigureData(Report):
-    """What figures show beyond a row per step: the content of profile.json."""
+    """Data of figures beyond a row per step: the content of profile.json."""
 
     lag_histogram: LagHistogram
     """Tokens by lag."""

@@ -22,7 +22,7 @@ class StepRow(StrictModel):
     step: int
     """Optimizer steps done after it (count)."""
     time_s: float
-    """When it ended (s)."""
+    """Time at which it ended (s)."""
     train_s: float
     """Seconds the trainer worked on it."""
     publish_s: float

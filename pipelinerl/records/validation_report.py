@@ -7,7 +7,7 @@ from typing import Literal
 from pipelinerl.util.report import Report
 
 Quantity = Literal["s/step", "tokens/s", "staleness", "trainer idle"]
-"""What is predicted of a row."""
+"""The predicted quantity of a row."""
 
 
 class PredictedRow(Report):
@@ -20,7 +20,7 @@ class PredictedRow(Report):
     mode: str
     """The schedule in words."""
     quantity: Quantity
-    """What is predicted."""
+    """The predicted quantity."""
     measured: float
     """Published result."""
     predicted: float
@@ -77,9 +77,9 @@ class ValidationSummary(Report):
     median_error: float | None
     """Median of the relative errors (no unit)."""
     median_error_simulated: float | None
-    """The same of the simulated rows."""
+    """The same for the simulated rows."""
     median_error_alone: float | None
-    """The same of the hardware model without any other row."""
+    """The same for the hardware model without any other row."""
     p90_error: float | None
     """90th percentile of the relative errors (no unit)."""
     within_30_percent: float | None

@@ -10,7 +10,7 @@ from pipelinerl.util.strict_model import StrictModel
 
 
 class TaskConfig(StrictModel):
-    """What the model is asked, and how its answers are rewarded."""
+    """The problems for the model and the rewards of its answers."""
 
     name: str
     """``arithmetic``, ``math``, or a user's own: ``package.module:attribute`` (docs/training.md says how)."""

@@ -64,14 +64,14 @@ class EssBand(Report):
     mean: float
     """Mean over optimizer steps."""
     low: float
-    """Of a step whose rate is at the highest quantile."""
+    """ESS of a step whose rate is at the highest quantile."""
     high: float
-    """Of a step whose rate is at the lowest quantile."""
+    """ESS of a step whose rate is at the lowest quantile."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedRun:
-    """What a run that learned tells of its importance weights."""
+    """Data on the importance weights of a run that learned."""
 
     steps: Sequence[Mapping[str, float]]
     """Metrics per optimizer step (the lines of ``metrics.jsonl``), with ``ess/lag_1`` and so on."""

@@ -1,4 +1,4 @@
-"""How far the policy being trained is from the policies that sampled: effective sample size and KL divergence.
+"""Distance of the policy being trained from the policies that sampled: effective sample size and KL divergence.
 
 Weights w = pi/mu come in as log ratios, log pi - log mu (nats), and stay logarithms until their largest is
 subtracted: the product of the ratios of a long answer has no place in a float. All sums are in float64.
@@ -211,7 +211,7 @@ class EssReport(Report):
 
 
 class MismatchReport(Report):
-    """How far the trainer's probabilities are from the engines' (nats per token); means over optimizer steps."""
+    """Distance of the trainer's probabilities from the engines' (nats per token); means over optimizer steps."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 

@@ -30,9 +30,9 @@ class ScheduleKind:
     """One kind of schedule: the facts that planning, simulation and training depend on."""
 
     name: str
-    """How tables call it; ``scheduler.kind`` of a run file, if it is one of ``KINDS``."""
+    """Its name in tables; ``scheduler.kind`` of a run file, if it is one of ``KINDS``."""
     description: str
-    """When it generates and trains, in a line."""
+    """Its order of generation and training, in a line."""
     scheduler: SchedulerFactory
     """Makes its scheduler."""
     colocated: bool

@@ -19,7 +19,7 @@ GRID_POINTS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """How long answers are, as a survivor function in whole sequences, so that no bound suffers from rounding."""
+    """Answer lengths, as a survivor function in whole sequences, so that no bound suffers from rounding."""
 
     unfinished: npt.NDArray[np.int64]
     """Sequences with at least l tokens, for l = 1..L (so the first entry counts them all), shape [L]."""

@@ -64,7 +64,7 @@ def flash_s(*, flops_per_token: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What both methods have in common when they are compared.
+    """The setting that both methods share when they are compared.
 
     Raises:
         ValueError: If a count is below 1 or the training time is not positive.

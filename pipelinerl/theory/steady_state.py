@@ -50,11 +50,11 @@ class Estimate:
     step_s: float
     """One optimizer step, from one to the next."""
     generation_s: float
-    """What generation alone would need; colocated: the generation phase and the switches."""
+    """Generation alone; colocated: the generation phase and the switches."""
     training_s: float
-    """The trainer works."""
+    """Training."""
     publishing_s: float
-    """The trainer publishes."""
+    """Publishing."""
     tokens_per_s: float
     """Trained answer tokens per second."""
     lag_mean: float

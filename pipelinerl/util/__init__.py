@@ -1,1 +1,1 @@
-"""What every package may use: strict models, tables in files, running means."""
+"""Shared by all packages: strict models, tables in files, running means."""

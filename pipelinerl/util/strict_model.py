@@ -1,4 +1,4 @@
-"""What all tables of a run file have in common."""
+"""The base of all tables of a run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far mixed-policy sequences are from on-policy ones (section 5.1 of the paper, arXiv 2509.19128).
+"""Divergence of mixed-policy sequences from on-policy ones (section 5.1 of the paper, arXiv 2509.19128).
 
 Protocol. Given the weights C, C+1, ... C+g_max of consecutive optimizer steps, replay an in-flight schedule: a
 sequence starts under C and meets the next weights every L/g_max tokens, the first interval twice as long. When C+g

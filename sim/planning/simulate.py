@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole run."""
+        """GPU-hours of the whole run."""
         return self.candidate.gpu_hours(self.seconds)
 
 

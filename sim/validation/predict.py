@@ -243,7 +243,7 @@ def _idle_share(run: PublishedRun) -> PredictedRow | None:
 def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
     """Return the time of a colocated RL step beyond generation and training, and the rows it was learned from.
 
-    Offloading, resharding and publishing the weights, rewards, the data's way: nobody publishes it by itself. Rows of
+    Offloading, resharding and publishing the weights, rewards, moving data: no row publishes it separately. Rows of
     the same family come first; without any, those of all systems; without these, the hardware model.
     """
     rests = [

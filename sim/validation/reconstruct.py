@@ -23,14 +23,14 @@ MEAN_OVER_LONGEST = 0.2
 LARGEST_MEAN = 0.95
 """Mean answer over the longest, at most: more is no distribution."""
 DEFAULT_GPUS = 128
-"""Where no count is published; only ratios are compared then."""
+"""GPUs where no count is published; then only ratios are compared."""
 STAND_IN_GPU = "H100"
-"""Where the GPU is not published or not catalogued."""
+"""GPU where none is published, or the catalogue does not have it."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
 
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
-"""Of the parameters in the name of a model."""
+"""Units of the parameters in the name of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ReconstructedRun:
     """Answers per RL step (count)."""
     longest_tokens: int
     optimizer_steps: int
-    """Of the simulation per RL step (count)."""
+    """Optimizer steps of the simulation per RL step (count)."""
     tensor_parallel: int
     mean_tokens: float
     """Published, or the centre of the likely range."""
@@ -58,7 +58,7 @@ class ReconstructedRun:
     """Whether seconds mean anything: not without the cluster's size, nor from the hours of a whole run alone, which
     hold evaluation, checkpoints and restarts. Then only the ratios of such rows are compared."""
     assumed: tuple[str, ...]
-    """In words, for the report."""
+    """Assumptions in words, for the report."""
 
     @property
     def id(self) -> str:

@@ -14,7 +14,7 @@ DEFAULT_GROUP_SIZE = 8
 
 
 class Schedule(StrEnum):
-    """How generation and training share time and accelerators."""
+    """Division of time and accelerators between generation and training."""
 
     SYNC = "sync"
     """Colocated: all generate, then all train."""
