@@ -103,11 +103,6 @@ def one_rollout(folder: Path, reason: StopReason) -> tuple[Path, list[str]]:
     return path, lines_of(path)
 
 
-def test_a_trace_written_by_hand_replays(tmp_path: Path) -> None:
-    path, _ = one_rollout(tmp_path, StopReason.DONE)
-    assert replay(Trace(path)) == ReplayResult(3, 3, None)
-
-
 FINISHED = "RolloutFinished(rollout_id=0, engine=0, spans=VersionSpans(versions=(0,), ends=(9,)), reward=None)"
 SCORED = "RolloutScored(rollout_id=0, reward=1.0)"
 TRAINED = "TrainingFinished(version=1, train_s=1.0)"

@@ -99,17 +99,14 @@ def test_every_event_and_command_is_in_this_test() -> None:
     assert {type(one) for one, _ in EXAMPLES} == {*get_args(Event), *get_args(Command)}
 
 
-def test_what_is_written_is_read_back_with_its_line_and_time(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_with_its_types_its_line_and_time(tmp_path: Path) -> None:
     contents = [one for one, _ in EXAMPLES]
     trace = Trace(write(tmp_path / "trace", *contents))
     assert trace.config == run()
-    assert list(trace.records()) == [record(line, one) for line, one in enumerate(contents, start=2)]
-    assert list(trace.records()) == list(trace.records())  # it can be read again
-
-
-def test_what_is_read_has_its_own_types_again(tmp_path: Path) -> None:
-    contents = [one for one, _ in EXAMPLES]
-    for written, read in zip(contents, Trace(write(tmp_path / "trace", *contents)).records(), strict=True):
+    records = list(trace.records())
+    assert records == [record(line, one) for line, one in enumerate(contents, start=2)]
+    assert records == list(trace.records())  # it can be read again
+    for written, read in zip(contents, records, strict=True):
         again = read.event if read.event is not None else read.command
         for field in fields(written):
             assert type(getattr(again, field.name)) is type(getattr(written, field.name)), field

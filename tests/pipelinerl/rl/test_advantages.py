@@ -18,10 +18,6 @@ def test_each_baseline_is_the_mean_reward_of_the_others() -> None:
     assert leave_one_out([1, 0, 0, 2]) == pytest.approx([1 - 2 / 3, -1, -1, 2 - 1 / 3])
 
 
-def test_a_group_of_two_gets_the_difference() -> None:
-    assert leave_one_out([1.0, 0.0]).tolist() == [1.0, -1.0]
-
-
 def test_a_group_of_one_keeps_its_reward() -> None:
     assert leave_one_out([0.75]).tolist() == [0.75]
 
@@ -41,19 +37,9 @@ def test_the_definition_and_the_identity_agree(reward: np.ndarray) -> None:
     assert leave_one_out(reward) == pytest.approx(identity, abs=1e-10)
 
 
-@given(GROUPS)
-def test_the_advantages_of_a_group_sum_to_zero(reward: np.ndarray) -> None:
-    assert leave_one_out(reward).sum() == pytest.approx(0.0, abs=1e-9)
-
-
 @given(st.floats(-1e6, 1e6), st.integers(2, 64))
 def test_equal_rewards_give_exact_zeros(reward: float, num: int) -> None:
     assert leave_one_out([reward] * num).tolist() == [0.0] * num
-
-
-@given(GROUPS, st.floats(-10, 10), st.floats(0.1, 10))
-def test_a_shift_of_the_rewards_changes_nothing_and_a_factor_comes_out(reward, shift, factor) -> None:
-    assert leave_one_out(factor * reward + shift) == pytest.approx(factor * leave_one_out(reward), abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def a_setting(draw: st.DrawFn) -> Setting:
     )
 
 
-def least_lag(setting: Setting, multiple: int = 1) -> int:
+def least_lag(setting: Setting, multiple: int) -> int:
     return largest_lag(
         setting.lengths,
         train_batch_size=setting.train_batch_size,
@@ -96,15 +96,6 @@ def test_ties_go_to_the_least_in_flight_and_then_to_the_least_batch():
     steps = UtilisationCurve(lambda h: h / np.select([h >= 8, h >= 2], [0.5, 0.25], 0.0625))
     choice = search_pipeline(dataclasses.replace(fast, curve=steps, accelerators=5), max_lag=16)
     assert (choice.generation_batch_size, choice.generation_accelerators) == (2, 4)
-
-
-@settings(max_examples=60, deadline=None)
-@given(setting=a_setting(), spare=st.integers(0, 60))
-def test_search_never_loses_from_a_looser_bound(setting, spare):
-    max_lag = least_lag(setting) + spare
-    tight = search_pipeline(setting, max_lag=max_lag, generation_batch_limit=64)
-    loose = search_pipeline(setting, max_lag=max_lag + 1, generation_batch_limit=64)
-    assert loose.rates.total >= tight.rates.total * (1 - 1e-12)
 
 
 @given(setting=a_setting(), steps=st.integers(1, 100))
