@@ -23,14 +23,23 @@ from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, StartRo
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("weight_update", KINDS)
-def test_a_pipeline_run_keeps_its_ledger_under_every_weight_update(tmp_path, weight_update):
-    config = config_of(weight_update=weight_update)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *({"weight_update": kind} for kind in KINDS),
+        {"micro_batch_size": 4},  # two stream into one step
+        *({"max_lag": 1, "on_stale": on_stale} for on_stale in ("train", "drop", "requeue")),
+    ],
+    ids=str,
+)
+def test_a_pipeline_run_keeps_its_ledger_and_its_bound_on_lag(tmp_path, setting):
+    config = config_of(steps=8, **setting)
     parts = parts_of(config)
     summary = run_checked(config, tmp_path / "run", parts)
     assert parts.trainer.version == config.optimizer_steps
-    assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
+    assert [len(batch) for batch in parts.trainer.trained] == [8] * 8
     assert summary.complete
+    assert summary.lag.max <= setting.get("max_lag", 8)
 
 
 @pytest.mark.parametrize("weight_update", ["keep", "wait"])
@@ -82,20 +91,6 @@ def test_a_run_that_publishes_now_and_then_keeps_its_ledger(tmp_path, every, wei
     assert summary.lag.max <= every
 
 
-def test_micro_batches_stream_into_one_step(tmp_path):
-    config = config_of(micro_batch_size=4)
-    parts = parts_of(config)
-    run_checked(config, tmp_path / "run", parts)
-    assert [len(batch) for batch in parts.trainer.trained] == [8] * 6
-
-
-@pytest.mark.parametrize("on_stale", ["train", "drop", "requeue"])
-def test_no_trained_token_is_older_than_max_lag(tmp_path, on_stale):
-    config = config_of(max_lag=1, on_stale=on_stale, steps=8)
-    summary = run_checked(config, tmp_path / "run")
-    assert summary.lag.max <= 1
-
-
 def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
     """Weights are exp(-DRIFT * lag), so within one lag all are equal: ESS 1; conventional G=1 has lag 0 only."""
     config = config_of(kind="conventional")
@@ -112,43 +107,25 @@ def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
-    weight_update=st.sampled_from(KINDS),
-    kind=st.sampled_from(["pipeline", "conventional"]),
-    group=st.sampled_from([1, 2, 4]),
-    micro=st.booleans(),
-    slots=st.integers(1, 20),
-    longest=st.integers(1, 40),
-    max_lag=st.sampled_from([None, 1, 2]),
-    on_stale=st.sampled_from(["train", "drop", "requeue"]),
+    setting=st.fixed_dictionaries(
+        {
+            "weight_update": st.sampled_from(KINDS),
+            "kind": st.sampled_from(["pipeline", "conventional"]),
+            "group": st.sampled_from([1, 2, 4]),
+            "micro_batch_size": st.sampled_from([None, 4]),
+            "slots": st.integers(1, 20),
+            "longest": st.integers(1, 40),
+            "max_lag": st.sampled_from([None, 1, 2]),
+            "on_stale": st.sampled_from(["train", "drop", "requeue"]),
+        }
+    ),
     kills=st.lists(st.tuples(st.integers(0, 1), st.floats(0, 0.02)), max_size=3),
     raises_every=st.sampled_from([0, 5]),
     reference_dies_s=st.none() | st.floats(0, 0.02),
 )
-def test_the_ledger_is_right_whatever_dies(
-    tmp_path_factory,
-    weight_update,
-    kind,
-    group,
-    micro,
-    slots,
-    longest,
-    max_lag,
-    on_stale,
-    kills,
-    raises_every,
-    reference_dies_s,
-):
-    config = config_of(
-        kind=kind,
-        weight_update=weight_update,
-        group=group,
-        slots=slots,
-        longest=longest,
-        max_lag=max_lag,
-        on_stale=on_stale,
-        train={"engine": {"restarts": 10}, "loss": {"kl_coefficient": 0.0 if reference_dies_s is None else 0.1}},
-        **({"micro_batch_size": 4} if micro else {}),
-    )
+def test_the_ledger_is_right_whatever_dies(tmp_path_factory, setting, kills, raises_every, reference_dies_s):
+    loss = {"kl_coefficient": 0.0 if reference_dies_s is None else 0.1}
+    config = config_of(**setting, train={"engine": {"restarts": 10}, "loss": loss})
     parts = parts_of(config, task=Letters(raises_every=raises_every))
 
     class Kills(FakeTrainer):
@@ -161,5 +138,5 @@ def test_the_ledger_is_right_whatever_dies(
     parts.trainer = Kills(train_batch_size=8, kl_coefficient=config.train.loss.kl_coefficient)
     out = tmp_path_factory.mktemp("chance") / "run"
     summary = run_checked(config, out, parts)
-    if max_lag is not None:
-        assert summary.lag.max <= max_lag
+    if config.scheduler.max_lag is not None:
+        assert summary.lag.max <= config.scheduler.max_lag

@@ -90,12 +90,6 @@ def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on
     assert run_checked(config, tmp_path / "run", parts).rollouts.failed > 0
 
 
-def test_a_run_whose_rewards_all_fail_is_stalled(tmp_path):
-    config = config_of(discard_limit=50)
-    with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
-        run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)))
-
-
 class Exporter(FakeTrainer):
     """Does something when it exports."""
 

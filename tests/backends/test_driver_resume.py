@@ -37,36 +37,33 @@ from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, Weights
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
-@pytest.mark.parametrize("weight_update", KINDS)
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, kind, weight_update):
-    config = config_of(
-        steps=20, kind=kind, weight_update=weight_update, longest=40, slots=16, optimizer_steps_per_rl_step=2
-    )
+KINDS_OF_RUN = [
+    {"kind": kind, "weight_update": weight_update, "optimizer_steps_per_rl_step": 2}
+    for kind in ("pipeline", "conventional", "one_step_off")
+    for weight_update in KINDS
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "at"),
+    [
+        *(pytest.param(setting, 3, marks=pytest.mark.slow) for setting in KINDS_OF_RUN),
+        ({"publish_every": 4, "max_lag": 3}, 6),  # between two publications
+        ({"micro_batch_size": 4}, 3),  # between two micro-batches
+    ],
+    ids=str,
+)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, setting, at):
+    config = config_of(steps=20, longest=40, slots=16, **setting)
     out = tmp_path / "run"
-    interrupted(config, out)
+    interrupted(config, out, at=at)
     assert replay(Trace(out / TRACE_FILE)).difference is None
     parts = parts_of(config)
-    run_checked(config, out, parts, resume=True)
+    summary = run_checked(config, out, parts, resume=True)
     assert parts.trainer.version == config.optimizer_steps
-    assert 0 < len(parts.trainer.trained) <= 17  # what was done before the checkpoint is not done again
-
-
-def test_an_interrupted_run_goes_on_between_two_publications(tmp_path):
-    config = config_of(steps=20, longest=40, slots=16, publish_every=4, max_lag=3)
-    interrupted(config, tmp_path / "run", at=6)
-    summary = run_checked(config, tmp_path / "run", resume=True)
-    assert summary.lag.max <= 3
-
-
-def test_an_interrupt_between_micro_batches_loses_no_rollout(tmp_path):
-    config = config_of(micro_batch_size=4, longest=40, slots=16)
-    out = tmp_path / "run"
-    interrupted(config, out)
-    parts = parts_of(config)
-    run_checked(config, out, parts, resume=True)
+    assert 0 < len(parts.trainer.trained) <= 20 - at  # what was done before the checkpoint is not done again
     assert all(len(batch) == 8 for batch in parts.trainer.trained)
+    assert summary.lag.max <= setting.get("max_lag", 20)
 
 
 def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path):
@@ -154,10 +151,10 @@ def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
     assert again == first
 
 
-def test_a_stalled_run_that_goes_on_is_stalled(tmp_path):
+def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(tmp_path):
     config = config_of(discard_limit=50)
     for resume in (False, True):
-        with pytest.raises(RunFailedError, match="stalled"):
+        with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
             run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)), resume=resume)
 
 

@@ -12,27 +12,22 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tensorboard")
 
+from in_memory import config_of
+
 from backends.metrics_log import TENSORBOARD_FOLDER, MetricsLog
-from pipelinerl.config.run import RunConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def config_of(**logging):
-    data = {
-        "optimizer_steps": 3,
-        "cluster": {"accelerators": 2, "generation_accelerators": 1},
-        "scheduler": {"train_batch_size": 8, "generation_batch_size": 4},
-        "workload": {"length": {"kind": "fixed", "max": 8}},
-        "hardware": {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 1e-4}},
-        "train": {
-            "model": {"path": "nowhere"},
-            "task": {"name": "arithmetic"},
-            "optimizer": {"learning_rate": 1e-3},
-            "logging": logging,
-        },
-    }
-    return RunConfig.model_validate_json(json.dumps(data))
+WANDB = config_of(train={"logging": {"wandb_project": "lag"}})
+
+
+def write(out, config, metrics, *, go_on_after=0):
+    """Open a log, write these metrics by their steps, and close it."""
+    log = MetricsLog(out, config, go_on_after=go_on_after)
+    for step, values in metrics.items():
+        log.write(step, values)
+    log.close()
 
 
 def lines(out):
@@ -49,10 +44,7 @@ def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = MetricsLog(tmp_path, config_of())
-    log.write(1, {"reward/mean": 0.25, "lag/mean": 0.0})
-    log.write(2, {"reward/mean": 0.5, "lag/mean": 1.5})
-    log.close()
+    write(tmp_path, config_of(), {1: {"reward/mean": 0.25, "lag/mean": 0.0}, 2: {"reward/mean": 0.5, "lag/mean": 1.5}})
     board = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER))
     board.Reload()
     assert [(one.step, one.value) for one in board.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
@@ -60,13 +52,8 @@ def test_tensorboard_gets_every_number_at_its_step(tmp_path):
 
 
 def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path):
-    log = MetricsLog(tmp_path, config_of())
-    for step in (1, 2, 3):
-        log.write(step, {"reward/mean": 0.1 * step})
-    log.close()
-    log = MetricsLog(tmp_path, config_of(), go_on_after=2)
-    log.write(3, {"reward/mean": 0.9})
-    log.close()
+    write(tmp_path, config_of(), {step: {"reward/mean": 0.1 * step} for step in (1, 2, 3)})
+    write(tmp_path, config_of(), {3: {"reward/mean": 0.9}}, go_on_after=2)
     assert [(one["step"], one["reward/mean"]) for one in lines(tmp_path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
@@ -82,12 +69,8 @@ def test_weights_and_biases_gets_the_same_under_one_name_over_restarts(tmp_path,
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     monkeypatch.setattr(secrets, "token_hex", lambda _: f"run-{len(calls)}")
-    config = config_of(wandb_project="lag")
-    log = MetricsLog(tmp_path, config)
-    log.write(1, {"reward/mean": 0.25})
-    log.close()
-    log = MetricsLog(tmp_path, config, go_on_after=1)
-    log.close()
+    write(tmp_path, WANDB, {1: {"reward/mean": 0.25}})
+    write(tmp_path, WANDB, {}, go_on_after=1)
     assert calls == [
         ("init", "lag", "run-0", "allow", 0),
         ("log", {"reward/mean": 0.25}, 1),
@@ -133,12 +116,9 @@ def test_real_weights_and_biases_keeps_an_offline_run_and_its_id(tmp_path, monke
     pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
-    config = config_of(wandb_project="lag")
-    for first, go_on_after in ((1, 0), (3, 2)):
-        log = MetricsLog(tmp_path, config, go_on_after=go_on_after)
-        for step in range(first, first + 2):
-            log.write(step, {"reward/mean": 0.25 * step, "lag/mean": 1.5})
-        log.close()
+    for done in (0, 2):
+        steps = range(done + 1, done + 3)
+        write(tmp_path, WANDB, {k: {"reward/mean": 0.25 * k, "lag/mean": 1.5} for k in steps}, go_on_after=done)
     run_id = (tmp_path / "wandb_id.txt").read_text()
     (begun, before), (resumed, after) = offline_runs(tmp_path)
     assert begun == resumed == ("lag", run_id)

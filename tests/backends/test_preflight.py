@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -58,64 +59,54 @@ def complaint(model, tmp_path, said_to):
     return run
 
 
-def test_a_model_that_is_not_there(complaint, tmp_path):
-    line = complaint(f"train.model.path={tmp_path / 'nowhere'}")
-    assert "train.model.path must be a folder with a model (config.json), got" in line
+def copied(model, folder, name, change):
+    """Copy a model's folder; a file of JSON is changed."""
+    shutil.copytree(model, folder)
+    for path in folder.glob(name):
+        path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
-def test_a_model_without_weights(complaint, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert "train.model.path must hold weights as *.safetensors" in complaint(f"train.model.path={tmp_path}")
+def without_end(data):
+    return {key: value for key, value in data.items() if key != "eos_token"}
 
 
-def test_a_model_of_an_unknown_kind(complaint, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert "train.model.path: its config.json cannot be used" in complaint(f"train.model.path={tmp_path}")
-
-
-def copied(model, folder, **changes):
+def of_unknown_kind(_, folder):
     folder.mkdir()
-    for path in model.iterdir():
-        content = path.read_bytes()
-        if path.name in changes:
-            content = json.dumps(changes[path.name](json.loads(content))).encode()
-        (folder / path.name).write_bytes(content)
-    return folder
+    (folder / "config.json").write_text('{"model_type": "abacus"}')
+    (folder / "model.safetensors").write_bytes(b"")
 
 
-def test_a_tokenizer_without_an_end_token(complaint, model, tmp_path):
-    def without_end(data):
-        return {key: value for key, value in data.items() if key != "eos_token"}
-
-    changes = {"tokenizer_config.json": without_end, "special_tokens_map.json": without_end}
-    folder = copied(model, tmp_path / "model", **changes)
-    line = complaint(f"train.model.path={folder}")
-    assert "train.model.path must have a tokenizer with an end token (eos_token)" in line
-
-
-def test_a_model_with_tied_embeddings_on_cpu(complaint, model, tmp_path):
-    folder = copied(model, tmp_path / "model", **{"config.json": lambda data: data | {"tie_word_embeddings": True}})
-    assert "tie_word_embeddings=false on device='cpu'" in complaint(f"train.model.path={folder}")
+def without_weights(_, folder):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("make", "says"),
     [
-        ("no_such_module:Task", "no_such_module"),
-        ("json:NoSuchTask", "NoSuchTask"),
-        ("algebra", "arithmetic, math or package.module:attribute"),
+        (lambda *_: None, "must be a folder with a model (config.json), got"),
+        (without_weights, "must hold weights as *.safetensors"),
+        (of_unknown_kind, "its config.json cannot be used"),
+        (lambda *at: copied(*at, "*token*.json", without_end), "must have a tokenizer with an end token (eos_token)"),
+        (
+            lambda *at: copied(*at, "config.json", lambda data: data | {"tie_word_embeddings": True}),
+            "tie_word_embeddings=false on device='cpu'",
+        ),
     ],
 )
-def test_a_task_that_cannot_be_imported(complaint, name, says):
-    line = complaint(f"train.task.name={name}")
-    assert "train.task.name" in line
+def test_a_model_that_cannot_be_trained(complaint, model, tmp_path, make, says):
+    make(model, tmp_path / "model")
+    line = complaint(f"train.model.path={tmp_path / 'model'}")
+    assert "train.model.path" in line
     assert says in line
 
 
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
+        (["train.task.name=no_such_module:Task"], "train.task.name must be importable"),
+        (["train.task.name=json:NoSuchTask"], "train.task.name must name an attribute of json"),
+        (["train.task.name=algebra"], "train.task.name must be arithmetic, math or package.module:attribute"),
         (
             ["scheduler.kind=conventional", "scheduler.partial_rollouts=true", "scheduler.weight_update=keep"],
             "scheduler.kind='partial_rollouts' is for the simulator",
