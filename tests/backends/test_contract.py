@@ -20,6 +20,7 @@ from backends.contract.trainer import (
     ReferenceContract,
     TrainerContract,
     a_published_version_is_what_an_engine_samples_with,
+    samples,
 )
 from backends.fake import DRIFT, FakeEngine, FakeReference, FakeTrainer
 from backends.interface import Weights
@@ -137,9 +138,9 @@ def real_contracts(folder: Path) -> Contracts:
     )
 
 
-def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability(tmp_path: Path) -> None:
-    fake = TrainerContract(FakeTrainer(train_batch_size=BATCH), lambda weights: weights.checksums, tmp_path)
-    (before, _), (after, _) = asyncio.run(fake._step()), asyncio.run(fake._step())
+def test_a_step_of_the_fake_trainer_takes_drift_off_every_log_probability() -> None:
+    trainer = FakeTrainer(train_batch_size=BATCH)
+    before, after = (asyncio.run(trainer.train(samples(), completes_step=True)).logprob_T for _ in range(2))
     assert np.concatenate(before) - np.concatenate(after) == pytest.approx(DRIFT, abs=1e-6)
 
 

@@ -106,22 +106,17 @@ def test_what_is_measured_before_an_interrupt_is_kept(tmp_path: Path) -> None:
     assert len((tmp_path / "step_times.csv").read_text().splitlines()) == 1 + 4
 
 
-def test_decoding_a_token_after_a_context_is_the_last_place_of_a_whole_pass() -> None:
-    model = plain()
-    token_BL = torch.randint(50, (3, 7))
+def test_decoding_token_by_token_is_a_whole_pass_at_every_place() -> None:
+    model, token_BL = plain(), torch.randint(50, (3, 7))
     with torch.inference_mode():
-        whole_BLD = model.hidden(token_BL)
-        expected_B = (torch.nn.functional.rms_norm(whole_BLD[:, -1], (32,)) @ model.head).argmax(dim=-1)
-        cache = model.empty_cache(3, 6)
-        x_BLD = model.embedding[token_BL]
-        for layer, (k, v) in zip(model.layers, cache, strict=True):  # fill the cache as a prefill would
-            heads = (torch.nn.functional.rms_norm(x_BLD, (32,)) @ layer[0]).unflatten(-1, (-1, 8)).transpose(1, 2)
-            k.copy_(heads[:, 4:6])
-            v.copy_(heads[:, 6:8])
-            x_BLD = model._layer(layer, x_BLD, None)
-        for k, v in cache:
-            k[:, :, -1] = v[:, :, -1] = 0  # decode has to write these itself
-        assert torch.equal(model.decode(token_BL[:, -1], cache), expected_B)
+        expected_BL = (torch.nn.functional.rms_norm(model.hidden(token_BL), (32,)) @ model.head).argmax(dim=-1)
+        cache = model.empty_cache(3, 0)
+        for place in range(7):
+            assert torch.equal(model.decode(token_BL[:, place], cache), expected_BL[:, place])
+            longer = model.empty_cache(3, place + 1)
+            for (k, v), (old_k, old_v) in zip(longer, cache, strict=True):
+                k[:, :, :-1], v[:, :, :-1] = old_k, old_v
+            cache = longer
 
 
 def test_the_model_has_the_parameters_that_are_counted() -> None:
