@@ -38,20 +38,7 @@ def packed(lengths_B: list[tuple[int, int]], pack_tokens: int, num_ranks: int) -
     return pack(samples, pack_tokens=pack_tokens, num_ranks=num_ranks)
 
 
-def test_two_sequences_make_one_row() -> None:
-    ((row,),) = packed([(2, 3), (1, 1)], 7, 1)
-    assert row.sample_index_S == (0, 1)
-    assert row.token_N.tolist() == [0, 1, 2, 3, 4, 1000, 1001]
-    assert row.position_N.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert row.predictor_M.tolist() == [1, 2, 3, 5]
-    assert row.answer_M.tolist() == [2, 3, 4, 1001]
-    assert row.sequence_M.tolist() == [0, 0, 0, 1]
-    assert row.behaviour_logprob_M.tolist() == [-1, -2, -3, -2]
-    assert row.advantage_M.tolist() == [0, 0, 0, 0.5]
-    assert row.reward_M.tolist() == [0, 0, 0, 1]
-
-
-def test_observed_tokens_are_read_and_not_trained_on() -> None:
+def test_two_sequences_make_one_row_and_observed_tokens_are_read_and_not_trained_on() -> None:
     said, seen, answer = np.array([3, 4]), np.array([5, 6, 7]), np.array([8])
     numbers = np.array([-1, -2], np.float32)
     segments = (Segment.generated(said, numbers), Segment.observed(seen), Segment.generated(answer, numbers[:1]))
@@ -62,11 +49,10 @@ def test_observed_tokens_are_read_and_not_trained_on() -> None:
     assert row.answer_M.tolist() == [1, 3, 4, 8]
     assert row.sequence_M.tolist() == [0, 1, 1, 1]
     assert row.behaviour_logprob_M.tolist() == [-1, -1, -2, -1]
-
-
-def test_a_row_splits_values_by_sample() -> None:
-    ((row,),) = packed([(2, 3), (1, 1)], 7, 1)
-    assert {index: value.tolist() for index, value in row.split(row.reward_M).items()} == {0: [0, 0, 0], 1: [1]}
+    assert row.advantage_M.tolist() == [0, 0.5, 0.5, 0.5]
+    assert row.reward_M.tolist() == [0, 1, 1, 1]
+    assert row.sample_index_S == (0, 1)
+    assert {index: value.tolist() for index, value in row.split(row.answer_M).items()} == {0: [1], 1: [3, 4, 8]}
 
 
 def test_a_rank_without_sequences_gets_an_empty_row() -> None:
@@ -120,11 +106,6 @@ def test_rows_keep_the_limit_and_ranks_are_even(
     assert max(totals) - min(totals) <= max(flat) - min(flat)
 
 
-def test_a_sequence_that_fits_no_row_is_named() -> None:
-    with pytest.raises(ValueError, match="got pack_tokens=4, rollout 1 has 5 tokens"):
-        packed([(1, 1), (2, 3)], 4, 1)
-
-
 def test_reference_log_probabilities_go_with_their_tokens() -> None:
     samples = [sample(0, 2, 3), sample(1, 1, 1)]
     rows = pack(
@@ -137,15 +118,23 @@ def test_reference_log_probabilities_go_with_their_tokens() -> None:
     assert row.reference_logprob_M is None
 
 
-def test_reference_log_probabilities_that_do_not_fit_are_named() -> None:
-    samples = [replace(sample(0, 2, 3), reference_logprob_T=np.zeros(3, np.float32)), sample(1, 1, 2)]
-    with pytest.raises(ValueError, match=r"^reference_logprob_T must have shape \(2,\), rollout 1 has none$"):
-        pack(samples, pack_tokens=7, num_ranks=1)
-    samples[1] = replace(samples[1], reference_logprob_T=np.zeros(3, np.float32))
-    with pytest.raises(ValueError, match=r"^reference_logprob_T must have shape \(2,\), rollout 1 has shape \(3,\)$"):
-        pack(samples, pack_tokens=7, num_ranks=1)
+def scored(rollout_id: int, prompt: int, answer: int, scores: int) -> Sample:
+    """A sample with the reference's log-probabilities of so many tokens."""
+    return replace(sample(rollout_id, prompt, answer), reference_logprob_T=np.zeros(scores, np.float32))
 
 
-def test_an_empty_prompt_is_named() -> None:
-    with pytest.raises(ValueError, match="prompt_P must have at least one token, rollout 0 has none"):
-        packed([(0, 1)], 4, 1)
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ([sample(0, 1, 1), sample(1, 2, 3)], r"got pack_tokens=4, rollout 1 has 5 tokens"),
+        ([sample(0, 0, 1)], r"^prompt_P must have at least one token, rollout 0 has none"),
+        ([scored(0, 1, 3, 3), sample(1, 1, 2)], r"^reference_logprob_T must have shape \(2,\), rollout 1 has none$"),
+        (
+            [scored(0, 1, 3, 3), scored(1, 1, 2, 3)],
+            r"^reference_logprob_T must have shape \(2,\), .* has shape \(3,\)$",
+        ),
+    ],
+)
+def test_a_sample_that_cannot_be_packed_is_named(samples: list[Sample], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        pack(samples, pack_tokens=4, num_ranks=1)

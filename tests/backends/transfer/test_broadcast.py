@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -110,30 +110,6 @@ def receiver(store: Any, rank: int, num_members: int, *, timeout_s: float = 20.0
     )
 
 
-class Threads:
-    """Members of a group in threads of this process; gloo does not mind."""
-
-    def __init__(self) -> None:
-        self.results: dict[int, Any] = {}
-        self._threads: list[threading.Thread] = []
-
-    def start(self, rank: int, work: Callable[[], Any]) -> None:
-        def run() -> None:
-            try:
-                self.results[rank] = work()
-            except Exception as error:
-                self.results[rank] = error
-
-        self._threads.append(threading.Thread(target=run))
-        self._threads[-1].start()
-
-    def end(self) -> dict[int, Any]:
-        for thread in self._threads:
-            thread.join(timeout=30)
-            assert not thread.is_alive()
-        return self.results
-
-
 def received(group: BroadcastGroup, sent: Tensors, expected: dict[str, str]) -> tuple[Tensors | None, int]:
     """Receive as a worker does; return what was verified, and how many members refused."""
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
@@ -158,12 +134,11 @@ def test_all_members_get_the_weights_and_a_wrong_byte_is_refused_by_all(monkeypa
         group.leave()
         return rounds
 
-    threads = Threads()
-    for rank in (1, 2):
-        threads.start(rank, lambda rank=rank: receive(rank))
-    group = join()
-    assert [group.send(described(sent), one) for one in (sent, corrupted, sent)] == [0, 2, 0]
-    for rounds in threads.end().values():
+    with ThreadPoolExecutor() as threads:
+        receiving = [threads.submit(receive, rank) for rank in (1, 2)]
+        group = join()
+        assert [group.send(described(sent), one) for one in (sent, corrupted, sent)] == [0, 2, 0]
+    for rounds in (one.result() for one in receiving):
         assert [refused for _, refused in rounds] == [0, 2, 0]
         assert rounds[1][0] is None
         assert same(rounds[0][0], sent)
@@ -179,30 +154,32 @@ def test_all_members_get_the_weights_and_a_wrong_byte_is_refused_by_all(monkeypa
 def test_a_model_of_empty_parameters_crosses() -> None:
     sent = {"a": torch.empty(0), "b": torch.empty(2, 0)}
     store, join = sender(2)
-    threads = Threads()
-    threads.start(1, lambda: received(receiver(store, 1, 2), sent, checksums(sent.items())))
-    assert join().send(described(sent), sent) == 0
-    assert same(threads.end()[1][0], sent)
+    with ThreadPoolExecutor() as threads:
+        receiving = threads.submit(lambda: received(receiver(store, 1, 2), sent, checksums(sent.items())))
+        assert join().send(described(sent), sent) == 0
+    assert same(receiving.result()[0], sent)
 
 
 @pytest.mark.slow
 def test_the_member_that_does_not_come_is_named() -> None:
     sent = weights()
     store, join = sender(3, timeout_s=1.0)
-    threads = Threads()
+    pattern = r"^transfer failed: phase=send at trainer after \d\.\d s; engine 1 did not come; "
+
+    def receive() -> None:
+        received(receiver(store, 1, 3, timeout_s=1.0), sent, checksums(sent.items()))
 
     def hang() -> None:
         group = receiver(store, 2, 3, timeout_s=1.0)
         time.sleep(2.5)
         group.leave()
 
-    threads.start(1, lambda: received(receiver(store, 1, 3, timeout_s=1.0), sent, checksums(sent.items())))
-    threads.start(2, hang)
-    group = join()
-    pattern = r"^transfer failed: phase=send at trainer after \d\.\d s; engine 1 did not come; "
-    with pytest.raises(BackendError, match=pattern) as failure:
-        group.send(described(sent), sent)
-    assert isinstance(threads.end()[1], BackendError)
+    with ThreadPoolExecutor() as threads:
+        receiving, _ = threads.submit(receive), threads.submit(hang)
+        group = join()
+        with pytest.raises(BackendError, match=pattern) as failure:
+            group.send(described(sent), sent)
+    assert isinstance(receiving.exception(), BackendError)
     assert group.left
     with pytest.raises(BackendError, match="the group has been left: transfer failed: phase=send") as again:
         group.send(described(sent), sent)
