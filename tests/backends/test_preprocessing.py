@@ -57,13 +57,13 @@ def rollout(num_tokens):
     return RolloutData(Problem("", 0), (1,), segments=(segment,))
 
 
-def asked(reference, *, at_s):
-    """Ask for a rollout of n + 1 tokens at the n-th time; return what came, and when (s)."""
+def asked(reference, *, at_s, gives_up=()):
+    """Ask for a rollout of n + 1 tokens at the n-th time, give some up after 20 ms; return what came, and when (s)."""
 
     async def one(stage, number, delay_s):
         await asyncio.sleep(delay_s)
         logprob_T = await stage.reference_logprobs(rollout(number + 1))
-        return len(logprob_T), asyncio.get_running_loop().time()
+        return logprob_T, asyncio.get_running_loop().time()
 
     async def all_of_them():
         failed = asyncio.get_running_loop().create_future()
@@ -76,12 +76,15 @@ def asked(reference, *, at_s):
         stage = Preprocessing(reference, limit=100, spawn=spawn)
         await stage.start()
         start_s = asyncio.get_running_loop().time()
-        answers = asyncio.gather(*(one(stage, number, delay_s) for number, delay_s in enumerate(at_s)))
+        asking = [asyncio.create_task(one(stage, number, delay_s)) for number, delay_s in enumerate(at_s)]
+        for number in gives_up:
+            asyncio.get_running_loop().call_later(0.02, asking.pop(number).cancel)
+        answers = asyncio.gather(*asking)
         await asyncio.wait({answers, failed}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
         await stage.shutdown()
-        return [(num_tokens, done_s - start_s) for num_tokens, done_s in answers.result()]
+        return [(logprob_T, done_s - start_s) for logprob_T, done_s in answers.result()]
 
     return asyncio.run(all_of_them())
 
@@ -89,34 +92,18 @@ def asked(reference, *, at_s):
 def test_what_comes_while_a_batch_is_computed_is_the_next_batch():
     reference = FakeReference(batch_s=0.2)
     answers = asked(reference, at_s=[0.0, 0.05, 0.1, 0.15, 0.7])
-    assert [num_tokens for num_tokens, _ in answers] == [1, 2, 3, 4, 5]
+    assert [len(logprob_T) for logprob_T, _ in answers] == [1, 2, 3, 4, 5]
     assert reference.batches == [1, 3, 1]
     assert [done_s for _, done_s in answers] == pytest.approx([0.2, 0.4, 0.4, 0.4, 0.9], abs=0.04)
 
 
 def test_a_rollout_that_is_given_up_does_not_keep_the_others_from_their_values():
-    async def given_up():
-        stage = Preprocessing(FakeReference(batch_s=0.05), limit=100, spawn=asyncio.create_task)
-        await stage.start()
-        first, second = (asyncio.create_task(stage.reference_logprobs(rollout(number))) for number in (1, 2))
-        await asyncio.sleep(0.02)
-        first.cancel()
-        values = (await second).tolist()
-        third = (await stage.reference_logprobs(rollout(3))).tolist()
-        return values, third
-
-    assert asyncio.run(given_up()) == ([-1.0, -1.0], [-1.0, -1.0, -1.0])
+    answers = asked(FakeReference(batch_s=0.05), at_s=[0.0, 0.0, 0.1], gives_up=[0])
+    assert [logprob_T.tolist() for logprob_T, _ in answers] == [[-1.0] * 2, [-1.0] * 3]
 
 
 def test_without_a_reference_nothing_waits():
-    async def nothing():
-        stage = Preprocessing(None, limit=100, spawn=asyncio.create_task)
-        await stage.start()
-        value = await stage.reference_logprobs(rollout(3))
-        await stage.shutdown()
-        return value
-
-    assert asyncio.run(nothing()) is None
+    assert [logprob_T for logprob_T, _ in asked(None, at_s=[0.0])] == [None]
 
 
 class Mortal(FakeReference):
@@ -140,7 +127,7 @@ class Mortal(FakeReference):
 
 def test_a_lost_reference_is_started_again_and_asked_the_same_again():
     reference = Mortal(dies_in={2}, batch_s=0.05)
-    assert [num_tokens for num_tokens, _ in asked(reference, at_s=[0.0, 0.02, 0.02])] == [1, 2, 3]
+    assert [len(logprob_T) for logprob_T, _ in asked(reference, at_s=[0.0, 0.02, 0.02])] == [1, 2, 3]
     assert (reference.batches, reference.num_started) == ([1, 2], 2)
 
 
