@@ -10,17 +10,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from in_memory import KINDS, Letters, config_of, parts_of, run, run_checked
 from ledger_check import records
 
 from backends.fake import DRIFT, FakeTrainer
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, StartRollout
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,6 @@ import threading
 import time
 
 import pytest
-
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from in_memory import (
     KINDS,
     Interrupts,
@@ -29,9 +25,6 @@ from in_memory import (
 from backends.fake import FakeTrainer
 from pipelinerl.errors import BackendError, RunFailedError
 from pipelinerl.rl.tasks import Problem
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 

@@ -7,10 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from in_memory import (
     KINDS,
     Interrupts,
@@ -33,9 +29,6 @@ from pipelinerl.errors import ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 
 KINDS_OF_RUN = [
     {"kind": kind, "weight_update": weight_update, "optimizer_steps_per_rl_step": 2}

@@ -8,17 +8,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("tensorboard")
-
 from in_memory import config_of
 
 from backends.metrics_log import TENSORBOARD_FOLDER, MetricsLog
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
 WANDB = config_of(train={"logging": {"wandb_project": "lag"}})
 
 

@@ -8,17 +8,6 @@ import math
 
 import numpy as np
 import pytest
-
-from pipelinerl.errors import ReferenceLostError
-from pipelinerl.records.run_folder import TRACE_FILE
-from pipelinerl.records.trace import Trace, replay
-from pipelinerl.rl.segments import Segment
-from pipelinerl.rl.tasks import Problem
-from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining
-
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
@@ -26,8 +15,12 @@ from backends.checkpoint import read_newest
 from backends.fake import DRIFT, FakeReference, logprob
 from backends.preprocessing import Preprocessing
 from backends.rollouts import RolloutData
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+from pipelinerl.errors import ReferenceLostError
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace, replay
+from pipelinerl.rl.segments import Segment
+from pipelinerl.rl.tasks import Problem
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining
 
 KL = 0.1
 

@@ -17,9 +17,6 @@ import pytest
 from in_memory import config_of
 from ledger_check import check_ledger
 
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from backends.contract.checks import BATCH, promises
 from backends.contract.engine import EngineContract
 from backends.contract.trainer import TrainerContract, a_published_version_is_what_an_engine_samples_with

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_memory import config_of, parts_of
-from in_memory import run as run_in_memory
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
@@ -117,8 +115,10 @@ def test_it_is_planned() -> None:
 
 
 def test_it_drives_engines_and_a_trainer_in_memory(tmp_path: Path) -> None:
+    from in_memory import config_of, parts_of, run  # skips without torch
+
     config = config_of(kind=KIND, steps=8)
-    summary = run_in_memory(config, tmp_path / "run", parts_of(config))
+    summary = run(config, tmp_path / "run", parts_of(config))
     assert (summary.optimizer_steps, summary.lag.max) == (8, 0)
     replayed(tmp_path / "run")
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 
 import pytest
+
+pytest.importorskip("torch")  # TensorBoard's writer is torch's
+pytest.importorskip("tensorboard")
+
 from ledger_check import check_ledger
 
 from backends.checkpoint import read_newest
@@ -99,19 +104,16 @@ def parts_of(config, *, trainer=None, task=None, step_s=0.0):
 
 def run(config, out, parts, *, resume=False):
     checkpoint = read_newest(out, config) if resume else None
-    return drive(
-        config,
-        parts=DriverParts(
-            engines=dict(enumerate(parts.engines)),
-            trainer=parts.trainer,
-            codec=FakeCodec(),
-            reference=parts.reference,
-            group=parts.group,
-        ),
-        task=parts.task,
-        out=out,
-        checkpoint=checkpoint,
+    driven = DriverParts(
+        engines=dict(enumerate(parts.engines)),
+        trainer=parts.trainer,
+        codec=FakeCodec(),
+        reference=parts.reference,
+        group=parts.group,
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
+        return drive(config, parts=driven, task=parts.task, out=out, checkpoint=checkpoint)
 
 
 def run_checked(config, out, parts=None, *, resume=False):

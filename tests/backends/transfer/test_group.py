@@ -8,18 +8,12 @@ import json
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")  # TensorBoard's writer is torch's
-pytest.importorskip("tensorboard")
-
 from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, run_checked
 
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers, Weights
 from backends.transfer.group import WeightSyncGroup
 from pipelinerl.errors import EngineLostError, TransferError
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 TIMEOUT_S = 0.5
 
