@@ -26,10 +26,10 @@ from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, StartRo
     ],
     ids=str,
 )
-def test_a_pipeline_run_keeps_its_ledger_and_its_bound_on_lag(tmp_path, setting):
+def test_a_pipeline_run_keeps_its_ledger_and_its_bound_on_lag(out, setting):
     config = config_of(steps=8, **setting)
     parts = parts_of(config)
-    summary = run_checked(config, tmp_path / "run", parts)
+    summary = run_checked(config, out, parts)
     assert parts.trainer.version == config.optimizer_steps
     assert [len(batch) for batch in parts.trainer.trained] == [8] * 8
     assert summary.complete
@@ -37,17 +37,15 @@ def test_a_pipeline_run_keeps_its_ledger_and_its_bound_on_lag(tmp_path, setting)
 
 
 @pytest.mark.parametrize("weight_update", ["keep", "wait"])
-def test_an_answer_spans_two_versions_in_flight_and_never_under_wait(tmp_path, weight_update):
+def test_an_answer_spans_two_versions_in_flight_and_never_under_wait(out, weight_update):
     config = config_of(steps=10, longest=40, slots=16, weight_update=weight_update)
-    out = tmp_path / "run"
     run(config, out, parts_of(config))
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) is (weight_update == "keep")
 
 
-def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(tmp_path):
+def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(out):
     config = config_of(steps=10, longest=40, slots=16, weight_update="abort")
-    out = tmp_path / "run"
     summary = run_checked(config, out)
     again = [row.command for row in records(out) if isinstance(row.command, StartRollout) and row.command.kept_tokens]
     assert again
@@ -63,9 +61,9 @@ def test_an_aborting_update_has_rollouts_go_on_with_the_tokens_they_have(tmp_pat
         ("one_step_off", 2, [0, 1, 2, 3, 2, 3]),
     ],
 )
-def test_a_run_in_rounds_trains_every_batch_at_its_lag(tmp_path, kind, steps_per_rl_step, lags):
+def test_a_run_in_rounds_trains_every_batch_at_its_lag(out, kind, steps_per_rl_step, lags):
     config = config_of(kind=kind, optimizer_steps_per_rl_step=steps_per_rl_step)
-    parts, out = parts_of(config), tmp_path / "run"
+    parts = parts_of(config)
     run_checked(config, out, parts)
     with (out / "steps.csv").open() as rows:
         assert [float(row["lag_mean"]) for row in csv.DictReader(rows)] == lags
@@ -74,10 +72,10 @@ def test_a_run_in_rounds_trains_every_batch_at_its_lag(tmp_path, kind, steps_per
 
 @pytest.mark.parametrize("weight_update", KINDS)
 @pytest.mark.parametrize("every", [2, 4])
-def test_a_run_that_publishes_now_and_then_keeps_its_ledger(tmp_path, every, weight_update):
+def test_a_run_that_publishes_now_and_then_keeps_its_ledger(out, every, weight_update):
     config = config_of(publish_every=every, max_lag=every, weight_update=weight_update)
-    summary = run_checked(config, tmp_path / "run")
-    rows = records(tmp_path / "run")
+    summary = run_checked(config, out)
+    rows = records(out)
     versions = [0, *(row.command.version for row in rows if isinstance(row.command, PublishWeights))]
     assert len(versions) > 1
     for last, version in pairwise(versions):  # once in K steps, or made up for later
@@ -85,10 +83,10 @@ def test_a_run_that_publishes_now_and_then_keeps_its_ledger(tmp_path, every, wei
     assert summary.lag.max <= every
 
 
-def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path):
+def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path, out):
     """Weights are exp(-DRIFT * lag), so within one lag all are equal: ESS 1; conventional G=1 has lag 0 only."""
     config = config_of(kind="conventional")
-    summary = run(config, tmp_path / "run", parts_of(config))
+    summary = run(config, out, parts_of(config))
     assert summary.ess.mean == summary.ess.min == pytest.approx(1.0, abs=1e-12)
     assert summary.mismatch.kl == summary.mismatch.log_ratio_abs_max_at_lag_0 == 0.0
     mixed = config_of(steps=10, longest=40, slots=16)

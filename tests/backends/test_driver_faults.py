@@ -30,25 +30,25 @@ SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KI
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
-def test_a_run_survives_the_loss_of_an_engine(tmp_path, setting):
+def test_a_run_survives_the_loss_of_an_engine(out, setting):
     config = config_of(**setting)
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
-    summary = run_checked(config, tmp_path / "run", parts)
+    summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
     assert [engine.num_started for engine in parts.engines] == [1, 2]
 
 
-def test_an_engine_that_is_lost_too_often_ends_the_run(tmp_path):
+def test_an_engine_that_is_lost_too_often_ends_the_run(out):
     config = config_of(train={"engine": {"restarts": 0}}, steps=50, longest=40)
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     with pytest.raises(BackendError, match="engine lost"):
-        run(config, tmp_path / "run", parts)
-    done = json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"]
+        run(config, out, parts)
+    done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
     assert done >= 2
     again = config_of(train={"engine": {"restarts": 1}}, steps=50, longest=40)
-    run_checked(again, tmp_path / "run", resume=True)  # the trainer was well: nothing is lost
+    run_checked(again, out, resume=True)  # the trainer was well: nothing is lost
 
 
 class Nan(Letters):
@@ -77,10 +77,10 @@ class Long(Letters):
     ],
     ids=["reward raises", "reward is no number", "reward takes for ever", "prompt is too long"],
 )
-def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on(tmp_path, task, limits):
+def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on(out, task, limits):
     config = config_of(steps=3, train={"task": {"name": "arithmetic", **limits}})
     parts = parts_of(config, task=task, trainer=FakeTrainer(train_batch_size=8, train_s=0.1))
-    assert run_checked(config, tmp_path / "run", parts).rollouts.failed > 0
+    assert run_checked(config, out, parts).rollouts.failed > 0
 
 
 class Exporter(FakeTrainer):
@@ -96,18 +96,17 @@ class Exporter(FakeTrainer):
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
-def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(tmp_path, kind):
+def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
     config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
     parts = parts_of(config)
     parts.trainer = Exporter(train_batch_size=8, do=parts.engines[1].die)
-    summary = run(config, tmp_path / "run", parts)
+    summary = run(config, out, parts)
     assert summary.evaluation.success_after is not None
     assert parts.engines[1].num_started == 2
 
 
-def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(tmp_path):
+def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(out):
     config = config_of(longest=40, train={"evaluation": {"problems": 50}})
-    out = tmp_path / "run"
     parts = parts_of(config)
     parts.trainer = Exporter(train_batch_size=8, do=interrupt)
     with pytest.raises(RunFailedError, match="--resume evaluates again"):
@@ -117,7 +116,7 @@ def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(tmp_pat
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no reward today"), SystemExit("no reward at all")])
-def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(tmp_path, error):
+def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(out, error):
     class Moody(Letters):
         def reward(self, problem, answer):
             if problem.prompt.startswith("held out") and problem.expected % 2:
@@ -125,11 +124,11 @@ def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(tmp_path, e
             return 1.0
 
     config = config_of(steps=2, train={"evaluation": {"problems": 8}})
-    summary = run(config, tmp_path / "run", parts_of(config, task=Moody()))
+    summary = run(config, out, parts_of(config, task=Moody()))
     assert summary.evaluation.to_dict() == {"success_before": 0.5, "success_after": 0.5}
 
 
-def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(tmp_path):
+def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(out):
     over = threading.Event()
 
     class Hangs(Letters):
@@ -139,16 +138,15 @@ def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waitin
             return super().reward(problem, answer)
 
     config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
-    summary = run(config, tmp_path / "run", parts_of(config, task=Hangs()))
+    summary = run(config, out, parts_of(config, task=Hangs()))
     assert summary.rollouts.failed >= 8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
     over.set()
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 8])
-def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(tmp_path, micro_batch_size):
+def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(out, micro_batch_size):
     config = config_of(kind="conventional", steps=8, micro_batch_size=micro_batch_size)
-    out = tmp_path / "run"
 
     task = Interrupts(when=lambda problem: problem.expected == 5)  # engines generate
     interrupted(config, out, parts_of(config, task=task, trainer=Shared(train_batch_size=8)))

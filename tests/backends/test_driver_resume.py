@@ -46,9 +46,8 @@ KINDS_OF_RUN = [
     ],
     ids=str,
 )
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, setting, at):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(out, setting, at):
     config = config_of(steps=20, longest=40, slots=16, **setting)
-    out = tmp_path / "run"
     interrupted(config, out, at=at)
     assert replay(Trace(out / TRACE_FILE)).difference is None
     parts = parts_of(config)
@@ -59,12 +58,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, setting, at)
     assert summary.lag.max <= setting.get("max_lag", 20)
 
 
-def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path):
+def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(out):
     def die():
         raise TrainerLostError("rank 0 is dead")
 
     config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}})
-    out = tmp_path / "run"
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=5, do=die)
     with pytest.raises(TrainerLostError, match="rank 0 is dead"):
@@ -75,10 +73,9 @@ def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(tmp_path)
     assert len(parts.trainer.trained) == 5
 
 
-def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(tmp_path):
+def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(out):
     """Every span of the whole trace names a version that its engine had reported, or was about to report."""
     config = config_of(longest=40, slots=16)
-    out = tmp_path / "run"
     interrupted(config, out)
     run(config, out, parts_of(config), resume=True)
     published = 0
@@ -92,10 +89,9 @@ def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(tmp_path):
+def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_the_newest_weights(out):
     """Going on reports the late engine; the answer is a publication, which no engine may be said to have."""
     config = config_of(steps=12, longest=20, slots=16)
-    out = tmp_path / "run"
     parts = parts_of(config)
     parts.engines[0] = FakeEngine(num_slots=16, update_s=60.0)
     trainer = parts.trainer
@@ -107,10 +103,9 @@ def test_an_interrupt_while_one_engine_is_late_with_an_update_gives_all_engines_
     run_checked(config, out, resume=True)
 
 
-def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, monkeypatch):
+def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(out, monkeypatch):
     """Also of those that were started at the very instant it was written."""
     config = config_of()
-    out = tmp_path / "run"
     carry_out_all, run_driver = EventLoop._carry_out_all, Driver.run
     drivers = []
 
@@ -132,9 +127,8 @@ def test_a_checkpoint_holds_the_problem_of_every_rollout_in_progress(tmp_path, m
     run_checked(config, out, resume=True)
 
 
-def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
+def test_a_complete_run_that_goes_on_evaluates_and_exports_again(out):
     config = config_of(train={"evaluation": {"problems": 4}})
-    out = tmp_path / "run"
     first = run(config, out, parts_of(config))
     (out / "model" / "fake.json").unlink()
     parts = parts_of(config)
@@ -144,25 +138,23 @@ def test_a_complete_run_that_goes_on_evaluates_and_exports_again(tmp_path):
     assert again == first
 
 
-def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(tmp_path):
+def test_a_run_whose_rewards_all_fail_is_stalled_and_is_so_again_when_it_goes_on(out):
     config = config_of(discard_limit=50)
     for resume in (False, True):
         with pytest.raises(RunFailedError, match=r"stalled: .*discard_limit = 50"):
-            run(config, tmp_path / "run", parts_of(config, task=Letters(raises_every=1)), resume=resume)
+            run(config, out, parts_of(config, task=Letters(raises_every=1)), resume=resume)
 
 
-def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(tmp_path):
+def test_the_evaluation_before_the_run_is_in_the_summary_of_a_resumed_one(out):
     config = config_of(steps=8, train={"evaluation": {"problems": 4}})
-    out = tmp_path / "run"
     interrupted(config, out)
     assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
     summary = run(config, out, parts_of(config), resume=True)
     assert summary.evaluation.to_dict().keys() == {"success_before", "success_after"}
 
 
-def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_path, monkeypatch):
+def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, monkeypatch):
     config = config_of(steps=9, train={"checkpoint": {"every": 1, "keep": 1}})
-    out = tmp_path / "run"
     rename = Path.rename
 
     def killed(path, target):
@@ -180,9 +172,8 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(tmp_pa
     run_checked(config, out, resume=True)
 
 
-def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+def test_a_checkpoint_of_another_configuration_is_refused(out):
     config = config_of()
-    out = tmp_path / "run"
     interrupted(config, out)
     with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
         read_newest(out, config_of(batch=16))

@@ -134,17 +134,17 @@ def test_a_reference_that_is_lost_again_is_given_up_with_one_line(reference):
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
-def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(tmp_path, kind):
+def test_the_trainer_gets_the_log_probabilities_of_the_model_at_the_start(out, kind):
     config = kl_config(kind=kind, steps=8, longest=40, slots=16)
     parts = parts_of(config)
-    run_checked(config, tmp_path / "run", parts)
-    check_divergence(tmp_path / "run", steps=8)
-    scored = sum(isinstance(row.event, RolloutScored) for row in records(tmp_path / "run"))
+    run_checked(config, out, parts)
+    check_divergence(out, steps=8)
+    scored = sum(isinstance(row.event, RolloutScored) for row in records(out))
     assert scored <= sum(parts.reference.batches) <= scored + 16  # each once; some were asked for when the run ended
 
 
-def test_a_slow_reference_delays_readiness_and_not_generation(tmp_path):
-    config, out = kl_config(steps=4, slots=6, ready_queue_size=1000), tmp_path / "run"
+def test_a_slow_reference_delays_readiness_and_not_generation(out):
+    config = kl_config(steps=4, slots=6, ready_queue_size=1000)
     parts = parts_of(config, step_s=0.002)
     parts.reference = FakeReference(batch_s=0.3)
     run(config, out, parts)
@@ -159,8 +159,8 @@ def test_a_slow_reference_delays_readiness_and_not_generation(tmp_path):
     assert first_trained >= first_scored
 
 
-def test_generation_waits_for_a_reference_that_falls_behind(tmp_path):
-    config, out = kl_config(steps=3, slots=6, ready_queue_size=8), tmp_path / "run"
+def test_generation_waits_for_a_reference_that_falls_behind(out):
+    config = kl_config(steps=3, slots=6, ready_queue_size=8)
     parts = parts_of(config, step_s=0.005)  # in a batch's time both engines could finish some 200 rollouts
     parts.reference = FakeReference(batch_s=0.5)
     run_checked(config, out, parts)
@@ -168,21 +168,21 @@ def test_generation_waits_for_a_reference_that_falls_behind(tmp_path):
     assert 8 <= max(parts.reference.batches) <= 8 + 2 * 12
 
 
-def test_a_reference_that_does_not_start_ends_the_run_with_its_line(tmp_path):
+def test_a_reference_that_does_not_start_ends_the_run_with_its_line(out):
     config = kl_config()
     parts = parts_of(config)
     parts.reference = Mortal(dies_in=set(), starts=0)
     with pytest.raises(ReferenceLostError, match="reference model failed: phase=start"):
-        run(config, tmp_path / "run", parts)
+        run(config, out, parts)
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
-def test_a_run_survives_one_loss_of_the_reference(tmp_path, kind):
+def test_a_run_survives_one_loss_of_the_reference(out, kind):
     config = kl_config(kind=kind, steps=8)
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, kl_coefficient=KL, at=3, do=parts.reference.die)
-    run_checked(config, tmp_path / "run", parts)
-    check_divergence(tmp_path / "run", steps=8)
+    run_checked(config, out, parts)
+    check_divergence(out, steps=8)
     assert parts.reference.num_started == 2
 
 
@@ -192,9 +192,9 @@ class SharedKiller(Killer, Shared):
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
-def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(tmp_path, kind, steps_per_rl_step):
+def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind, steps_per_rl_step):
     config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
-    parts, out = parts_of(config), tmp_path / "run"
+    parts = parts_of(config)
     parts.reference = Mortal(dies_in={4, 5})
     parts.trainer = SharedKiller(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
     with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
@@ -204,9 +204,9 @@ def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(tmp_path,
     check_divergence(out, steps=12)
 
 
-def test_a_reference_lost_while_the_trainer_works_loses_no_step(tmp_path):
+def test_a_reference_lost_while_the_trainer_works_loses_no_step(out):
     config = kl_config(steps=20, longest=40)
-    parts, out = parts_of(config), tmp_path / "run"
+    parts = parts_of(config)
     parts.reference = FakeReference(batch_s=0.002)
 
     def die_for_good():
@@ -221,7 +221,7 @@ def test_a_reference_lost_while_the_trainer_works_loses_no_step(tmp_path):
     run_checked(config, out, resume=True)
 
 
-def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
+def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
     config = kl_config(steps=4, longest=40, train={"evaluation": {"problems": 4}})
     parts = parts_of(config)
     parts.reference = Mortal(dies_in=set(), batch_s=0.05)
@@ -234,7 +234,7 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
             await super().save(folder)
 
     parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
-    summary = run(config, tmp_path / "run", parts)
+    summary = run(config, out, parts)
     assert summary.complete
 
 
@@ -242,9 +242,9 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
-def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(tmp_path, kind):
+def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_asks_again(out, kind):
     config = kl_config(kind=kind, steps=12, slots=16)
-    parts, out = parts_of(config, step_s=0.001), tmp_path / "run"
+    parts = parts_of(config, step_s=0.001)
     parts.reference = FakeReference(batch_s=0.01)
     parts.trainer = Killer(train_batch_size=8, train_s=0.05, kl_coefficient=KL, at=3, do=interrupt)
     interrupted(config, out, parts)
@@ -259,8 +259,8 @@ def test_what_was_finished_keeps_its_log_probabilities_and_what_waited_for_them_
     check_divergence(out, steps=12)
 
 
-def test_ctrl_c_while_rollouts_wait_for_the_reference(tmp_path):
-    config, out = kl_config(steps=6), tmp_path / "run"
+def test_ctrl_c_while_rollouts_wait_for_the_reference(out):
+    config = kl_config(steps=6)
     parts = parts_of(config, task=Interrupts(when=lambda problem: problem.expected == 3))
     parts.reference = FakeReference(batch_s=60.0)
     interrupted(config, out, parts)

@@ -132,20 +132,20 @@ EVERYONE = [0, 1, "trainer"]
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
-def test_one_group_serves_a_run_of_which_nothing_is_lost(tmp_path, weight_update):
+def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, train={"evaluation": {"problems": 8}})
     wire, parts = wired(config)
-    run_checked(config, tmp_path / "run", parts)
+    run_checked(config, out, parts)
     assert wire.groups == [EVERYONE]
 
 
 @pytest.mark.parametrize("weight_update", KINDS)
-def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(tmp_path, weight_update):
+def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
     config = config_of(weight_update=weight_update, longest=40, slots=16, steps=8)
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when("train", 3, engines[1].die)
-    summary = run_checked(config, tmp_path / "run", parts)
+    summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
     assert [engine.num_started for engine in engines] == [1, 2]
     assert [1, "trainer"] in wire.groups
@@ -153,34 +153,34 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(t
 
 
 @pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
-def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(tmp_path, what, version):
+def test_the_loss_of_an_engine_in_a_transfer_costs_a_start_of_each_at_most(out, what, version):
     config = config_of(longest=40, slots=16, steps=8)
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when(what, version, engines[1].die)
-    summary = run_checked(config, tmp_path / "run", parts)
+    summary = run_checked(config, out, parts)
     assert 1 <= summary.engine_restarts <= 2
     assert engines[1].num_started == 2
     assert wire.groups[-1] == EVERYONE
 
 
-def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(tmp_path):
+def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
     config = config_of(train={"engine": {"restarts": 0}}, steps=20, longest=40)
     _, parts = wired(config)
     parts.trainer.when("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):
-        run(config, tmp_path / "run", parts)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] >= 3
+        run(config, out, parts)
+    assert json.loads((out / "summary.json").read_text())["optimizer_steps"] >= 3
     again = config_of(steps=20, longest=40)
-    run_checked(again, tmp_path / "run", wired(again)[1], resume=True)
+    run_checked(again, out, wired(again)[1], resume=True)
 
 
-def test_ctrl_c_does_not_wait_for_engines_to_drain(tmp_path):
+def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
     config = config_of(weight_update="wait", longest=40, slots=16, steps=8)
     _, parts = wired(config)
     parts.trainer.when("publish", 2, interrupt)
-    interrupted(config, tmp_path / "run", parts)
-    run_checked(config, tmp_path / "run", wired(config)[1], resume=True)
+    interrupted(config, out, parts)
+    run_checked(config, out, wired(config)[1], resume=True)
 
 
 def test_a_group_is_made_anew_when_its_members_change_and_when_a_transfer_failed():
