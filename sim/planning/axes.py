@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import find_schedule
@@ -44,10 +45,8 @@ class Axis:
 
     name: str
     """Its list in ``[plan]``."""
-    table: Literal["cluster", "scheduler"]
-    """Its table in a run file."""
     key: str
-    """Its key in that table."""
+    """Its table and key in a run file: ``scheduler.max_lag``."""
     values: Callable[[SearchSpace, Choice], Sequence[Any]]
     """Returns the values that go with a choice of the axes before it; one value if the kind does not have the axis."""
     shown: Callable[[Any, SearchSpace], str]
@@ -203,8 +202,7 @@ def _max_lag_rule(value: int, space: SearchSpace) -> str | None:
 
 SCHEDULE = Axis(
     name="schedulers",
-    table="scheduler",
-    key="kind",
+    key="scheduler.kind",
     every_kind=True,
     another_way=True,
     values=_schedules,
@@ -213,8 +211,7 @@ SCHEDULE = Axis(
 )
 ENGINE = Axis(
     name="tensor_parallel",
-    table="cluster",
-    key="tensor_parallel",
+    key="cluster.tensor_parallel",
     every_kind=True,
     another_way=True,
     values=_engine_sizes,
@@ -223,8 +220,7 @@ ENGINE = Axis(
 )
 TRAIN_BATCH = Axis(
     name="train_batch_size",
-    table="scheduler",
-    key="train_batch_size",
+    key="scheduler.train_batch_size",
     every_kind=True,
     values=lambda space, _: train_batch_sizes(space),
     shown=lambda value, space: f"B={value}" if value != space.config.scheduler.train_batch_size else "",
@@ -232,8 +228,7 @@ TRAIN_BATCH = Axis(
 )
 SPLIT = Axis(
     name="generation_accelerators",
-    table="cluster",
-    key="generation_accelerators",
+    key="cluster.generation_accelerators",
     another_way=True,
     values=_splits,
     shown=lambda value, space: f"{value}/{space.accelerators - value}",
@@ -241,8 +236,7 @@ SPLIT = Axis(
 )
 RL_STEP = Axis(
     name="optimizer_steps_per_rl_step",
-    table="scheduler",
-    key="optimizer_steps_per_rl_step",
+    key="scheduler.optimizer_steps_per_rl_step",
     another_way=True,
     values=_rl_steps,
     shown=lambda value, _: f"G={value}",
@@ -250,8 +244,7 @@ RL_STEP = Axis(
 )
 GENERATION_BATCH = Axis(
     name="generation_batch_size",
-    table="scheduler",
-    key="generation_batch_size",
+    key="scheduler.generation_batch_size",
     every_kind=True,
     values=_generation_batch_sizes,
     shown=lambda value, _: f"H={value}",
@@ -259,16 +252,14 @@ GENERATION_BATCH = Axis(
 )
 READY_QUEUE = Axis(
     name="ready_queue_size",
-    table="scheduler",
-    key="ready_queue_size",
+    key="scheduler.ready_queue_size",
     values=_ready_queues,
     shown=lambda value, space: f"queue={value}" if value != space.config.scheduler.ready_queue_size else "",
     rule=_ready_queue_rule,
 )
 MAX_LAG = Axis(
     name="max_lag",
-    table="scheduler",
-    key="max_lag",
+    key="scheduler.max_lag",
     values=_max_lags,
     shown=lambda value, space: f"max_lag={value}" if space.plan.max_lag is not None else "",
     rule=_max_lag_rule,
@@ -292,7 +283,7 @@ def choice_of(config: RunConfig) -> Choice:
     """Return the choice that a run file makes."""
     scheduler = config.scheduler
     kind = PARTIAL_ROLLOUTS.name if scheduler.partial_rollouts else scheduler.kind
-    return {axis.name: getattr(getattr(config, axis.table), axis.key) for axis in AXES} | {SCHEDULE.name: kind}
+    return {axis.name: attrgetter(axis.key)(config) for axis in AXES} | {SCHEDULE.name: kind}
 
 
 def label_of(choice: Choice, space: SearchSpace) -> str:

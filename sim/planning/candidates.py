@@ -150,7 +150,8 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
         return Rejected(choice, reason)
     changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}}
     for axis in AXES:
-        changes[axis.table][axis.key] = choice[axis.name]
+        table, key = axis.key.split(".")
+        changes[table][key] = choice[axis.name]
     if schedule.only_waits and choice["max_lag"] is not None:
         changes["scheduler"]["on_stale"] = OnStale.TRAIN
     if own.micro_batch_size is not None and choice["train_batch_size"] % own.micro_batch_size:
