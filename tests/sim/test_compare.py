@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from command_line import RUN_FILES
+from refusals import message
 from run_folders import everything_in
 from tiny_comparison import CONVENTIONAL, PIPELINE, SLOW, STALLS, run, two_by_two
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
-from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import RunReport
 from sim import compare as module
 from sim.compare import Cell, compare, default_comparison, plan_cells
@@ -21,9 +21,7 @@ from sim.run import simulate
 
 
 def fault(config: RunConfig, out: Path | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        compare(config, out=out)
-    return str(caught.value)
+    return message(compare, config, out=out)
 
 
 # --------------------------------------------------------------------------------------- the plan
@@ -147,9 +145,7 @@ def test_a_wrong_override_is_one_line_that_names_scenario_and_arm_before_anythin
     else:
         config = run(arms=[PIPELINE], scenarios=[SLOW, wrong], baseline="pipeline")
         cell = "scenario 'typo', arm 'pipeline'"
-    message = fault(config, tmp_path / "out")
-    assert message.startswith(f"{cell}: {key}")
-    assert "\n" not in message
+    assert fault(config, tmp_path / "out").startswith(f"{cell}: {key}")
     assert everything_in(tmp_path) == {}
 
 
@@ -171,9 +167,9 @@ def test_a_folder_that_is_taken_or_cannot_be_made_is_left_alone(
     (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / there).write_text("precious")
     before = everything_in(tmp_path)
-    message = fault(two_by_two(), tmp_path / out)
-    assert message.startswith("--out must be a folder")
-    assert f"{tmp_path}/{named}" in message
+    line = fault(two_by_two(), tmp_path / out)
+    assert line.startswith("--out must be a folder")
+    assert f"{tmp_path}/{named}" in line
     assert everything_in(tmp_path) == before
 
 
@@ -278,9 +274,6 @@ def test_without_torch_a_comparison_of_policies_does_not_begin(tmp_path: Path, m
     policy = ["policy.task=addition", "policy.size=2", "policy.learning_rate=1e-3"]
     learning = {"name": "learning", "set": policy}
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ConfigError) as caught:
-        compare(run(arms=[PIPELINE, learning], baseline="pipeline"), out=tmp_path / "out")
-    assert str(caught.value) == (
-        "scenario 'as given', arm 'learning': [policy] needs torch: pip install 'pipelinerl[learn]'"
-    )
+    line = fault(run(arms=[PIPELINE, learning], baseline="pipeline"), tmp_path / "out")
+    assert line == "scenario 'as given', arm 'learning': [policy] needs torch: pip install 'pipelinerl[learn]'"
     assert not (tmp_path / "out").exists()

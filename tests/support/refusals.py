@@ -9,9 +9,9 @@ import pytest
 from pipelinerl.errors import ConfigError
 
 
-def message(call: Callable[..., object], *arguments: object) -> str:
+def message(call: Callable[..., object], *arguments: object, **named: object) -> str:
     """The message of the ConfigError that a call raises: one line."""
     with pytest.raises(ConfigError) as caught:
-        call(*arguments)
+        call(*arguments, **named)
     assert "\n" not in str(caught.value)
     return str(caught.value)
