@@ -118,8 +118,7 @@ def series_styles(methods: Sequence[str], max_lags: Sequence[float]) -> list[Ser
 
 def tone(color: str, shade: float) -> str:
     """Return a colour lightened (``shade`` -1) to darkened (1); 0 leaves it alone."""
-    end, share = (255, 0.5) if shade < 0 else (0, 0.5)
-    share *= abs(shade)
+    end, share = 255 if shade < 0 else 0, abs(shade) / 2
     parts = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + share * (end - part)):02x}" for part in parts)
 

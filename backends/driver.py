@@ -1,7 +1,7 @@
 """The life of a real run: start, run, stop, be interrupted, evaluate, keep checkpoints, resume.
 
-Theory of operation. ``Driver`` owns the parts of a run and their order. Between start and end ``event_loop.py`` has
-the word: it carries out the scheduler's commands. ``weight_sync.py`` brings weights to the engines.
+Theory of operation. ``Driver`` owns the parts of a run and their order. Between start and end ``event_loop.py``
+carries out the scheduler's commands. ``weight_sync.py`` brings weights to the engines.
 
 A resumed run gives every engine the newest weights before it is used. No engine generates before it has weights that
 were published under the version that it reports.

@@ -1,9 +1,9 @@
-"""All engines of a run by engine id: their weights, and how a lost one comes back.
+"""All engines of a run by engine id, their weights, and the restart of lost ones.
 
-Theory of operation. An engine that is lost is noticed by whoever called it last; however many notice, it is started
-again once, and gets the newest published weights before it is *up* again. Whoever needs an engine waits until it
-is up, and until it *may generate*: when a run is resumed from a checkpoint, engines have no weights that the scheduler
-knows of before the first publication.
+Theory of operation. Any call can find that an engine is lost. However many calls do, the engine is started again once,
+and it gets the newest published weights before it is *up* again. A task that needs an engine waits until it is up, and
+until it *may generate*: when a run is resumed from a checkpoint, engines have no weights that the scheduler knows of
+before the first publication.
 """
 
 from __future__ import annotations

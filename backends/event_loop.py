@@ -1,4 +1,4 @@
-"""The event loop of a real run: it carries out the scheduler's commands and reports what happens.
+"""The event loop of a real run: it carries out the scheduler's commands and reports events.
 
 Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
 event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
@@ -262,7 +262,7 @@ class EventLoop:
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
             return
-        if self.frozen:  # a cancellation that comes with the reward is lost: nobody would end what comes next
+        if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
             return
         reference_logprob_T = await self._preprocessing.reference_logprobs(data)
         if self.frozen:

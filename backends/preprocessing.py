@@ -7,8 +7,8 @@ one batch. So it runs beside generation and training, and delays only the moment
 The scheduler bounds what is in flight and what is ready, not what lies between. So when the reference model falls
 behind, no rollout is submitted to an engine until it has taken its next batch.
 
-A reference model that is lost is started again and asked the same batch again, ``RESTARTS`` times in a run; nobody
-but the rollouts that wait notices. After that the run ends.
+A reference model that is lost is started again and asked the same batch again, ``RESTARTS`` times in a run; only the
+rollouts that wait are delayed. After that the run ends.
 
 ===================  =============================================================================
 what                 limit

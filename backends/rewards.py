@@ -1,4 +1,4 @@
-"""Calls of a user's reward function: in threads that nobody waits for longer than their time-out."""
+"""Calls of a user's reward function, in threads; a call is awaited until its time-out at most."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RewardThreads:
                     result, error = float(function(*arguments)), None
                 except BaseException as raised:
                     result, error = 0.0, raised
-                with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop has been closed: no task waits any more
                     loop.call_soon_threadsafe(settle, result, error)
 
             def settle(result: float, error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
-"""New weights on their way from the trainer to the engines; colocated, also the memory that they take turns in.
+"""Transfer of new weights from the trainer to the engines; colocated, also the turns in using the memory.
 
 Theory of operation. Publications come one at a time. The trainer makes a version ready, then every engine gets a task
-that loads it. Files are loaded whatever the trainer does meanwhile. Where weights are sent through a group of
-processes, all engines receive at a time and the trainer may do nothing else: whoever needs it then takes ``turn``.
+that loads it. Files are loaded while the trainer goes on. Where weights are sent through a group of processes, all
+engines receive at a time and the trainer may do nothing else: every task that uses the trainer then holds ``turn``.
 
 Colocated engines and trainer share their accelerators: the engines sleep while the trainer works, and the trainer is
 offloaded while they generate.
@@ -31,7 +31,7 @@ from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpd
 
 
 class WeightSync:
-    """How weights, and colocated the memory, change hands in one run.
+    """Brings weights to the engines of one run; colocated, also switches the memory.
 
     Args:
         trainer: The trainer.

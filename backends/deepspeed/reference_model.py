@@ -9,7 +9,7 @@ that fails, or the time-out, ends the call for all; after that only ``shutdown``
 call                      waits for                     limit
 ========================  ============================  =======================
 ``start``, ``logprobs``   all replicas                  ``timeout_s``
-``shutdown``              nobody: it kills              --
+``shutdown``              nothing: it kills             --
 ========================  ============================  =======================
 """
 

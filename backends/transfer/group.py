@@ -41,7 +41,7 @@ class WeightSyncGroup:
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
         self._members: tuple[tuple[int, int], ...] | None = None
         self.turn = asyncio.Lock()
-        """Held by whoever has the trainer do something: neither side may wait for the other's work."""
+        """Held while a task uses the trainer: neither side may wait for the other's work."""
 
     async def form(self, engines: Sequence[int]) -> None:
         """Have the trainer and these engines form a group, unless they are one.

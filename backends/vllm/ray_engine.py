@@ -77,7 +77,7 @@ class RayEngine:
         try:
             with contextlib.suppress(RayError, TimeoutError):
                 await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
-        finally:  # also when cancelled: nobody else knows of it
+        finally:  # also when cancelled: no other object holds the actor
             ray.kill(actor)
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
