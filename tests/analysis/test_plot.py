@@ -60,8 +60,7 @@ def test_save_figures_writes_all_that_the_data_allow(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lines", "added"),
-    [(METRICS, {"ess", "reward"}), ([{"step": 1, "reward/mean": 0.5}], {"reward"})],
+    ("lines", "added"), [(METRICS, {"ess", "reward"}), ([{"step": 1, "reward/mean": 0.5}], {"reward"})]
 )
 def test_metrics_add_their_figures_and_leave_the_others_alone(
     lines: list[dict[str, float]], added: set[str], tmp_path: Path

@@ -7,18 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from in_memory import (
-    KINDS,
-    Interrupts,
-    Killer,
-    Letters,
-    config_of,
-    interrupt,
-    interrupted,
-    parts_of,
-    run,
-    run_checked,
-)
+from in_memory import KINDS, Interrupts, Killer, Letters, config_of, interrupt, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
 from backends.checkpoint import FOLDER, read_newest

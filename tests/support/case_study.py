@@ -9,9 +9,7 @@ import numpy as np
 
 from pipelinerl.hardware.utilisation import UtilisationCurve, fitted_utilisation
 from pipelinerl.theory.lengths import uniform_lengths
-from pipelinerl.theory.paper import (
-    Setting,
-)
+from pipelinerl.theory.paper import Setting
 
 TAU = 4.918  # flashes per token: 128 / 26.02 = 84 / 17.08, paper A.4
 LINEAR = UtilisationCurve(lambda h: np.full_like(h, 467.1))  # U(h) = h / 467.1

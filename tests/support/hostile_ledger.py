@@ -9,13 +9,7 @@ from itertools import groupby
 from hypothesis import strategies as st
 
 from pipelinerl.config.scheduler import SchedulerConfig
-from pipelinerl.scheduler.events import (
-    DiscardReason,
-    OnFull,
-    OnStale,
-    VersionSpans,
-    WeightUpdate,
-)
+from pipelinerl.scheduler.events import DiscardReason, OnFull, OnStale, VersionSpans, WeightUpdate
 from pipelinerl.scheduler.kinds import make_scheduler
 
 

@@ -164,12 +164,7 @@ def _timeline(rows: list[dict[str, float]], rl_step: int | None, until_s: float)
             counts = np.concatenate([[SLOTS, *left] for _, left in drain])
         keep = times < until_s
         engines.append(
-            {
-                "engine": engine,
-                "time_s": times[keep].tolist(),
-                "in_progress": counts[keep].tolist(),
-                "paused": paused,
-            }
+            {"engine": engine, "time_s": times[keep].tolist(), "in_progress": counts[keep].tolist(), "paused": paused}
         )
     return {
         "until_s": until_s,

@@ -73,14 +73,7 @@ EVERY_KEY: dict[str, Any] = {
         "group_size": 4,
         "prompt_tokens": 100,
         "success_rate": 0.25,
-        "length": {
-            "kind": "lognormal",
-            "max": 900,
-            "mean": 300.0,
-            "cv": 0.5,
-            "source": "skythought",
-            "growth": 1.5,
-        },
+        "length": {"kind": "lognormal", "max": 900, "mean": 300.0, "cv": 0.5, "source": "skythought", "growth": 1.5},
     },
     "hardware": {
         "gpu": "H100",
