@@ -8,6 +8,7 @@ import tomllib
 import numpy as np
 import pytest
 import tomli_w
+from learning_run import BASE
 from typer.testing import CliRunner
 
 from analysis.bands import mean_and_band
@@ -19,20 +20,9 @@ ARMS = [
     {"name": "G=2", "set": ["scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2"]},
 ]
 LEARNING = {
+    **BASE,
     "optimizer_steps": 3,
-    "cluster": {"accelerators": 2, "generation_accelerators": 1},
-    "scheduler": {"train_batch_size": 4, "generation_batch_size": 4},
-    "workload": {"group_size": 2, "length": {"kind": "fixed", "max": 8}},
-    "policy": {
-        "task": "reverse",
-        "size": 3,
-        "layers": 1,
-        "width": 8,
-        "heads": 1,
-        "learning_rate": 1e-3,
-        "warm_start": {"steps": 2},
-    },
-    "hardware": {"decode": {"kind": "affine", "step_s": 0.1}, "training": {"token_s": 1e-3}},
+    "policy": BASE["policy"] | {"task": "reverse", "size": 3, "warm_start": {"steps": 2}},
     "compare": {"arms": ARMS, "baseline": "G=2", "seeds": [0, 1]},
 }
 

@@ -17,35 +17,12 @@ from pipelinerl.hardware.derive import derive_hardware, derive_training
 DATA = Path(__file__).parents[1] / "data"
 H100, QWEN7B = find_gpu("H100"), find_model("Qwen2.5-7B")
 SYSTEMS = {"h100_sxm": find_gpu("H100"), "h200_sxm": find_gpu("H200")}
-PLAIN = {
-    "weight_efficiency": 1.0,
-    "kv_efficiency": 1.0,
-    "flops_efficiency": 1.0,
-    "step_overhead_s": 0.0,
-    "layer_overhead_s": 0.0,
-    "sequence_overhead_s": 0.0,
-    "allreduce_s": 0.0,
-    "prefill_mfu": 1.0,
-    "memory_share": 1.0,
-    "memory_reserve_bytes": 0.0,
-    "training_mfu": 1.0,
-    "activation_traffic": 0.0,
+PLAIN = dict.fromkeys(Coefficients.model_fields, 0.0) | {
+    **{f"{what}_efficiency": 1.0 for what in ("weight", "kv", "flops")},
+    **dict.fromkeys(("prefill_mfu", "training_mfu", "expert_mfu_factor", "memory_share"), 1.0),
+    **dict.fromkeys(("sequence_accelerators", "transfer_share", "transfer_sharded"), 1.0),
     "attention_flops_per_byte": 1e12,
-    "recomputation": 0.0,
-    "expert_mfu_factor": 1.0,
-    "exchange_exposed": 0.0,
-    "training_step_s": 0.0,
-    "training_micro_batch_s": 0.0,
-    "gather_exposed": 0.0,
     "pack_tokens": 16384.0,
-    "sequence_accelerators": 1.0,
-    "extra_forward_passes": 0.0,
-    "transfer_share": 1.0,
-    "transfer_sharded": 1.0,
-    "transfer_fixed_s": 0.0,
-    "pause_s": 0.0,
-    "switch_to_training_s": 0.0,
-    "switch_to_generation_s": 0.0,
     "host_bandwidth": 1e10,
 }
 """Coefficients of a machine without losses, to count by hand."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 
 MAX = 12
-BASE = {
+BASE: dict[str, Any] = {
     "optimizer_steps": 6,
     "cluster": {"accelerators": 4, "generation_accelerators": 2},
     "scheduler": {"train_batch_size": 16, "generation_batch_size": 12},

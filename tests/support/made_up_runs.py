@@ -12,6 +12,7 @@ import numpy as np
 
 from analysis.read import Run
 from analysis.throughput import RateCurves, RatePoint
+from pipelinerl.records.steps import COLUMNS
 
 BATCH, SLOTS, LONGEST_TOKENS, ENGINES = 64, 64, 2048, 4
 
@@ -57,24 +58,10 @@ def _conventional_rows(num_steps: int, rl_step: int) -> list[dict[str, float]]:
 
 
 def _row(step: int, time_s: float, seconds: tuple[float, ...], lags: tuple[float, float], top: int) -> dict[str, float]:
-    (train_s, publish_s, wait_s), (flight, queue) = seconds, lags
-    return {
-        "step": step,
-        "time_s": time_s,
-        "train_s": train_s,
-        "publish_s": publish_s,
-        "wait_s": wait_s,
-        "samples": BATCH,
-        "tokens": BATCH * LONGEST_TOKENS // 2,
-        "lag_mean": flight + queue,
-        "lag_max": top,
-        "lag_in_flight_mean": flight,
-        "lag_in_queue_mean": queue,
-        "in_progress": SLOTS * ENGINES,
-        "ready": 10,
-        "reward_mean": 0.5,
-        "length_mean": LONGEST_TOKENS / 2,
-    }
+    size = (BATCH, BATCH * LONGEST_TOKENS // 2)
+    lag = (sum(lags), top, *lags)
+    ended = (SLOTS * ENGINES, 10, 0.5, LONGEST_TOKENS / 2)
+    return dict(zip(COLUMNS, (step, time_s, *seconds, *size, *lag, *ended), strict=True))
 
 
 def _summary(rows: list[dict[str, float]], rl_step: int | None) -> dict[str, Any]:

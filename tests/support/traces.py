@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiny_comparison import BASE
+
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from sim.run import simulate
 
 TABLES: dict[str, Any] = {
-    "seed": 3,
+    **BASE,
     "optimizer_steps": 5,
-    "cluster": {"accelerators": 4, "generation_accelerators": 2},
-    "scheduler": {"train_batch_size": 4, "generation_batch_size": 6},
-    "workload": {"group_size": 2, "prompt_tokens": 10, "length": {"kind": "uniform", "max": 50}},
-    "hardware": {
-        "decode": {"kind": "affine", "step_s": 0.01},
-        "training": {"token_s": 1e-3},
+    "workload": BASE["workload"] | {"prompt_tokens": 10},
+    "hardware": BASE["hardware"]
+    | {
         "weights": {"publish_s": 0.01, "transfer_s": 0.02, "pause_s": 0.01},
         "latency": {"dispatch_jitter_s": 0.01, "reward_s": 0.05},
     },
