@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from made_up_runs import BATCH, ENGINES, write_real_run, write_run
 from numpy.testing import assert_allclose
+from refusals import message
 
 from analysis.read import read_comparison, read_run, read_runs
 from backends.step_metrics import StepMetrics
@@ -91,14 +92,7 @@ def test_a_broken_file_is_one_line_that_names_it_and_the_key(
             data = json.loads(path.read_text())
             _set(data, *change)
             path.write_text(json.dumps(data))
-    assert fault(path.parent).startswith(says.format(path=path))
-
-
-def fault(folder: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read_run(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert message(read_run, path.parent).startswith(says.format(path=path))
 
 
 def test_a_comparison_without_an_arm_is_refused(tmp_path: Path) -> None:
@@ -139,7 +133,7 @@ def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "says"),
     [
         ('{"step": 2, "reward/mean": 0', ", column 29: not valid JSON: Expecting ',' delimiter"),
         ("", ", column 1: not valid JSON: Expecting value"),
@@ -154,13 +148,13 @@ def test_what_a_real_run_logs_is_read(tmp_path: Path) -> None:
         (f'{{"step": 2, "reward/mean": 1{"0" * 400}}}', f": reward/mean must be a number, got 1{'0' * 400}"),
     ],
 )
-def test_a_broken_line_of_metrics_is_one_line_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+def test_a_broken_line_of_metrics_is_one_line_with_its_number(tmp_path: Path, line: str, says: str) -> None:
     path = write_real_run(tmp_path / "run") / "metrics.jsonl"
     first, _, third = path.read_text().splitlines()
     path.write_text("\n".join([first, line, third]))
-    assert fault(path.parent) == f"{path}, line 2{message}"
+    assert message(read_run, path.parent) == f"{path}, line 2{says}"
 
 
 def test_more_lines_of_metrics_than_steps_are_refused(tmp_path: Path) -> None:
     folder = write_real_run(tmp_path / "run", num_steps=2)
-    assert fault(folder) == f"{folder / 'metrics.jsonl'}, line 3: steps.csv has 2 optimizer steps only"
+    assert message(read_run, folder) == f"{folder / 'metrics.jsonl'}, line 3: steps.csv has 2 optimizer steps only"

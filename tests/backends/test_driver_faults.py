@@ -51,17 +51,6 @@ def test_an_engine_that_is_lost_too_often_ends_the_run(out):
     run_checked(again, out, resume=True)  # the trainer was well: nothing is lost
 
 
-class Nan(Letters):
-    def reward(self, problem, answer):
-        return math.nan if problem.expected % 2 else 1.0
-
-
-class Slow(Letters):
-    def reward(self, problem, answer):
-        time.sleep(0.3 if problem.expected == 0 else 0.0)
-        return 1.0
-
-
 class Long(Letters):
     def problem(self, index, *, held_out):
         return Problem("x" * (200 if index % 2 else 3), index)
@@ -71,8 +60,11 @@ class Long(Letters):
     ("task", "limits"),
     [
         (Letters(raises_every=3), {}),
-        (Nan(), {}),
-        (Slow(), {"reward_timeout_s": 0.05}),
+        (Letters(reward=lambda problem: math.nan if problem.expected % 2 else 1.0), {}),
+        (
+            Letters(reward=lambda problem: time.sleep(0.0 if problem.expected else 0.3) or 1.0),
+            {"reward_timeout_s": 0.05},
+        ),
         (Long(), {"max_prompt_tokens": 100}),
     ],
     ids=["reward raises", "reward is no number", "reward takes for ever", "prompt is too long"],
@@ -117,28 +109,24 @@ def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(out):
 
 @pytest.mark.parametrize("error", [RuntimeError("no reward today"), SystemExit("no reward at all")])
 def test_a_held_out_problem_whose_reward_raises_counts_as_not_solved(out, error):
-    class Moody(Letters):
-        def reward(self, problem, answer):
-            if problem.prompt.startswith("held out") and problem.expected % 2:
-                raise error
-            return 1.0
+    def moody(problem):
+        if problem.prompt.startswith("held out") and problem.expected % 2:
+            raise error
+        return 1.0
 
     config = config_of(steps=2, train={"evaluation": {"problems": 8}})
-    summary = run(config, out, parts_of(config, task=Moody()))
+    summary = run(config, out, parts_of(config, task=Letters(reward=moody)))
     assert summary.evaluation.to_dict() == {"success_before": 0.5, "success_after": 0.5}
 
 
 def test_a_reward_that_never_returns_keeps_neither_the_others_nor_the_end_waiting(out):
     over = threading.Event()
 
-    class Hangs(Letters):
-        def reward(self, problem, answer):
-            if problem.expected < 3:  # 12 rollouts, more than there are threads
-                over.wait(30)
-            return super().reward(problem, answer)
+    def hangs(problem):
+        return float(problem.expected < 3 and over.wait(30))  # 12 rollouts, more than there are threads
 
     config = config_of(steps=3, train={"task": {"name": "arithmetic", "reward_timeout_s": 0.05}})
-    summary = run(config, out, parts_of(config, task=Hangs()))
+    summary = run(config, out, parts_of(config, task=Letters(reward=hangs)))
     assert summary.rollouts.failed >= 8
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "reward")
     over.set()

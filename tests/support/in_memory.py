@@ -47,12 +47,12 @@ def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline",
 
 
 class Letters:
-    """Rewards an answer with its share of the letter b; some prompts raise."""
+    """Rewards an answer with its share of the letter b, or as a function of the problem; some prompts raise."""
 
     num_held_out = None
 
-    def __init__(self, *, raises_every=0):
-        self.raises_every = raises_every
+    def __init__(self, *, raises_every=0, reward=None):
+        self.raises_every, self.given = raises_every, reward
 
     def problem(self, index, *, held_out):
         return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
@@ -60,7 +60,7 @@ class Letters:
     def reward(self, problem, answer):
         if self.raises_every and problem.expected % self.raises_every == 0:
             raise RuntimeError("no reward today")
-        return answer.count("b") / max(1, len(answer))
+        return self.given(problem) if self.given else answer.count("b") / max(1, len(answer))
 
 
 class Interrupts(Letters):
