@@ -51,7 +51,7 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 
 def fit_decode(result: HardwareFit, times: TraceTimes) -> None:
-    """Fit the decode step, prefill and the way to the engine."""
+    """Fit the decode step, prefill and the dispatch latency."""
     size = float(times.config.cluster.tensor_parallel)
 
     def step_s(batch: FloatArray, context: FloatArray) -> FloatArray:

@@ -104,10 +104,10 @@ class HardwareFit:
             times: What was measured.
             tensor_parallel: Accelerators of the engine of each row (count).
             data: What reports call the measurements.
-            with_dispatch: Whether to fit the way to the engine.
+            with_dispatch: Whether to fit the dispatch latency.
 
         Returns:
-            The way to the engine (seconds).
+            The dispatch latency (seconds).
         """
         if self.model is None:
             return self._decode_table(times, data, with_dispatch=with_dispatch)

@@ -171,7 +171,7 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
 def derive_weights(
     gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
 ) -> WeightTransferConfig:
-    """Return the way of the weights: trainer and engines stand still while they travel.
+    """Return the weight transfer: trainer and engines stand still during it.
 
     Every accelerator of an engine receives its part of every tensor, or all of it, over its own network link.
     """
