@@ -75,23 +75,11 @@ def test_a_rollout_that_cannot_be_prompted_or_rewarded_fails_and_the_run_goes_on
     assert run_checked(config, out, parts).rollouts.failed > 0
 
 
-class Exporter(FakeTrainer):
-    """Does something when it exports."""
-
-    def __init__(self, *args, do, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.do = do
-
-    async def export(self, folder):
-        await super().export(folder)
-        self.do()
-
-
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
     config = config_of(kind=kind, train={"evaluation": {"problems": 8}})
     parts = parts_of(config)
-    parts.trainer = Exporter(train_batch_size=8, do=parts.engines[1].die)
+    parts.trainer = Killer(train_batch_size=8, on_export=parts.engines[1].die)
     summary = run(config, out, parts)
     assert summary.evaluation.success_after is not None
     assert parts.engines[1].num_started == 2
@@ -100,7 +88,7 @@ def test_the_evaluation_after_the_run_survives_the_loss_of_an_engine(out, kind):
 def test_ctrl_c_ends_the_evaluation_after_the_run_and_the_model_is_there(out):
     config = config_of(longest=40, train={"evaluation": {"problems": 50}})
     parts = parts_of(config)
-    parts.trainer = Exporter(train_batch_size=8, do=interrupt)
+    parts.trainer = Killer(train_batch_size=8, on_export=interrupt)
     with pytest.raises(RunFailedError, match="--resume evaluates again"):
         run(config, out, parts)
     assert (out / "model" / "fake.json").exists()
@@ -139,9 +127,6 @@ def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(out, micro_ba
     task = Interrupts(when=lambda problem: problem.expected == 5)  # engines generate
     interrupted(config, out, parts_of(config, task=task, trainer=Shared(train_batch_size=8)))
 
-    class Killed(Killer, Shared):
-        pass
-
-    killer = Killed(train_batch_size=8, at=5, do=interrupt)
+    killer = Shared(train_batch_size=8, at=5, do=interrupt)
     interrupted(config, out, parts_of(config, trainer=killer), resume=True)
     run_checked(config, out, parts_of(config, trainer=Shared(train_batch_size=8)), resume=True)

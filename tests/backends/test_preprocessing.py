@@ -12,7 +12,7 @@ from in_memory import Interrupts, Killer, Shared, config_of, interrupt, interrup
 from ledger_check import records
 
 from backends.checkpoint import read_newest
-from backends.fake import DRIFT, FakeReference, logprob
+from backends.fake import DRIFT, FakeReference, FakeTrainer, logprob
 from backends.preprocessing import Preprocessing
 from backends.rollouts import RolloutData
 from pipelinerl.errors import ReferenceLostError
@@ -186,17 +186,13 @@ def test_a_run_survives_one_loss_of_the_reference(out, kind):
     assert parts.reference.num_started == 2
 
 
-class SharedKiller(Killer, Shared):
-    """Has the memory only while it trains."""
-
-
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 @pytest.mark.parametrize("steps_per_rl_step", [1, 2])
 def test_a_reference_that_is_lost_twice_ends_the_run_with_a_checkpoint(out, kind, steps_per_rl_step):
     config = kl_config(kind=kind, steps=12, longest=40, optimizer_steps_per_rl_step=steps_per_rl_step)
     parts = parts_of(config)
     parts.reference = Mortal(dies_in={4, 5})
-    parts.trainer = SharedKiller(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
+    parts.trainer = Shared(train_batch_size=8, kl_coefficient=KL)  # has the memory only while it trains
     with pytest.raises(ReferenceLostError, match=r"; go on from a checkpoint$"):
         run(config, out, parts)
     assert replay(Trace(out / TRACE_FILE)).difference is None
@@ -226,14 +222,14 @@ def test_a_reference_that_is_lost_when_the_run_is_over_ends_nothing(out):
     parts = parts_of(config)
     parts.reference = Mortal(dies_in=set(), batch_s=0.05)
 
-    class LastStep(Killer):
+    class LastStep(FakeTrainer):
         async def save(self, folder):
             parts.reference.starts = 1
             parts.reference.die()  # in a batch
             await asyncio.sleep(0.1)
             await super().save(folder)
 
-    parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL, at=None, do=None)
+    parts.trainer = LastStep(train_batch_size=8, kl_coefficient=KL)
     summary = run(config, out, parts)
     assert summary.complete
 

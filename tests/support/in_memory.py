@@ -137,11 +137,11 @@ def interrupted(config, out, parts=None, *, at=3, resume=False):
 
 
 class Killer(FakeTrainer):
-    """Does something when a step begins."""
+    """Does something when a step begins, or when it has exported."""
 
-    def __init__(self, *args, at, do, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.at, self.do = at, do
+    def __init__(self, *, at=None, do=None, on_export=None, **settings):
+        super().__init__(**settings)
+        self.at, self.do, self.on_export = at, do, on_export
 
     async def train(self, samples, *, completes_step):
         if self.version == self.at:
@@ -149,8 +149,13 @@ class Killer(FakeTrainer):
             self.do()
         return await super().train(samples, completes_step=completes_step)
 
+    async def export(self, folder):
+        await super().export(folder)
+        if self.on_export:
+            self.on_export()
 
-class Shared(FakeTrainer):
+
+class Shared(Killer):
     """Cannot do anything while the engines have its memory."""
 
     has_memory = True
