@@ -26,22 +26,14 @@ TRAINING = {
     "math_verify",
 }
 MAY_IMPORT = {
-    "pipelinerl": {
-        "numpy",
-        "pydantic",
-        "pydantic_core",
-        "typer",
-        "rich",
-        "tomli_w",
-        "pandas",
-        "datasets",
-        "math_verify",
-    },  # the last three inside functions
-    "sim": {"numpy", "simpy", "ray", "pydantic"},  # Ray inside a function, for who has a cluster
+    "pipelinerl": {"numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
+    "sim": {"numpy", "simpy", "pydantic"},
     "backends": {"numpy"} | TRAINING,
     "analysis": {"numpy", "matplotlib", "pydantic"},
 }
 """Packages from outside, by package; the modules below may import torch besides."""
+INSIDE_FUNCTIONS = {"pipelinerl": {"pandas", "datasets", "math_verify"}, "sim": {"ray"}}
+"""What they may import besides, where it is needed only: not everybody has it."""
 TORCH_OF_THE_CORE = tuple(f"pipelinerl/rl/{name}.py" for name in ("losses", "tensor_checks", "token_logprobs"))
 MAY_IMPORT_TORCH = (*TORCH_OF_THE_CORE, "sim/learning/")
 MAY_NOT_AFTER_ALL = ("sim/learning/__init__.py", "sim/learning/tasks.py")
@@ -98,7 +90,7 @@ def test_a_package_imports_only_what_it_may(package: str) -> None:
     for path in modules(package):
         name = name_of(path)
         torch = {"torch"} if name.startswith(MAY_IMPORT_TORCH) and name not in MAY_NOT_AFTER_ALL else set()
-        others = set(PACKAGES) if name.startswith(REACHES_ALL) else set()
+        others = INSIDE_FUNCTIONS.get(package, set()) | (set(PACKAGES) if name.startswith(REACHES_ALL) else set())
         assert roots(imported(path)) <= allowed | torch | others, path
         assert roots(imported(path, top_level_only=True)) <= allowed | torch, path
 
