@@ -1,7 +1,5 @@
 """``import pipelinerl``: its names, their signatures, and what it does not load."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

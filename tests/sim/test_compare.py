@@ -1,7 +1,5 @@
 """Comparisons: which runs are made, that each is the run it would be alone, and what is kept when some fail."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Costs in the simulator, by hand, in whole picoseconds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

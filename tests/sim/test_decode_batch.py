@@ -1,7 +1,5 @@
 """The batch of an engine: its closed form against steps made one by one, and the join that can be undone."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from engine_log import TOKEN_PREFILL, Log, both_engines, log_of, settings_with, spans

@@ -1,7 +1,5 @@
 """The engine in closed form against one step at a time: scripts of chance, many digits, whole runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

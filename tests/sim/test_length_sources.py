@@ -1,7 +1,5 @@
 """Lengths from a source: what is drawn from it, what it may hold, how a fault in it is reported."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from itertools import combinations

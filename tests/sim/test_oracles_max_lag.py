@@ -5,8 +5,6 @@ measured value strays from seed to seed (sd, over 20 seeds) and so how often ano
 Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

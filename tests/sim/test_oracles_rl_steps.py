@@ -4,8 +4,6 @@ Each docstring derives what is expected. Unless a test says otherwise a decode s
 all else takes no time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs in parallel processes: Ctrl-C, workers that die, and workers without a parent."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

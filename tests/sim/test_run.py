@@ -1,7 +1,5 @@
 """One run: interrupted, beside other threads, and what is on disk at any time."""
 
-from __future__ import annotations
-
 import gc
 import json
 import signal

@@ -1,7 +1,5 @@
 """The shipped sets of lengths and the script that makes them."""
 
-from __future__ import annotations
-
 import importlib.util
 from itertools import combinations
 from pathlib import Path

@@ -3,8 +3,6 @@
 False-alarm rates say for how many seeds a test fails although the code is right; the seeds are fixed.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The workload: what a group's lengths and rewards are, by distribution and version."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

@@ -1,7 +1,5 @@
 """A traced run that several modules calibrate."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

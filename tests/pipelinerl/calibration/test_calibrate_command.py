@@ -1,7 +1,5 @@
 """The command line of calibrate: the file it writes, its JSON, its warnings."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import astuple
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of step times: known coefficients come back, nonsense is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

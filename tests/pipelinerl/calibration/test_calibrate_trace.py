@@ -1,7 +1,5 @@
 """Traces: the hardware that made them comes back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

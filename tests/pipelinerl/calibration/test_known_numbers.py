@@ -1,7 +1,5 @@
 """Three numbers of a user: the calibrated model gives them back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Least squares with bounds: known coefficients come back, unknown ones are named."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """`pipelinerl compare`: what it prints, what the folder holds, and what is drawn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ctrl-C and kill: what was finished stays readable."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

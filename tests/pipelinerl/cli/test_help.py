@@ -1,7 +1,5 @@
 """Help, installation, and what is missing without extras."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """The command ``plan`` and what it prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

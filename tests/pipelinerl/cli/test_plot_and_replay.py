@@ -1,7 +1,5 @@
 """`pipelinerl plot`, `replay` and `drift`: what reads the folders of runs."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of runs and comparisons on a terminal."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

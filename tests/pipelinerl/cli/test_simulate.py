@@ -1,7 +1,5 @@
 """`pipelinerl simulate`: what it prints, what the folder holds, and what a run that fails leaves."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 The wording of a message is tested where it is made.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

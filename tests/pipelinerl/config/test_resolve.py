@@ -1,7 +1,5 @@
 """What a run file resolves to: tables from names, what is given stays, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import tomllib

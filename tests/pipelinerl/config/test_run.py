@@ -1,7 +1,5 @@
 """The line for every fault of a run file: key, rule and value."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Run files: what is read, what overrides do, paths, and the way there and back."""
 
-from __future__ import annotations
-
 import tempfile
 import tomllib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The catalogue: names are found, shipped entries are sound, and wrong files are refused in one line."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Coefficients: their three levels, and replacing single ones."""
 
-from __future__ import annotations
-
 import pytest
 from refusals import message
 

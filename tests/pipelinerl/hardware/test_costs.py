@@ -1,7 +1,5 @@
 """The formulas of decode steps, prefill and training, in seconds, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

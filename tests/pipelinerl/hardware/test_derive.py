@@ -1,7 +1,5 @@
 """The hardware model by hand, and its band."""
 
-from __future__ import annotations
-
 import pytest
 from derived import H100, QWEN7B, derived, plain, step_ms
 from hypothesis import given, settings

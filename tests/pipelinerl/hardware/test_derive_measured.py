@@ -1,7 +1,5 @@
 """The hardware model against published kernel times, engines, pre-training runs and weight transfers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models counted from config.json: by hand, against the published counts, and refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

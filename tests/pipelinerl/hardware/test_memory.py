@@ -1,7 +1,5 @@
 """Memory of engines and trainers: by hand, and against published capacities."""
 
-from __future__ import annotations
-
 import pytest
 from derived import H100, QWEN7B, plain
 

@@ -1,7 +1,5 @@
 """Tables under [hardware]: wrong ones are refused, and all of their times can be made longer."""
 
-from __future__ import annotations
-
 import pytest
 from derived import run_data
 from run_tables import faults

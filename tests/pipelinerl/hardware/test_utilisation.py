@@ -1,7 +1,5 @@
 """Utilisation: the fitted curve has the printed values, a measured table is interpolated."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from pathlib import Path

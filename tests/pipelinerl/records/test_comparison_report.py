@@ -1,7 +1,5 @@
 """The report of a comparison: keys in the order of the file, read back as written, a wrong value in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

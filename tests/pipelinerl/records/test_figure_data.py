@@ -1,7 +1,5 @@
 """Data of figures: hand-written histories with hand-made positions, windows and timelines."""
 
-from __future__ import annotations
-
 import pytest
 from ledger_histories import FIRST_STEP, STORY, ended, figures_of, in_rounds, ledger_of, spans, start
 

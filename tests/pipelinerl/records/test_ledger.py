@@ -1,7 +1,5 @@
 """The ledger of a run: hand-written histories with hand-made sums."""
 
-from __future__ import annotations
-
 import pickle
 from typing import get_args
 

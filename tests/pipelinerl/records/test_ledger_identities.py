@@ -1,7 +1,5 @@
 """The ledger of simulated runs: identities, sums over single rollouts, and the ledger of a written trace."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The report of a plan: plain values and back, and one line for a broken file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

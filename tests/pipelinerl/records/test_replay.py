@@ -1,7 +1,5 @@
 """Replay: the same commands again, and the first difference of a changed trace."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

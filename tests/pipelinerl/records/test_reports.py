@@ -1,7 +1,5 @@
 """Reports of runs: an older summary is read, steps as arrays and as a data frame, every message for a broken table."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The packed numbers of finished rollouts against a dictionary of plain values."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from itertools import pairwise

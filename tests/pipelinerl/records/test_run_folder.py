@@ -1,7 +1,5 @@
 """The folder of a run: what may be in it before the run, and the messages where it cannot be used."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Traces: what is written is read back, and the line for a broken one."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator

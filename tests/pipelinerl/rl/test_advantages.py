@@ -1,7 +1,5 @@
 """Leave-one-out advantages: hand-made groups, and what holds for every group."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

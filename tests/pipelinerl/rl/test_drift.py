@@ -1,7 +1,5 @@
 """The drift model: its formula by hand, that it finds what it was made from, and that its band is one."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Effective sample size and KL divergence: golden numbers, identities, and log-normal weights in closed form."""
 
-from __future__ import annotations
-
 import math
 from statistics import NormalDist
 

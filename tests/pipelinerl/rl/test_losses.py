@@ -1,7 +1,5 @@
 """Losses: golden numbers by hand, gradients of the written formulas, and what holds on and off the policy."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

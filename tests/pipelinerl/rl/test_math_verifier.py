@@ -1,7 +1,5 @@
 """Processes that verify answers: none hangs, none is lost, none is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Segments of a rollout: they join, and only generated tokens are trained on."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelinerl.rl.segments import (

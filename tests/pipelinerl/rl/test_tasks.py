@@ -1,7 +1,5 @@
 """Tasks: what is asked, what is held out, what is right."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens: those of log_softmax, in any type and any number of rows at a time."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

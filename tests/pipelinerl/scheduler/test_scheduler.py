@@ -4,8 +4,6 @@ In short: B is ``train_batch_size``, H ``generation_batch_size``, m ``max_lag``;
 is one engine with H = 4, B = 2, and groups of one rollout, so that rollout r answers prompt r.
 """
 
-from __future__ import annotations
-
 from scheduler_events import (
     aborted,
     discard,

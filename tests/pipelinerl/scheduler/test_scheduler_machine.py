@@ -1,7 +1,5 @@
 """The scheduler against a hostile but legal driver: everything that may happen does, in any order."""
 
-from __future__ import annotations
-
 import copy
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The scheduler's state: impossible events leave it alone, and it does not grow."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

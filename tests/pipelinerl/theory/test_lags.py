@@ -1,7 +1,5 @@
 """Lag and staleness: closed forms worked out by hand, published values, identities."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Lengths of answers: counts, mean and spread."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The paper's printed numbers and closed forms worked out by hand."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rates and the search for the best split: identities, ties, wrong arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The steady state in closed form: against numbers by hand, identities, and the simulator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

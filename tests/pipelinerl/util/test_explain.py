@@ -1,7 +1,5 @@
 """Words for wrong input: key, rule and value of every fault that pydantic finds, and the nearest known name."""
 
-from __future__ import annotations
-
 import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self

@@ -1,7 +1,5 @@
 """Tables of JSON reports: read back as written, and every message for a broken one."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reader of a user's CSV files: typed rows, and one line with file, line, column, rule and value for each fault."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self

@@ -1,7 +1,5 @@
 """Runs with a policy: nothing but the schedule decides, the trace says all, and it learns."""
 
-from __future__ import annotations
-
 import csv
 import gc
 import gzip

@@ -1,7 +1,5 @@
 """Sampling from a policy: who samples what, under which weights; and the KL study, made of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from learning_run import MAX, config_with

@@ -1,7 +1,5 @@
 """Tasks of the policy that learns: what is right, by hand, and what is shown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

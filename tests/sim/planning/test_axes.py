@@ -1,7 +1,5 @@
 """Axes: which combinations are candidates, and what is said of listed values that are in none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

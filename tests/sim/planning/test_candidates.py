@@ -1,7 +1,5 @@
 """Candidates: each is a valid run file; those that do not fit or break a limit are rejected with the reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

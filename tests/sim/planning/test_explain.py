@@ -1,7 +1,5 @@
 """Explanations: bottlenecks, sensitivity, the runner-up, and a line per kind of schedule where nothing is feasible."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_plan import planned, priced_plan, refused, tiny_run
 

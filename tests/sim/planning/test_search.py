@@ -1,7 +1,5 @@
 """The search: what goes on from the screening, what is recommended, and what is kept after Ctrl-C."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types

@@ -1,7 +1,5 @@
 """The outcome of a whole run from the optimizer steps that were simulated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows as they are collected: the meaning of their words, and what is wrong with a file of them."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """Bayes' rule on a grid: interpolation, the prior alone, ratios alone, and the hypotheses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

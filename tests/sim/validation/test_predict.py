@@ -1,7 +1,5 @@
 """Validation: a row never informs itself, known truths come out, the shipped rows keep their promised errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A published run as a run of ours: filled up from its family, its hardware found, its assumptions listed."""
 
-from __future__ import annotations
-
 import pytest
 from refusals import message
 

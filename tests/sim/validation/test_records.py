@@ -1,7 +1,5 @@
 """Rows of published runs: typed columns, what follows from them, and what is wrong with a file."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 

@@ -1,7 +1,5 @@
 """The report of a validation: errors, pairs in order, assumptions, and what is printed."""
 
-from __future__ import annotations
-
 import pytest
 
 from pipelinerl.cli.render_validation import print_validation

@@ -1,7 +1,5 @@
 """The run file of a published run: a fraction of a cluster stands for all of it."""
 
-from __future__ import annotations
-
 import pytest
 from published import changed, row
 
