@@ -166,10 +166,18 @@ def test_a_users_task_must_say_how_many_problems_it_holds_out(
     assert "\n" not in str(caught.value)
 
 
-def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"needs math-verify: pip install 'pipelinerl\[math\]'"):
-        load("math", path="problems.jsonl")
+@pytest.mark.parametrize(
+    ("package", "needs"),
+    [("math_verify", "name='math' needs math-verify"), ("datasets", "path='folder' needs datasets")],
+)
+def test_without_its_packages_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, package: str, needs: str
+) -> None:
+    if package != "math_verify":
+        pytest.importorskip("math_verify")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{needs}: pip install 'pipelinerl\[math\]'"):
+        load("math", path="folder")
 
 
 @pytest.fixture
