@@ -102,13 +102,15 @@ class LanguageModel(Named):
     embedding_parameters: float = Field(default=0.0, ge=0)
     """Input embedding, of which a decode step reads a few rows only (count); 0 if it is also the output head."""
     layers: int = Field(ge=1)
-    """Transformer layers (count)."""
+    """Transformer layers (count); pairs, where mixers and feed-forwards are counted apart."""
     width: int = Field(ge=1)
     """Hidden size."""
     attention_width: float = Field(gt=0)
-    """Query heads * head size (mean of those of scores and of values, where they differ)."""
+    """Query heads * head size (mean of those of scores and of values, where they differ), averaged over the layers:
+    those of linear attention and Mamba have none."""
     feed_forward_width: float = Field(default=0.0, ge=0)
-    """Intermediate size that one token passes, of all its experts together, averaged over the layers."""
+    """Intermediate size that one token passes, of all its experts together, averaged over the layers; half of that
+    without a gate, where half as many numbers are kept for the backward pass."""
     vocabulary: int = Field(default=0, ge=0)
     """Entries of the output head (count)."""
     kv_bytes_per_token: float = Field(gt=0)
@@ -123,6 +125,8 @@ class LanguageModel(Named):
     """Routed experts that one token passes (count); 0: dense."""
     expert_parameters: float = Field(default=0.0, ge=0)
     """Routed experts of all layers together (count); 0: dense."""
+    expert_layers: int | None = Field(default=None, ge=1)
+    """Layers with routed experts (count). None: all."""
 
     @model_validator(mode="after")
     def _counts_fit(self) -> Self:
@@ -133,6 +137,10 @@ class LanguageModel(Named):
         given = [bool(self.experts), bool(self.experts_per_token), bool(self.expert_parameters)]
         if any(given) and not all(given):
             raise ValueError("experts, experts_per_token and expert_parameters belong together, got some of them")
+        if self.expert_layers is not None and not self.experts:
+            raise ValueError(f"expert_layers needs experts, got expert_layers={self.expert_layers} of a dense model")
+        if self.expert_layers is not None and self.expert_layers > self.layers:
+            raise ValueError(f"expert_layers must be at most layers = {self.layers}, got {self.expert_layers}")
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token must be at most experts = {self.experts}, got {self.experts_per_token}"

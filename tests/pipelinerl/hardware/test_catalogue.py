@@ -50,6 +50,8 @@ def test_a_gpu_is_found_by_its_aliases_in_any_case(name):
         ("meta-llama/Llama-3.3-70B-Instruct", "Llama-3.1-70B"),
         ("Qwen3-30B-A3B-Thinking-2507", "Qwen3-30B-A3B"),
         ("Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3-30B-A3B"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Nemotron-3-Nano-30B-A3B"),
     ],
 )
 def test_a_model_is_found_with_its_owner_and_by_models_of_its_architecture(name, found):
@@ -141,6 +143,9 @@ def test_a_gpu_in_other_units_or_with_a_wrong_key_is_one_line(tmp_path, changed,
         ({"experts": 8}, "experts, experts_per_token and expert_parameters belong together, got some of them"),
         ({"experts": 8, "experts_per_token": 9, "expert_parameters": 5e8},
             "experts_per_token must be at most experts = 8, got 9"),
+        ({"expert_layers": 8}, "expert_layers needs experts, got expert_layers=8 of a dense model"),
+        ({"experts": 8, "experts_per_token": 2, "expert_parameters": 5e8, "expert_layers": 17},
+            "expert_layers must be at most layers = 16, got 17"),
     ],
 )  # fmt: skip
 def test_a_model_that_contradicts_itself_is_one_line(tmp_path, changed, line):

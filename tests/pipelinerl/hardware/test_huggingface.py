@@ -62,6 +62,53 @@ ARCHITECTURES = {
 """The figures of each config.json, and the published parameters: all, and active."""
 
 
+def delta_net(width, layers, heads, kv_heads, value_heads, *, model_type, **more):
+    """Full attention in every fourth layer, gated delta nets in the others."""
+    return {
+        "model_type": model_type, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "vocab_size": 248320, "tie_word_embeddings": False, "attn_output_gate": True,
+    } | more  # fmt: skip
+
+
+def shared_and_routed(width, experts, per_token):
+    return {
+        "moe_intermediate_size": width, "shared_expert_intermediate_size": width, "num_experts": experts,
+        "num_experts_per_tok": per_token,
+    }  # fmt: skip
+
+
+NEMOTRON = {
+    "model_type": "nemotron_h", "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2",
+    "n_shared_experts": 1, "vocab_size": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+NANO = NEMOTRON | {
+    "hidden_size": 2688, "num_hidden_layers": 52, "mamba_num_heads": 64, "n_routed_experts": 128,
+    "hybrid_override_pattern": "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME", "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+}  # fmt: skip
+SUPER = NEMOTRON | {
+    "hidden_size": 4096, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
+    "hybrid_override_pattern": 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+}  # fmt: skip
+QWEN35_35B = delta_net(2048, 40, 16, 2, 32, model_type="qwen3_5_moe_text") | shared_and_routed(512, 256, 8)
+QWEN35_27B = delta_net(5120, 64, 24, 4, 48, model_type="qwen3_5_text", intermediate_size=17408)
+COUNTED = {
+    "Nemotron-3-Nano-30B-A3B": (NANO, 31_577_940_288, 31.6e9, 3.2e9, 1),
+    "Nemotron-3-Super-120B-A12B": (SUPER, 120_668_707_840, 120e9, 12e9, 1),
+    "Qwen3.5-35B-A3B": (QWEN35_35B, 34_660_610_688, 35e9, 3e9, 1),
+    "Qwen3.5-27B": (QWEN35_27B, 26_895_998_464, 27e9, 27e9, 0),
+}
+"""The figures of each config.json; the parameters of the model that transformers 5.19 makes of it (without weights,
+with the biases that balance the experts); those published, all and active; how many of the two embeddings the latter
+leaves out.
+"""
+
+
 def test_qwen25_7b_by_hand():
     """Per layer: queries and output 2 * 3584^2, keys and values 2 * 3584 * 512, their biases 3584 + 2 * 512,
     feed-forward 3 * 3584 * 18944, two norms of 3584. 28 of them, one norm, two embeddings of 152064 * 3584.
@@ -130,18 +177,83 @@ def test_the_text_part_of_a_model_that_also_sees():
     assert model_from_huggingface({"text_config": config, "vision_config": {}}, "it").parameters == 7_615_616_512
 
 
+def test_nemotron_3_super_by_hand():
+    """40 Mamba-2 layers, 40 of 512 experts (22 passed) of two matrices in a width of 1024, 8 of attention: 44 pairs.
+
+    Only attention has a KV cache, of 2 heads of 128. Without a gate the width of the feed-forward counts half.
+    """
+    model = model_from_huggingface(SUPER, "it")
+    assert [SUPER["hybrid_override_pattern"].count(one) for one in "ME*"] == [40, 40, 8]
+    assert model.expert_parameters == 40 * 512 * 2 * 1024 * 2688
+    assert model.parameters - model.active_parameters == 40 * (512 - 22) * 2 * 1024 * 2688
+    assert (model.layers, model.expert_layers) == (44, 40)
+    assert model.kv_bytes_per_token == 8 * 2 * 2 * 128 * 2 == 8192
+    assert model.attention_width == pytest.approx(8 * 4096 / 44)
+    assert model.feed_forward_width == pytest.approx(40 * (22 * 2688 + 5376) / 44 / 2)
+
+
+def test_nemotron_layers_named_instead_of_lettered():
+    names = {"M": "mamba", "E": "moe", "*": "attention"}
+    config = {key: value for key, value in NANO.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")}
+    config["layers_block_type"] = [names[one] for one in NANO["hybrid_override_pattern"]]
+    assert model_from_huggingface(config, "it") == model_from_huggingface(NANO, "it")
+
+
+def test_linear_attention_has_no_kv_cache():
+    """Qwen3.5-27B: 16 of 64 layers keep 2 * 4 * 256 numbers of each token, and attend with 24 heads of 256."""
+    model = model_from_huggingface(QWEN35_27B, "it")
+    assert model.kv_bytes_per_token == 16 * 2 * 4 * 256 * 2 == 65_536
+    assert model.attention_width == 24 * 256 / 4
+    kinds = (3 * ["linear_attention"] + ["full_attention"]) * 16
+    without = {key: value for key, value in QWEN35_27B.items() if key != "full_attention_interval"}
+    assert model_from_huggingface(without | {"layer_types": kinds}, "it") == model
+
+
+def test_whether_embeddings_are_tied_may_stand_beside_the_text_part():
+    text = {key: value for key, value in QWEN35_27B.items() if key != "tie_word_embeddings"}
+    tied, apart = (
+        model_from_huggingface({"text_config": text, "tie_word_embeddings": one}, "it") for one in (True, False)
+    )
+    assert apart.parameters - tied.parameters == apart.embedding_parameters == 248320 * 5120
+    assert tied.embedding_parameters == 0
+
+
 @pytest.mark.parametrize(
-    "more", [{"layer_types": ["linear_attention", "full_attention"]}, {"full_attention_interval": 4}]
+    ("more", "kinds"),
+    [
+        ({"layer_types": ["conv", "full_attention", "recurrent"]}, "conv, recurrent"),
+        ({"hybrid_override_pattern": "MX*E"}, "X"),
+        ({"layers_block_type": ["mamba", "rwkv"]}, "rwkv"),
+    ],
 )
-def test_layers_without_a_kv_cache_are_refused(more):
+def test_other_kinds_of_layers_are_refused(more, kinds):
     line = message(model_from_huggingface, ARCHITECTURES["Qwen3-8B"][0] | more, "it")
-    assert line.startswith("model it: layers of type linear_attention cannot be counted from config.json; give its ")
+    assert line.startswith(f"model it: layers of type {kinds} cannot be counted from config.json; give its ")
 
 
-def test_sliding_windows_are_counted_as_full_attention():
+@pytest.mark.parametrize(
+    "more", [{"layer_types": 18 * ["linear_attention", "full_attention"]}, {"full_attention_interval": 4}]
+)
+def test_linear_attention_of_another_kind_than_delta_nets_is_refused(more):
+    line = message(model_from_huggingface, ARCHITECTURES["Qwen3-8B"][0] | more, "it")
+    assert line.startswith("model it: config.json must have linear_num_value_heads, a whole number of at least 1; ")
+
+
+def test_kinds_of_other_many_layers_are_refused():
+    line = message(model_from_huggingface, ARCHITECTURES["Qwen3-8B"][0] | {"layer_types": ["full_attention"]}, "it")
+    assert line == ("model it: layer_types of config.json must have as many entries as num_hidden_layers=36, got 1")
+
+
+def test_long_sliding_windows_count_as_full_attention_and_short_ones_as_none():
     config = ARCHITECTURES["Qwen3-8B"][0]
-    layers = {"layer_types": ["full_attention", "sliding_attention"]}
-    assert model_from_huggingface(config | layers, "it") == model_from_huggingface(config, "it")
+    whole = model_from_huggingface(config, "it")
+    config = config | {"layer_types": 18 * ["full_attention", "sliding_attention"]}
+    for window in (None, 513):
+        assert model_from_huggingface(config | {"sliding_window": window}, "it") == whole
+    short = model_from_huggingface(config | {"sliding_window": 512}, "it")
+    assert short.kv_bytes_per_token == whole.kv_bytes_per_token / 2
+    assert short.attention_width == whole.attention_width / 2
+    assert short.parameters == whole.parameters
 
 
 def test_layers_without_experts_that_are_no_list_are_none():
@@ -160,8 +272,21 @@ def test_a_shipped_model_is_what_its_architecture_gives_and_what_is_published(na
     assert shipped.source
 
 
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_shipped_model_is_what_transformers_counts_and_what_is_published(name):
+    config, exact, parameters, active, left_out = COUNTED[name]
+    counted, shipped = model_from_huggingface(config, name), find_model(name)
+    same = {"source": "", "aliases": []}
+    assert counted.model_copy(update=same) == shipped.model_copy(update=same)
+    assert shipped.parameters == exact
+    assert shipped.parameters == pytest.approx(parameters, rel=0.02)
+    of_a_token = shipped.active_parameters - left_out * shipped.embedding_parameters
+    assert of_a_token == pytest.approx(active, abs=0.5e9 if active % 1e9 == 0 else 0.02 * active)  # its last digit
+    assert shipped.source
+
+
 def test_every_shipped_model_is_tested():
-    assert sorted(model_names()) == sorted(ARCHITECTURES)
+    assert sorted(model_names()) == sorted({**ARCHITECTURES, **COUNTED})
 
 
 def test_a_model_from_its_folder_or_config_file(tmp_path):
