@@ -12,7 +12,7 @@ BYTES = 2
 """Bytes of one number in bf16."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Keys for the number of routed experts: Qwen, DeepSeek, Mixtral."""
-ROUTER_BIAS = ("deepseek_v3", "kimi_k2", "glm4_moe", "nemotron_h", "gpt_oss")
+ROUTER_BIAS = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "nemotron_h", "gpt_oss")
 """Values of ``model_type`` whose router has a bias per expert, most to balance them."""
 SHORT_WINDOW = 512
 """A sliding window of so many tokens or fewer (gpt-oss has 128) counts as no cache, and its attention as none."""
@@ -51,7 +51,7 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     if stack.mamba:
         mixers += stack.mamba * _mamba(read, width)
     blocks = stack.attention + stack.windowed + stack.delta + stack.mamba + stack.dense + stack.sparse
-    tied = bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind.startswith("gemma"))))
+    tied = bool(outer.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma"))))
     embedding = vocabulary * width
     other = mixers + blocks * width + width + embedding * (1 if tied else 2) + feed.other  # a norm per block, and one
     return {

@@ -3,110 +3,10 @@
 import json
 
 import pytest
+from model_configs import ARCHITECTURES, COUNTED, DEEPSEEK_V3, NANO, QWEN35_27B, SUPER, gpt_oss, llama, qwen25
 from refusals import message
 
 from pipelinerl.hardware.catalogue import find_model, model_from_huggingface, model_names
-
-
-def qwen25(width, layers, heads, kv_heads, feed_forward, *, vocabulary=152064, tied=False):
-    return {
-        "model_type": "qwen2", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": feed_forward, "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-    }  # fmt: skip
-
-
-def qwen3(width, layers, heads, kv_heads, feed_forward, *, tied=False, **more):
-    config = qwen25(width, layers, heads, kv_heads, feed_forward, vocabulary=151936, tied=tied)
-    return config | {"model_type": "qwen3", "head_dim": 128} | more
-
-
-def qwen3_moe(width, layers, heads, feed_forward, expert_width):
-    more = {"moe_intermediate_size": expert_width, "num_experts": 128, "num_experts_per_tok": 8}
-    return qwen3(width, layers, heads, 4, feed_forward, **more) | {"model_type": "qwen3_moe"}
-
-
-def llama(width, layers, heads, feed_forward):
-    return qwen25(width, layers, heads, 8, feed_forward, vocabulary=128256) | {"model_type": "llama"}
-
-
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "kv_lora_rank": 512,
-    "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "vocab_size": 129280,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-ARCHITECTURES = {
-    "Qwen2.5-0.5B": (qwen25(896, 24, 14, 2, 4864, vocabulary=151936, tied=True), 0.494e9, 0.494e9),
-    "Qwen2.5-1.5B": (qwen25(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True), 1.54e9, 1.54e9),
-    "Qwen2.5-3B": (qwen25(2048, 36, 16, 2, 11008, vocabulary=151936, tied=True), 3.09e9, 3.09e9),
-    "Qwen2.5-7B": (qwen25(3584, 28, 28, 4, 18944), 7.61e9, 7.61e9),
-    "Qwen2.5-14B": (qwen25(5120, 48, 40, 8, 13824), 14.7e9, 14.7e9),
-    "Qwen2.5-32B": (qwen25(5120, 64, 40, 8, 27648), 32.5e9, 32.5e9),
-    "Qwen2.5-72B": (qwen25(8192, 80, 64, 8, 29568), 72.7e9, 72.7e9),
-    "Qwen3-0.6B": (qwen3(1024, 28, 16, 8, 3072, tied=True), 0.6e9, 0.6e9),
-    "Qwen3-1.7B": (qwen3(2048, 28, 16, 8, 6144, tied=True), 1.72e9, 1.72e9),
-    "Qwen3-4B": (qwen3(2560, 36, 32, 8, 9728, tied=True), 4.02e9, 4.02e9),
-    "Qwen3-8B": (qwen3(4096, 36, 32, 8, 12288), 8.19e9, 8.19e9),
-    "Qwen3-14B": (qwen3(5120, 40, 40, 8, 17408), 14.8e9, 14.8e9),
-    "Qwen3-32B": (qwen3(5120, 64, 64, 8, 25600), 32.8e9, 32.8e9),
-    "Qwen3-30B-A3B": (qwen3_moe(2048, 48, 32, 6144, 768), 30.5e9, 3.3e9),
-    "Qwen3-235B-A22B": (qwen3_moe(4096, 94, 64, 12288, 1536), 235e9, 22e9),
-    "Llama-3.1-8B": (llama(4096, 32, 32, 14336), 8.03e9, 8.03e9),
-    "Llama-3.1-70B": (llama(8192, 80, 64, 28672), 70.6e9, 70.6e9),
-    "Llama-3.2-1B": (llama(2048, 16, 32, 8192) | {"tie_word_embeddings": True}, 1.24e9, 1.24e9),
-    "Llama-3.2-3B": (llama(3072, 28, 24, 8192) | {"tie_word_embeddings": True}, 3.21e9, 3.21e9),
-    "DeepSeek-V3": (DEEPSEEK_V3, 671e9, 37e9),
-}
-"""The figures of each config.json, and the published parameters: all, and active."""
-
-
-def delta_net(width, layers, heads, kv_heads, value_heads, *, model_type, **more):
-    """Full attention in every fourth layer, gated delta nets in the others."""
-    return {
-        "model_type": model_type, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": 256, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
-        "linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128, "vocab_size": 248320, "tie_word_embeddings": False, "attn_output_gate": True,
-    } | more  # fmt: skip
-
-
-def shared_and_routed(width, experts, per_token):
-    return {
-        "moe_intermediate_size": width, "shared_expert_intermediate_size": width, "num_experts": experts,
-        "num_experts_per_tok": per_token,
-    }  # fmt: skip
-
-
-NEMOTRON = {
-    "model_type": "nemotron_h", "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
-    "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2",
-    "n_shared_experts": 1, "vocab_size": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
-NANO = NEMOTRON | {
-    "hidden_size": 2688, "num_hidden_layers": 52, "mamba_num_heads": 64, "n_routed_experts": 128,
-    "hybrid_override_pattern": "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME", "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
-}  # fmt: skip
-SUPER = NEMOTRON | {
-    "hidden_size": 4096, "num_hidden_layers": 88, "mamba_num_heads": 128, "n_routed_experts": 512,
-    "hybrid_override_pattern": 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
-    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_latent_size": 1024,
-    "moe_shared_expert_intermediate_size": 5376,
-}  # fmt: skip
-QWEN35_35B = delta_net(2048, 40, 16, 2, 32, model_type="qwen3_5_moe_text") | shared_and_routed(512, 256, 8)
-QWEN35_27B = delta_net(5120, 64, 24, 4, 48, model_type="qwen3_5_text", intermediate_size=17408)
-COUNTED = {
-    "Nemotron-3-Nano-30B-A3B": (NANO, 31_577_940_288, 31.6e9, 3.2e9, 1),
-    "Nemotron-3-Super-120B-A12B": (SUPER, 120_668_707_840, 120e9, 12e9, 1),
-    "Qwen3.5-35B-A3B": (QWEN35_35B, 34_660_610_688, 35e9, 3e9, 1),
-    "Qwen3.5-27B": (QWEN35_27B, 26_895_998_464, 27e9, 27e9, 0),
-}
-"""The figures of each config.json; the parameters of the model that transformers 5.19 makes of it (without weights,
-with the biases that balance the experts); those published, all and active; how many of the two embeddings the latter
-leaves out.
-"""
 
 
 def test_qwen25_7b_by_hand():
@@ -147,14 +47,6 @@ def test_deepseek_v3_by_hand():
     assert model.attention_width == 128 * (192 + 128) / 2
 
 
-def test_mixtral_names_its_experts_differently():
-    """8x7B: 46.7e9 parameters, 12.9e9 of them active, as published."""
-    config = llama(4096, 32, 32, 14336) | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
-    model = model_from_huggingface(config | {"model_type": "mixtral"}, "it")
-    assert model.parameters == pytest.approx(46.7e9, rel=1e-3)
-    assert model.active_parameters == pytest.approx(12.9e9, rel=2e-3)
-
-
 def test_a_shared_expert_with_a_gate():
     """Qwen1.5-MoE-A2.7B: 14.3e9 parameters, 2.7e9 of them active, as published."""
     config = qwen25(2048, 24, 16, 16, 5632, vocabulary=151936) | {"model_type": "qwen2_moe", "num_experts": 60}
@@ -190,6 +82,25 @@ def test_nemotron_3_super_by_hand():
     assert model.kv_bytes_per_token == 8 * 2 * 2 * 128 * 2 == 8192
     assert model.attention_width == pytest.approx(8 * 4096 / 44)
     assert model.feed_forward_width == pytest.approx(40 * (22 * 2688 + 5376) / 44 / 2)
+
+
+def test_gpt_oss_20b_by_hand():
+    """Every second layer sees 128 tokens only. Experts, router, queries, keys, values and output have biases."""
+    model = model_from_huggingface(gpt_oss(24, 32), "it")
+    expert = 3 * 2880 * 2880 + 2 * 2880 + 2880
+    assert model.expert_parameters == 24 * 32 * expert
+    attention = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
+    dense = 24 * (attention + 2 * 2880 + 2880 * 32 + 32) + 2880 + 2 * 201088 * 2880
+    assert model.active_parameters == dense + 24 * 4 * expert
+    assert model.kv_bytes_per_token == 12 * 2 * 8 * 64 * 2
+    assert (model.attention_width, model.expert_layers) == (64 * 64 / 2, None)
+
+
+def test_layers_of_experts_are_counted():
+    """Kimi-K2 has one dense layer of 61, GLM-4.5 three of 92: a token passes 8 experts and a shared one in the rest."""
+    kimi, glm = (model_from_huggingface(COUNTED[name][0], name) for name in ("Kimi-K2", "GLM-4.5"))
+    assert (kimi.expert_layers, glm.expert_layers) == (60, 89)
+    assert glm.feed_forward_width == pytest.approx((89 * 9 * 1536 + 3 * 12288) / 92)
 
 
 def test_nemotron_layers_named_instead_of_lettered():
