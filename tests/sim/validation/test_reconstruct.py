@@ -78,7 +78,7 @@ def test_a_model_that_is_not_catalogued_is_stood_in_for_by_the_nearest(model, gp
             "Frobnicator",
             "model 'Frobnicator' is not in the catalogue and has no size in its name, such as 7B or 30B-A3B",
         ),
-        ("Mixtral-8x7B", "model 'Mixtral-8x7B' is not in the catalogue and has no size in its name"),
+        ("Frobnicator-8x7B", "model 'Frobnicator-8x7B' is not in the catalogue and has no size in its name"),
         ("", "model is not published"),
     ],
 )
