@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import Decode, PrefillConfig
+from pipelinerl.util.limits import LONGEST_S
 from sim.clock import to_ticks
 
 
@@ -42,9 +44,19 @@ def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> Deco
     """Return the decode cost of one engine of ``num_slots`` slots.
 
     Raises:
-        ConfigError: If a table of utilisations cannot be read.
+        ConfigError: If a table of utilisations cannot be read, or it makes steps too long.
     """
     step = DecodeStep(decode, tensor_parallel=tensor_parallel, most=num_slots)
+    for sequences, seconds in enumerate(step.batch_s[1:], start=1):
+        if not seconds <= LONGEST_S * (1 + sequences):  # as long as the largest coefficients of ``affine`` make it
+            raise ConfigError(
+                f"hardware.decode must give steps of at most {LONGEST_S:g} s and as much per sequence, "
+                f"got {seconds:g} s for {sequences} sequences"
+            )
+    if not step.context_s <= LONGEST_S:
+        raise ConfigError(
+            f"hardware.decode must give steps of at most {LONGEST_S:g} s per token of context, got {step.context_s:g} s"
+        )
     # A step lasts a tick at least: time must go on.
     batch_ticks = (max(1, to_ticks(seconds)) for seconds in step.batch_s[1 : num_slots + 1])
     return DecodeCost(batch_ticks=(0, *batch_ticks), context_ticks=to_ticks(step.context_s))

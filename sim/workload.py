@@ -39,12 +39,11 @@ from pydantic import Field
 from pipelinerl.config.workload import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean
+from pipelinerl.util.limits import MOST_TOKENS
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
-MAX_TOKENS = 10**9
-"""Largest number of tokens in a length source or configuration; more is taken for a mistake."""
 CV_RANGE = (1e-6, 1e3)
 """Log-normal ``cv`` for which the closed form neither divides by zero nor overflows."""
 
@@ -57,9 +56,9 @@ class AnswerRow(StrictModel):
 
     prompt_id: str
     """Rows of the same prompt make a group."""
-    response_tokens: int = Field(ge=0, le=MAX_TOKENS)
+    response_tokens: int = Field(ge=0, le=MOST_TOKENS)
     """Length of the answer (tokens)."""
-    prompt_tokens: int | None = Field(default=None, ge=0, le=MAX_TOKENS)
+    prompt_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     """Length of the prompt (tokens)."""
     correct: int | None = Field(default=None, ge=0, le=1)
     """1 if the answer was correct, else 0."""
@@ -101,10 +100,6 @@ class Workload:
     """
 
     def __init__(self, config: WorkloadConfig, *, seed: int) -> None:
-        if config.length.max > MAX_TOKENS:
-            raise ConfigError(f"workload.length.max must be at most {MAX_TOKENS}, got {config.length.max}")
-        if config.prompt_tokens > MAX_TOKENS:
-            raise ConfigError(f"workload.prompt_tokens must be at most {MAX_TOKENS}, got {config.prompt_tokens}")
         self._config = config
         self._seed = seed
         self._groups_per_block = max(1, DRAWS_PER_BLOCK // config.group_size)

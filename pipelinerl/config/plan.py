@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.scheduler.kinds import CONVENTIONAL, PIPELINE, ScheduleKind
+from pipelinerl.util.limits import Count, CountOrZero
 from pipelinerl.util.strict_model import StrictModel
 
-Count = Annotated[int, Field(ge=1)]
 Values = Annotated[list[Count], Field(min_length=1)]
 
 
@@ -36,9 +36,9 @@ class PlanConfig(StrictModel):
     """Sequences per optimizer step. None: the run file's."""
     ready_queue_size: Values | None = None
     """Finished rollouts that may wait for the trainer, pipeline only. None: the run file's, or 2 B."""
-    max_lag: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1)
+    max_lag: list[CountOrZero] | None = Field(default=None, min_length=1)
     """Bounds on the lag that the pipeline is to keep by waiting (optimizer steps). None: ``lag_limit``."""
-    lag_limit: int | None = Field(default=None, ge=0)
+    lag_limit: CountOrZero | None = None
     """Largest lag allowed of any trained token (optimizer steps). None: ``scheduler.max_lag``."""
     mean_lag_limit: float | None = Field(default=None, ge=0)
     """Largest mean lag allowed (optimizer steps)."""
@@ -50,9 +50,9 @@ class PlanConfig(StrictModel):
     """Money that ``optimizer_steps`` may cost (USD)."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Price of a GPU-hour (USD). None: the catalogue's."""
-    simulate: int = Field(default=20, ge=1)
+    simulate: Count = 20
     """Survivors of the screening that are simulated (count)."""
-    simulate_steps: int = Field(default=200, ge=1)
+    simulate_steps: Count = 200
     """Optimizer steps of each simulation (count)."""
 
     @property

@@ -8,15 +8,16 @@ from pydantic import Field, model_validator
 
 from pipelinerl.config.train import Temperature
 from pipelinerl.rl.config import LossConfig
+from pipelinerl.util.limits import Count, CountOrZero
 from pipelinerl.util.strict_model import StrictModel
 
 
 class WarmStartConfig(StrictModel):
     """The base model: supervised training on demonstrations before the run begins, in no simulated time."""
 
-    steps: int = Field(default=400, ge=0)
+    steps: CountOrZero = 400
     """Supervised optimizer steps (count)."""
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: Count = 64
     """Demonstrations per step (sequences)."""
     learning_rate: float = Field(default=3e-3, gt=0)
     """Adam's largest rate, from which it falls linearly to a tenth (no unit)."""
@@ -35,7 +36,7 @@ class PolicyConfig(StrictModel):
     """Transformer blocks (count)."""
     width: int = Field(default=64, ge=1, le=4096)
     """Width of the residual stream (count)."""
-    heads: int = Field(default=4, ge=1)
+    heads: Count = 4
     """Attention heads (count); divides ``width``."""
     temperature: Temperature = 1.0
     """Softmax temperature of sampling, training and importance weights (no unit)."""

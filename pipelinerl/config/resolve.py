@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.derive import derive_hardware
@@ -22,6 +25,8 @@ from pipelinerl.hardware.tables import (
     ResolvedHardware,
     WeightTransferConfig,
 )
+from pipelinerl.util.explain import explain
+from pipelinerl.util.strict_model import StrictModel
 
 
 def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:
@@ -49,15 +54,21 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
         values = run_coefficients(config, gpu, model, training_accelerators=trainers, longest=longest)
         if given.kv_cache_tokens is None:
             check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
-        derived = derive_hardware(
-            gpu,
-            model,
-            tensor_parallel=tensor_parallel,
-            training_accelerators=trainers,
-            colocated=config.colocated,
-            coefficients=values,
-            zero_stage=zero_stage_of(config),
-        )
+        try:
+            derived = derive_hardware(
+                gpu,
+                model,
+                tensor_parallel=tensor_parallel,
+                training_accelerators=trainers,
+                colocated=config.colocated,
+                coefficients=values,
+                zero_stage=zero_stage_of(config),
+            )
+        except ValidationError as error:
+            raise ConfigError(
+                "hardware.gpu, hardware.model and hardware.coefficients give a table that a run file could not have: "
+                f"{error.title}.{explain(error, StrictModel)[0]}"
+            ) from None
         missing = {name: getattr(derived, name) for name in type(derived).model_fields}
     tables |= {name: missing[name] for name, value in tables.items() if value is None and name in missing}
     return ResolvedHardware.model_construct(**tables)

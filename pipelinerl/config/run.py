@@ -16,18 +16,19 @@ from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.kinds import make_scheduler
+from pipelinerl.util.limits import MOST_ROLLOUTS, Accelerators, Count
 from pipelinerl.util.strict_model import StrictModel
 
 
 class ClusterConfig(StrictModel):
     """Number of accelerators and their division between generation and training."""
 
-    accelerators: int = Field(ge=1)
+    accelerators: Accelerators
     """Accelerators in all (count). Paper symbol N."""
-    generation_accelerators: int | None = Field(default=None, ge=1)
+    generation_accelerators: Accelerators | None = None
     """Accelerators that generate (count); the others train. Paper symbol I. Not read by conventional and
     partial_rollouts, which generate and train on all of them in turn."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: Accelerators = 1
     """Accelerators of one engine (count)."""
 
 
@@ -36,7 +37,7 @@ class RunConfig(StrictModel):
 
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream. The same seed gives the same bytes in simulation."""
-    optimizer_steps: int = Field(ge=1)
+    optimizer_steps: Count
     """Optimizer steps to make (count)."""
     cluster: ClusterConfig
     """Number of accelerators and their division between generation and training."""
@@ -147,6 +148,7 @@ class RunConfig(StrictModel):
                 "scheduler.ready_queue_size must be at least train_batch_size, got "
                 f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
             )
+        self._check_rollouts()
         self._check_max_lag()
         if self.plan is not None and self.plan.min_ess is not None and self.drift is None:
             raise ValueError(
@@ -167,6 +169,22 @@ class RunConfig(StrictModel):
                 f"tokens, got kv_cache_tokens={capacity}"
             )
         return self
+
+    def _check_rollouts(self) -> None:
+        """Raise ValueError if more rollouts could be there at once than memory holds."""
+        scheduler, engines = self.scheduler, self.num_engines
+        slots = engines * scheduler.generation_batch_size
+        if slots > MOST_ROLLOUTS:
+            raise ValueError(
+                f"scheduler.generation_batch_size must give all engines at most {MOST_ROLLOUTS} sequences together, "
+                f"got generation_batch_size={scheduler.generation_batch_size} on {engines} engines"
+            )
+        steps = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
+        if steps * scheduler.train_batch_size > MOST_ROLLOUTS:
+            raise ValueError(
+                f"scheduler.optimizer_steps_per_rl_step must give an RL step at most {MOST_ROLLOUTS} sequences, got "
+                f"optimizer_steps_per_rl_step={steps}, train_batch_size={scheduler.train_batch_size}"
+            )
 
     def _check_max_lag(self) -> None:
         """Raise ValueError if some batch has a larger lag whatever happens."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
 from pipelinerl.scheduler.kinds import CONVENTIONAL, KINDS, PARTIAL_ROLLOUTS, PIPELINE, ScheduleKind
+from pipelinerl.util.limits import Count, CountOrZero
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.user_code import named_attribute
 
@@ -46,31 +47,31 @@ class SchedulerConfig(StrictModel):
     (conventional, but an RL step begins as soon as enough rollouts are ready; the unfinished ones stand still, go on
     after it on a KV cache computed again, and are trained on later; ``weight_update`` is not read), or your own,
     ``package.module:ATTRIBUTE`` of a ``ScheduleKind``."""
-    train_batch_size: int = Field(ge=1)
+    train_batch_size: Count
     """Sequences per optimizer step (count). Paper symbol B."""
-    generation_batch_size: int = Field(ge=1)
+    generation_batch_size: Count
     """Sequences in progress per engine, at most (count). Paper symbol H."""
-    optimizer_steps_per_rl_step: int = Field(default=1, ge=1)
+    optimizer_steps_per_rl_step: Count = 1
     """Optimizer steps per RL step (count), not pipeline. Paper symbol G."""
-    publish_every: int = Field(default=1, ge=1)
+    publish_every: Count = 1
     """Optimizer steps from one publication to the next (count), pipeline only."""
     partial_rollouts: bool = False
     """With ``kind = "conventional"``: the same as ``kind = "partial_rollouts"``."""
-    micro_batch_size: int | None = Field(default=None, ge=1)
+    micro_batch_size: Count | None = None
     """Sequences the trainer starts on as soon as they are ready (count). None: the whole batch at once."""
-    max_lag: int | None = Field(default=None, ge=0)
+    max_lag: CountOrZero | None = None
     """Largest lag of any trained token, in optimizer steps. None: unbounded."""
     weight_update: WeightUpdate = Field(default=WeightUpdate.KEEP, strict=False)
     """What happens to rollouts in progress when new weights arrive."""
     on_stale: OnStale = Field(default=OnStale.TRAIN, strict=False)
     """How ``max_lag`` is kept: by waiting (train), or by discarding (drop, requeue)."""
-    ready_queue_size: int | None = Field(default=None, ge=1)
+    ready_queue_size: Count | None = None
     """Finished rollouts that may wait for the trainer (sequences). None: 2 B."""
     on_full: OnFull = Field(default=OnFull.WAIT, strict=False)
     """What happens when the ready queue is full."""
     filter_no_signal: bool = False
     """Discard groups whose rewards are all equal, and start others in their place."""
-    discard_limit: int = Field(default=1_000_000, ge=1)
+    discard_limit: Count = 1_000_000
     """Rollouts discarded, aborted or failed between two optimizer steps before the run counts as stalled (count)."""
 
     @property

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.rl.config import LossConfig, TaskConfig
+from pipelinerl.util.limits import Count, CountOrZero, Tokens
 from pipelinerl.util.strict_model import StrictModel
 
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
@@ -35,7 +36,7 @@ class OptimizerConfig(StrictModel):
     """Largest learning rate (no unit)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to zero at the last optimizer step."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: CountOrZero = 0
     """Optimizer steps of linear warm-up."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of gradients (no unit)."""
@@ -54,7 +55,7 @@ class DeepSpeedConfig(StrictModel):
     """Kind of trainer."""
     zero_stage: int = Field(default=2, ge=0, le=3)
     """Parts that are split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
-    pack_tokens: int = Field(default=16384, ge=1)
+    pack_tokens: Tokens = 16384
     """Tokens of one forward pass on one rank: sequences are packed up to here (tokens)."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
@@ -73,13 +74,13 @@ class VLLMConfig(StrictModel):
     """Kind of engines."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that an engine takes (no unit). Colocated: together with the trainer's."""
-    cpu_kv_cache_gib: int = Field(default=1, ge=1)
+    cpu_kv_cache_gib: Count = 1
     """KV cache of one engine on CPU (GiB)."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """Seconds an engine may take to start."""
     update_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds each phase of a weight update may take (pause, transfer, resume)."""
-    restarts: int = Field(default=3, ge=0)
+    restarts: CountOrZero = 3
     """Times a lost engine is started again, in all, before the run fails (count)."""
 
 
@@ -90,16 +91,16 @@ EngineConfig = VLLMConfig
 class CheckpointConfig(StrictModel):
     """Checkpoints, from which a run can be resumed."""
 
-    every: int | None = Field(default=None, ge=1)
+    every: Count | None = None
     """Optimizer steps between checkpoints. None: only at the end and on Ctrl-C."""
-    keep: int = Field(default=2, ge=1)
+    keep: Count = 2
     """Newest checkpoints kept (count)."""
 
 
 class EvaluationConfig(StrictModel):
     """Held-out problems, answered before the first and after the last optimizer step."""
 
-    problems: int = Field(default=0, ge=0)
+    problems: CountOrZero = 0
     """Held-out problems (count). 0: no evaluation."""
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.util.limits import MOST, Count, Tokens, TokensOrZero
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -15,7 +16,7 @@ class LengthConfig(StrictModel):
     kind: Literal["fixed", "uniform", "lognormal", "empirical"]
     """``fixed``: always ``max``. ``uniform``: 1 .. ``max``. ``lognormal``: ``mean`` and ``cv``, cut at ``max``.
     ``empirical``: whole groups of real answers from ``source``, scaled to ``mean``, cut at ``max``."""
-    max: int = Field(ge=1)
+    max: Tokens
     """Longest answer, where generation is cut (tokens). Paper symbol L."""
     mean: float | None = Field(default=None, gt=0)
     """Mean length after the cut (tokens): needed by lognormal; empirical: None keeps the lengths of the source."""
@@ -23,7 +24,7 @@ class LengthConfig(StrictModel):
     """Standard deviation over mean before the cut (no unit), lognormal only."""
     source: str | None = None
     """Empirical only: the name of a shipped set, or the path of a CSV file (relative to the run file)."""
-    growth: float = Field(default=1.0, gt=0)
+    growth: float = Field(default=1.0, gt=0, le=MOST)
     """Factor on all lengths at the last optimizer step, reached linearly from 1 at the first (no unit)."""
 
     @model_validator(mode="after")
@@ -42,9 +43,9 @@ class LengthConfig(StrictModel):
 class WorkloadConfig(StrictModel):
     """The workload: prompts, answers, rewards."""
 
-    group_size: int = Field(default=1, ge=1)
+    group_size: Count = 1
     """Rollouts per prompt (count)."""
-    prompt_tokens: int = Field(default=0, ge=0)
+    prompt_tokens: TokensOrZero = 0
     """Length of every prompt (tokens); a length source that has its own prompt lengths is not asked for them."""
     success_rate: float = Field(default=0.5, ge=0, le=1)
     """Probability that a rollout is rewarded with 1 and not 0, where the length source does not say."""

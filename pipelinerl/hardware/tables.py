@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from pipelinerl.hardware.coefficients import Level, checked_coefficients
+from pipelinerl.util.limits import CachedTokens, Count, PositiveSeconds, Seconds
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -42,7 +43,7 @@ class UtilisationDecode(TimedTable):
     SIZES = ("kind", "table")
 
     kind: Literal["utilisation"]
-    flash_s: float = Field(gt=0)
+    flash_s: PositiveSeconds
     """Seconds of one flash: least time for one token on one accelerator, FLOPs per token / peak FLOP/s (eq. 9)."""
     table: str | None = None
     """CSV file with columns ``batch,utilisation`` measured by the user. None: the curve fitted to the paper."""
@@ -55,11 +56,11 @@ class AffineDecode(TimedTable):
     SIZES = ("kind",)
 
     kind: Literal["affine"]
-    step_s: float = Field(gt=0)
+    step_s: PositiveSeconds
     """Seconds per step, whatever it holds."""
-    sequence_s: float = Field(default=0.0, ge=0)
+    sequence_s: Seconds = 0.0
     """Seconds per step and sequence."""
-    context_token_s: float = Field(default=0.0, ge=0)
+    context_token_s: Seconds = 0.0
     """Seconds per step and token of context."""
 
 
@@ -87,10 +88,10 @@ class RooflineDecode(TimedTable):
     """Bytes of one weight."""
     kv_bytes_per_token: float = Field(ge=0)
     """Bytes of KV cache per token of context: 2 * layers * KV heads * head size * bytes."""
-    experts: int | None = Field(default=None, ge=1)
+    experts: Count | None = None
     """Routed experts of one layer (count), of which a step reads those that a sequence of its batch goes through.
     None: there are none."""
-    experts_per_token: int | None = Field(default=None, ge=1)
+    experts_per_token: Count | None = None
     """Routed experts that a token goes through in one layer (count)."""
     expert_parameters: float | None = Field(default=None, gt=0)
     """Parameters of the routed experts of all layers together (count)."""
@@ -100,9 +101,9 @@ class RooflineDecode(TimedTable):
     """Share of the bandwidth reached while reading the KV cache (no unit)."""
     flops_efficiency: float = Field(default=0.7, gt=0, le=1)
     """Share of the peak reached by the matrix products (no unit)."""
-    step_overhead_s: float = Field(default=1.2e-3, ge=0)
+    step_overhead_s: Seconds = 1.2e-3
     """Seconds per step of the engine itself."""
-    sequence_overhead_s: float = Field(default=1.07e-5, ge=0)
+    sequence_overhead_s: Seconds = 1.07e-5
     """Seconds per step and sequence of the engine itself."""
 
     @model_validator(mode="after")
@@ -134,11 +135,11 @@ class PrefillConfig(TimedTable):
 
     SECONDS = ("sequence_s", "token_s", "token_squared_s")
 
-    sequence_s: float = Field(default=0.0, ge=0)
+    sequence_s: Seconds = 0.0
     """Seconds per sequence."""
-    token_s: float = Field(default=0.0, ge=0)
+    token_s: Seconds = 0.0
     """Seconds per token."""
-    token_squared_s: float = Field(default=0.0, ge=0)
+    token_squared_s: Seconds = 0.0
     """Seconds per squared token (attention)."""
 
 
@@ -151,15 +152,15 @@ class TrainingConfig(TimedTable):
     SECONDS = ("token_s", "token_squared_s", "step_s", "micro_batch_s")
     SIZES = ("sequence_accelerators",)
 
-    token_s: float = Field(ge=0)
+    token_s: Seconds
     """Accelerator-seconds per token, prompt tokens included. Paper symbol tau (there in flashes)."""
-    token_squared_s: float = Field(default=0.0, ge=0)
+    token_squared_s: Seconds = 0.0
     """Accelerator-seconds per squared token of a sequence, prompt included (attention)."""
-    step_s: float = Field(default=0.0, ge=0)
+    step_s: Seconds = 0.0
     """Seconds per optimizer step, whatever it holds."""
-    micro_batch_s: float = Field(default=0.0, ge=0)
+    micro_batch_s: Seconds = 0.0
     """Seconds per micro-batch, whatever it holds."""
-    sequence_accelerators: int | None = Field(default=None, ge=1)
+    sequence_accelerators: Count | None = None
     """Accelerators that share one sequence, a rank of the trainer (count): 1 under ZeRO. A micro-batch lasts at least
     as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
 
@@ -167,33 +168,33 @@ class TrainingConfig(TimedTable):
 class WeightTransferConfig(StrictModel):
     """Seconds between an optimizer step and engines that sample with its weights."""
 
-    publish_s: float = Field(default=0.0, ge=0)
+    publish_s: Seconds = 0.0
     """Seconds the trainer stands still to publish."""
-    transfer_s: float = Field(default=0.0, ge=0)
+    transfer_s: Seconds = 0.0
     """Seconds from the publication until the weights are at the engines, which go on generating meanwhile."""
-    pause_s: float = Field(default=0.0, ge=0)
+    pause_s: Seconds = 0.0
     """Seconds an engine stands still, between two decode steps, to load them."""
 
 
 class PhaseSwitchConfig(StrictModel):
     """Seconds in which colocated accelerators neither generate nor train."""
 
-    to_training_s: float = Field(default=0.0, ge=0)
+    to_training_s: Seconds = 0.0
     """Seconds from the end of generation to the start of training (offload the engine, load the trainer)."""
-    to_generation_s: float = Field(default=0.0, ge=0)
+    to_generation_s: Seconds = 0.0
     """Seconds from the end of publishing to the start of generation."""
 
 
 class LatencyConfig(StrictModel):
     """Seconds that pass outside engines and trainer."""
 
-    dispatch_s: float = Field(default=0.0, ge=0)
+    dispatch_s: Seconds = 0.0
     """Seconds from the scheduler's decision to the arrival of a rollout at its engine, at least."""
-    dispatch_jitter_s: float = Field(default=0.0, ge=0)
+    dispatch_jitter_s: Seconds = 0.0
     """Mean of the exponential delay on top of ``dispatch_s``, drawn per rollout (seconds)."""
-    reward_s: float = Field(default=0.0, ge=0)
+    reward_s: Seconds = 0.0
     """Seconds to score a finished rollout."""
-    preprocess_s: float = Field(default=0.0, ge=0)
+    preprocess_s: Seconds = 0.0
     """Seconds to prepare a scored rollout for training (reference log-probabilities, packing)."""
 
 
@@ -215,7 +216,7 @@ class HardwareConfig(StrictModel):
     """One decode step of an engine. None: derived from gpu and model."""
     prefill: PrefillConfig | None = None
     """Filling the KV cache of a prompt. None: derived, or free."""
-    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    kv_cache_tokens: CachedTokens | None = None
     """KV-cache capacity of one engine (tokens). None: derived from gpu and model, or unlimited without them."""
     training: TrainingConfig | None = None
     """The trainer's step. None: derived from gpu and model."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from pipelinerl.util.limits import Tokens, TokensOrZero
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -16,11 +17,11 @@ class TaskConfig(StrictModel):
     """``arithmetic``, ``math``, or a user's own: ``package.module:attribute`` (docs/training.md says how)."""
     settings: dict[str, Any] = {}
     """Keyword arguments of the task."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_prompt_tokens: Tokens = 1024
     """Longest prompt (tokens); rollouts of longer ones fail."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which the rollout whose reward is still missing fails."""
-    overlong_tokens: int = Field(default=0, ge=0)
+    overlong_tokens: TokensOrZero = 0
     """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
 
 

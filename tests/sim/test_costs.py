@@ -3,10 +3,18 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import message
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import parse_run
-from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.hardware.tables import (
+    LatencyConfig,
+    PhaseSwitchConfig,
+    PrefillConfig,
+    TrainingConfig,
+    WeightTransferConfig,
+)
+from pipelinerl.util.limits import LONGEST_S
 from sim.clock import to_seconds, to_ticks
 from sim.costs import PrefillCost, decode_cost, prefill_cost
 from sim.run import simulate
@@ -96,3 +104,48 @@ def test_the_simulator_charges_attention_by_squared_length():
         "hardware": hardware,
     }
     assert simulate(parse_run(tables)).duration_s == pytest.approx(100.0, abs=1e-6)
+
+
+# ----------------------------------------------------------------------------------- extreme numbers
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off", "partial_rollouts"])
+def test_a_run_with_every_time_at_its_largest_ends(kind):
+    """All sums are of whole numbers without a largest, but for the delay drawn at random, which fits into 64 bits."""
+    times = {
+        "decode": {"kind": "affine", **dict.fromkeys(("step_s", "sequence_s", "context_token_s"), LONGEST_S)},
+        "prefill": dict.fromkeys(PrefillConfig.SECONDS, LONGEST_S),
+        "training": dict.fromkeys(TrainingConfig.SECONDS, LONGEST_S),
+        "weights": dict.fromkeys(WeightTransferConfig.model_fields, LONGEST_S),
+        "switch": dict.fromkeys(PhaseSwitchConfig.model_fields, LONGEST_S),
+        "latency": dict.fromkeys(LatencyConfig.model_fields, LONGEST_S),
+    }
+    config = parse_run(
+        {
+            "optimizer_steps": 3,
+            "cluster": {"accelerators": 4, "generation_accelerators": 2},
+            "scheduler": {"kind": kind, "train_batch_size": 2, "generation_batch_size": 2},
+            "workload": {"length": {"kind": "fixed", "max": 100, "growth": 1e6}},
+            "hardware": times,
+        }
+    )
+    report = simulate(config)
+    assert report.complete
+    assert report.duration_s > LONGEST_S * 100**2
+
+
+def test_steps_that_hardly_ever_end_are_one_line():
+    roofline = {
+        "kind": "roofline",
+        "peak_flops": 1e15,
+        "bandwidth": 1e12,
+        "parameters_read": 1e9,
+        "parameters_active": 1e9,
+        "kv_bytes_per_token": 1000.0,
+    }
+    for change in ({"weight_efficiency": 1e-308}, {"parameters_active": 1e308}):
+        line = message(cost_of, {**roofline, **change})
+        assert line.startswith("hardware.decode must give steps of at most 100000 s and as much per sequence, got ")
+    assert message(cost_of, {**roofline, "kv_bytes_per_token": 7.5e307}) == (
+        "hardware.decode must give steps of at most 100000 s per token of context, got 1e+296 s"
+    )

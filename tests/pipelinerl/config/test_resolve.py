@@ -118,6 +118,19 @@ def test_a_reserve_larger_than_the_memory_never_fits():
     assert "0.0 GB are available; none is large enough" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("training_step_s", 1e308, "TrainingConfig.step_s must be at most 100000, got 1e+308"),
+        ("layer_overhead_s", 1e308, "RooflineDecode.step_overhead_s must be a number, got Infinity"),
+    ],
+)
+def test_coefficients_that_give_a_table_out_of_range_are_one_line(name, value, fault):
+    assert message(resolved_hardware, by_name(coefficients={name: value})) == (
+        "hardware.gpu, hardware.model and hardware.coefficients give a table that a run file could not have: " + fault
+    )
+
+
 def run_values(config, *, accelerators=8, longest=9000):
     return run_coefficients(config, H100, QWEN7B, training_accelerators=accelerators, longest=longest)
 

@@ -1,6 +1,7 @@
 """The line for every fault of a run file: key, rule and value."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from run_tables import DECODES, EVERY_KEY, faults, tiny, tiny_faults
 
 from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.util.limits import LONGEST_S
 
 # ----------------------------------------------------------------------------------------- faults
 
@@ -63,6 +65,56 @@ WHOLE = {key for key, value, _ in NUMBERS if isinstance(value, int)}
 def test_a_count_is_at_least_one(key: str, value: int) -> None:
     (data,) = [data for one, _, data in NUMBERS if one == key]
     assert faults(with_overrides(data, [f"{key}={value}"])) == [f"run: {key} must be at least 1, got {value}"]
+
+
+NO_COUNTS = {"seed", "policy.warm_start.seed", "train.trainer.zero_stage"}
+
+
+@pytest.mark.parametrize("key", sorted(WHOLE - NO_COUNTS))
+def test_a_count_has_a_largest_value(key: str) -> None:
+    (data,) = [data for one, _, data in NUMBERS if one == key]
+    (line,) = faults(with_overrides(data, [f"{key}={2**63}"]))
+    assert re.fullmatch(rf"run: {key} must be at most [\de+]+, got {2**63}", line)
+
+
+def test_so_has_a_count_in_a_list() -> None:
+    assert faults(with_overrides(EVERY_KEY, [f"plan.generation_batch_size=[{2**63}]"])) == [
+        f"run: plan.generation_batch_size.0 must be at most 1e+06, got {2**63}"
+    ]
+
+
+TIMES = [case for case in NUMBERS if case[0].startswith("hardware.") and case[0].endswith("_s")]
+
+
+@pytest.mark.parametrize(("key", "value", "data"), TIMES, ids=[case[0] for case in TIMES])
+def test_a_time_of_the_hardware_has_a_largest_value(key: str, value: float, data: dict[str, Any]) -> None:
+    assert value < LONGEST_S
+    parse_run(with_overrides(data, [f"{key}={LONGEST_S}"]))
+    assert faults(with_overrides(data, [f"{key}=1e308"])) == [f"run: {key} must be at most 100000, got 1e+308"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            [
+                "cluster.accelerators=100",
+                "cluster.generation_accelerators=99",
+                "scheduler.generation_batch_size=101011",
+            ],
+            "scheduler.generation_batch_size must give all engines at most 10000000 sequences together, got "
+            "generation_batch_size=101011 on 99 engines",
+        ),
+        (
+            ["scheduler.kind=one_step_off", "scheduler.optimizer_steps_per_rl_step=1000000", "optimizer_steps=1"],
+            "scheduler.optimizer_steps_per_rl_step must give an RL step at most 10000000 sequences, got "
+            "optimizer_steps_per_rl_step=1000000, train_batch_size=1000",
+        ),
+    ],
+)
+def test_slots_and_rl_steps_hold_no_more_rollouts_than_memory(changes: list[str], line: str) -> None:
+    sizes = ["scheduler.train_batch_size=1000", "scheduler.ready_queue_size=1000"]
+    assert tiny_faults(*sizes, *changes) == [f"run: {line}"]
 
 
 @pytest.mark.parametrize("key", ["policy.temperature", "train.sampling.temperature"])

@@ -19,6 +19,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.tables import Decode
 from pipelinerl.scheduler.events import OnFull, OnStale, WeightUpdate
+from pipelinerl.util.limits import LONGEST_S, MOST
 
 # ---------------------------------------------------------------------------------------- reading
 
@@ -212,7 +213,8 @@ def test_paths_in_the_overrides_of_a_comparison_are_relative_to_the_run_file(tmp
 
 # ----------------------------------------------------------------------------- the way there and back
 
-seconds = st.floats(0, 1e6)
+seconds = st.floats(0, LONGEST_S)
+above_0_s = st.floats(1e-12, LONGEST_S)
 positive = st.floats(1e-12, 1e18)
 share = st.floats(0.0, 1.0, exclude_min=True)
 words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
@@ -224,8 +226,8 @@ def table(required: dict[str, Any], optional: dict[str, Any]) -> st.SearchStrate
 
 
 decodes = st.one_of(
-    table({"kind": st.just("utilisation"), "flash_s": positive}, {"table": paths}),
-    table({"kind": st.just("affine"), "step_s": positive}, {"sequence_s": seconds, "context_token_s": seconds}),
+    table({"kind": st.just("utilisation"), "flash_s": above_0_s}, {"table": paths}),
+    table({"kind": st.just("affine"), "step_s": above_0_s}, {"sequence_s": seconds, "context_token_s": seconds}),
     table(
         {"kind": st.just("roofline"), "kv_bytes_per_token": st.floats(0, 1e6)}
         | dict.fromkeys(("peak_flops", "bandwidth"), st.floats(1e9, 1e18))
@@ -249,7 +251,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
     means = st.floats(1.0, longest, exclude_max=True)
     kind = draw(st.sampled_from(["fixed", "uniform", "lognormal", "empirical"]))
     needed = {"lognormal": {"mean": means, "cv": positive}, "empirical": {"source": words | paths}}.get(kind, {})
-    length = table({"kind": st.just(kind), "max": st.just(longest)} | needed, {"growth": positive})
+    length = table({"kind": st.just(kind), "max": st.just(longest)} | needed, {"growth": st.floats(1e-12, MOST)})
     rl_step = draw(st.integers(1, 9))
     scheduler = table(
         {"train_batch_size": st.just(batch), "generation_batch_size": st.integers(1, 512)},
@@ -264,7 +266,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
             "ready_queue_size": st.integers(batch, 10**4),
             "on_full": st.sampled_from([one.value for one in OnFull]),
             "filter_no_signal": st.booleans() if group_size > 1 else st.just(False),
-            "discard_limit": st.integers(1, 10**9),
+            "discard_limit": st.integers(1, MOST),
         },
     )
     workload = table(
