@@ -68,7 +68,8 @@ def fit_decode(result: HardwareFit, times: TraceTimes) -> None:
         for _ in range(4):
             lives = times.lives(max(0.0, way_s), step_s)
             rest_s = lives.seconds - result.decode_s(lives, np.full(len(lives.seconds), size))
-            way_s = float(rest_s.sum() / lives.lives.sum())
+            # Nobody is longer on the way than the shortest life; without that, errors in the rest can grow by turns.
+            way_s = min(times.shortest_life_s, float(rest_s.sum() / lives.lives.sum()))
     else:
         table = dict(result.table)
         for together in (False, True):

@@ -126,6 +126,11 @@ class TraceTimes:
     """Stretches between two updates; None: too few."""
     engines: list[EngineLog] = field(default_factory=list)
 
+    @property
+    def shortest_life_s(self) -> float:
+        """Shortest time from a command to start a rollout until it left its engine (seconds)."""
+        return min(life.end_s - life.start_s for log in self.engines for life in log.lived)
+
     def lives(
         self, dispatch_s: float = 0.0, step_s: StepSeconds | None = None, *, together: bool = True
     ) -> DecodeTimes:

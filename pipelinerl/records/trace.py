@@ -37,8 +37,9 @@ from pipelinerl.scheduler.events import (
 
 FORMAT = "pipelinerl-trace"
 """Name of the format in the first line."""
-FORMAT_VERSION = 3
-"""Raised when a reader of the old format could misread the new one."""
+FORMAT_VERSION = 4
+"""Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
+an old trace would not replay. 4: rollouts being scored take places in the ready queue."""
 
 T = TypeVar("T")
 
@@ -141,7 +142,8 @@ class Trace:
             raise TraceError(f"{path} is not a trace: its first line must be a {FORMAT} header")
         if header.get("format_version") != FORMAT_VERSION:
             raise TraceError(
-                f"{path} has trace format version {header.get('format_version')}, this program reads {FORMAT_VERSION}"
+                f"{path} has trace format version {header.get('format_version')}, this program reads {FORMAT_VERSION}; "
+                "the version of the program that wrote it reads it"
             )
         try:
             self.config = parse_run(header.get("config", {}), name=f"{path}, line 1")

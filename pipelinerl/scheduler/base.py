@@ -165,17 +165,13 @@ class Scheduler(ABC):
         commands: list[Command] = []
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
-            group = self._pool.leave_engine(event.rollout_id, event.engine, event.spans)
+            self._pool.finish(event.rollout_id, event.engine, event.spans)
             self._fill(commands)  # all that a free slot can change
-            if event.reward is None:
-                self._pool.await_score(group, event.rollout_id)
-            elif self._pool.score(group, event.rollout_id, event.reward, commands):
-                self._group_scored(group, commands)
+            if event.reward is not None:
+                self._scored(event.rollout_id, event.reward, commands)
             return commands
         if isinstance(event, RolloutScored):
-            group = self._pool.awaited(event.rollout_id)
-            if self._pool.score(group, event.rollout_id, event.reward, commands):
-                self._group_scored(group, commands)
+            self._scored(event.rollout_id, event.reward, commands)
             return commands
         match event:
             case TrainingFinished():
@@ -277,8 +273,12 @@ class Scheduler(ABC):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def _group_scored(self, group: RolloutGroup, commands: list[Command]) -> None:
-        """Queue a group whose rollouts are all scored, or discard it, and decide."""
+    def _scored(self, rollout_id: int, reward: float, commands: list[Command]) -> None:
+        """Record a score; queue the group if it was its last one, or discard it."""
+        group = self._pool.awaited(rollout_id)
+        if not self._pool.score(group, rollout_id, reward, commands):
+            self._fill(commands)  # all that it can change to be scored no more
+            return
         if self.settings.filter_no_signal and not group.rewards_differ:
             self._cancel(group, DiscardReason.NO_SIGNAL, commands)
         else:

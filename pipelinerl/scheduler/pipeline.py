@@ -16,8 +16,9 @@ generate in rounds are in ``rounds``; the rest of this text is about PipelineRL.
 ==================  ================================  ==================================================
 waiting             waits for                         is unblocked by
 ==================  ================================  ==================================================
-admission           a slot; room in the ready queue;  ``RolloutFinished``, ``StartTraining``,
-                    the lag gate (``max_lag``)        ``WeightsLoaded``, a discarded group
+admission           a slot; room in the ready queue;  ``RolloutFinished``, ``RolloutScored``,
+                    the lag gate (``max_lag``)        ``StartTraining``, ``WeightsLoaded``,
+                                                      a discarded group
 trainer             a micro-batch of ready groups;    ``RolloutScored``
                     a batch that is safe for the lag
 publication         all engines at the last version   ``WeightsLoaded``
@@ -25,11 +26,18 @@ publication         all engines at the last version   ``WeightsLoaded``
 
 The bound ``max_lag``, kept by waiting, and why the trainer never waits for ever: ``lag_bound``.
 
-The bounded ready queue, ``on_full = wait``: a group is admitted only if the rollouts in flight and those
-ready are then at most all slots and the ready queue together. So while engines are full,
-``ready_queue_size`` rollouts may be ready, and each slot that stays empty lends its place to one more; each
-batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of *ready* rollouts instead
-makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
+The bounded ready queue, ``on_full = wait``: a group is admitted only if then
+
+    in flight + being scored + ready <= slots + ready_queue_size =: R.
+
+So while engines are full, ``ready_queue_size`` rollouts may be ready or being scored, and each slot that stays empty
+lends its place to one more; each batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of
+*ready* rollouts instead makes engines drain and refill in turns: what is ready now was admitted a whole answer ago.)
+A scored rollout whose siblings are not all scored is in no term: long answers would keep their siblings' slots empty.
+But one of them is in flight or being scored; so of groups of n at most n R rollouts are live. Until the next admission
+the sum cannot come above R and the scored rollouts that waited for siblings when it was made. Alone (n = 1) none waits,
+and the sum never exceeds R. If the sum keeps a group out, something of it ends or is taken: were all of it ready, there
+would be more than ``ready_queue_size`` - n >= B - n of them, so B, which is a multiple of n.
 
 With ``drop`` and ``requeue`` there is no gate; groups that are too old are cancelled. While v is the next version, a
 group admitted after the engines have come above v - K (K for ``publish_every``) is not too old: so here too a batch
@@ -61,8 +69,10 @@ class PipelineScheduler(Scheduler):
 
     def _may_admit(self) -> bool:
         settings, size = self.settings, self._pool.group_size
-        if not self._drops_oldest and self.num_ready + self._pool.num_in_flight + size > self._room:
-            return False
+        if not self._drops_oldest:
+            pool = self._pool
+            if pool.num_in_flight + pool.num_scoring + self.num_ready + size > self._room:
+                return False
         if not self._waits:
             return True
         left = settings.train_batch_size - self._num_taken % settings.train_batch_size

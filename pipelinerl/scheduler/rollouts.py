@@ -139,11 +139,7 @@ class RolloutPool:
     # --------------------------------------------------------------------------------------- ending
 
     def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> RolloutGroup:
-        """Record that a rollout has left its engine; if it has finished, call ``await_score`` or ``score`` next.
-
-        Returns:
-            Its group.
-        """
+        """Record that a rollout has left its engine, and return its group."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != engine or engine == NOWHERE:
@@ -162,10 +158,15 @@ class RolloutPool:
         self.slots.free(engine)
         return group
 
-    def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
-        """Record that the score of a finished rollout of a group comes later."""
-        group.num_scoring += 1
+    def finish(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
+        """Record that a rollout has all its tokens and is being scored."""
+        self.leave_engine(rollout_id, engine, spans).num_scoring += 1
         self._scoring.add(rollout_id)
+
+    @property
+    def num_scoring(self) -> int:
+        """Rollouts being scored, those of cancelled groups included (count)."""
+        return len(self._scoring)
 
     def awaited(self, rollout_id: int) -> RolloutGroup:
         """Record that a rollout is not being scored any more; if it has a score, call ``score`` next.

@@ -81,9 +81,8 @@ class CommandChecks(HostileLedger):
     def check_admission(self, prompt_id):
         """A prompt that is to be tried again, or else a new one; and only while there is a place for the group.
 
-        With ``on_full = wait`` that means: ready + in flight + the new group <= slots + ``ready_queue_limit``. Until
-        the next admission only what is in flight or has finished by now can become ready. So the ready queue never
-        holds more than ``ready_queue_limit``, all slots, and what had finished without being ready at that time.
+        With ``on_full = wait`` that means: in flight + being scored + ready + the new group <= slots +
+        ``ready_queue_limit``. Until the next admission only scored rollouts that wait for siblings now can come on top.
         """
         if self.prompts_again:
             assert prompt_id == self.prompts_again.pop(0)
@@ -96,6 +95,7 @@ class CommandChecks(HostileLedger):
             assert self.num_generated(rl_step) + self.case.group_size <= self.rl_step_rollouts(rl_step)
         if self.pipeline and self.config.on_full is OnFull.WAIT:
             assert self.num_placed() + self.case.group_size <= self.num_places()
+            self.most_placed = self.num_places() + self.num_waiting_for_siblings()
         if self.gated:
             assert self.num_live + self.case.group_size <= self.allowance()
 
@@ -278,6 +278,9 @@ class CommandChecks(HostileLedger):
         """An idle trainer has a reason; the queue keeps its limit; and nobody waits for nobody."""
         if self.config.on_full is OnFull.DROP_OLDEST and self.pipeline:
             assert self.num_ready <= self.config.ready_queue_limit
+        elif self.pipeline:
+            assert self.num_placed() <= self.most_placed
+            assert self.num_live <= self.case.group_size * self.num_places()
         if self.training or self.publishing:
             return
         loading = min(self.reported_version) < self.published

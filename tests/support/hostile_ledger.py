@@ -131,6 +131,7 @@ class HostileLedger:
         self.groups = {}  # group id -> group, until all its rollouts have ended
         self.ended = []  # (id, engine) of all rollouts that have ended for ever
         self.num_groups = 0
+        self.most_placed = 0  # rollouts that may be in flight, being scored and ready until the next admission
         self.num_prompts = 0
         self.prompts_again = []  # prompts of stale groups, not yet started again
         self.ready = []  # ids of ready groups, in order of arrival
@@ -188,11 +189,15 @@ class HostileLedger:
         return self.config.train_batch_size * batches - self.num_taken % self.config.train_batch_size
 
     def num_places(self):
-        """Rollouts that may be in flight and ready together, when a group is admitted."""
+        """Rollouts that may be in flight, being scored and ready together, when a group is admitted."""
         return self.case.num_engines * self.config.generation_batch_size + self.config.ready_queue_limit
 
     def num_placed(self):
-        return self.num_ready + len(self.rollouts(Place.IN_FLIGHT))
+        return self.num_ready + len(self.rollouts(Place.IN_FLIGHT, Place.SCORING))
+
+    def num_waiting_for_siblings(self):
+        """Scored rollouts of groups that are not ready."""
+        return len(self.rollouts(Place.SCORED)) - self.num_ready
 
     def in_turn(self):
         """Ready groups in the order they are trained on: oldest token first under max_lag, else as they came."""

@@ -87,7 +87,7 @@ def test_a_trace_is_the_configuration_then_a_line_per_event_and_command(tmp_path
     header, *lines = lines_of(write(tmp_path / "trace", *(one for one, _ in EXAMPLES)))
     assert json.loads(header) == {
         "format": "pipelinerl-trace",
-        "format_version": 3,
+        "format_version": 4,
         "config": run().model_dump(mode="json", exclude_none=True),
     }
     assert lines == [f'{{"t":{float(time_s)},{text}}}' for time_s, (_, text) in enumerate(EXAMPLES)]
@@ -163,15 +163,17 @@ def header(version: str, config: str = "{}") -> str:
 
 
 NO_HEADER = "{path} is not a trace: its first line must be a pipelinerl-trace header"
+OLDER = "the version of the program that wrote it reads it"
 NO_TRACES: list[tuple[bytes | list[str], str]] = [
     (b"optimizer_steps = 5", "cannot read trace {path}: Not a gzipped file (b'op')"),
     (b"", NO_HEADER),
     *((lines, NO_HEADER) for lines in ([], ["{}"], ["[1]"], ["null"], ['{"format": "other"}'])),
-    ([header("1")], "{path} has trace format version 1, this program reads 3"),
-    ([header("null")], "{path} has trace format version None, this program reads 3"),
-    ([header('"2"')], "{path} has trace format version 2, this program reads 3"),
-    ([header("3", "[]")], "{path}, line 1: the root must be a table, got []"),
-    ([header("3", "{}")], "{path}, line 1: optimizer_steps is missing"),  # the first fault
+    ([header("1")], f"{{path}} has trace format version 1, this program reads 4; {OLDER}"),
+    ([header("null")], f"{{path}} has trace format version None, this program reads 4; {OLDER}"),
+    ([header("3")], f"{{path}} has trace format version 3, this program reads 4; {OLDER}"),
+    ([header('"2"')], f"{{path}} has trace format version 2, this program reads 4; {OLDER}"),
+    ([header("4", "[]")], "{path}, line 1: the root must be a table, got []"),
+    ([header("4", "{}")], "{path}, line 1: optimizer_steps is missing"),  # the first fault
 ]
 """What is in a file, or in its compressed lines."""
 

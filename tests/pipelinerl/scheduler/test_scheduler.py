@@ -4,6 +4,8 @@ In short: B is ``train_batch_size``, H ``generation_batch_size``, m ``max_lag``;
 is one engine with H = 4, B = 2, and groups of one rollout, so that rollout r answers prompt r.
 """
 
+from dataclasses import replace
+
 from scheduler_events import (
     aborted,
     discard,
@@ -276,17 +278,31 @@ def test_an_interrupted_rollout_of_a_failed_group_is_discarded():
 # ------------------------------------------------------------------------------------- the ready queue
 
 
-def test_ready_and_in_flight_together_fill_the_slots_and_the_ready_queue_and_no_more():
+def test_in_flight_scored_and_ready_together_fill_the_slots_and_the_ready_queue_and_no_more():
     """H = 2, queue of 2: 4 places. While the trainer works, 2 .. 5 become ready, and each takes a place for good.
 
     A batch that is taken gives 2 places back.
     """
     scheduler = started(ready_queue_size=2, generation_batch_size=2)
     report(scheduler, *done(0, 1, 2, 3))
-    assert report(scheduler, finished(4, 0), scored(4)) == [start(6)]
-    assert report(scheduler, finished(5, 0), scored(5), finished(6, 0)) == []
+    assert report(scheduler, finished(4, 0), scored(4), finished(5, 0), scored(5)) == []
     assert (scheduler.num_ready, scheduler.num_in_flight) == (4, 0)
-    assert report(scheduler, trained(1), published(1)) == [publish(1), train(2, 3, version=1), start(7), start(8)]
+    assert report(scheduler, trained(1), published(1)) == [publish(1), train(2, 3, version=1), start(6), start(7)]
+
+
+def test_rollouts_being_scored_take_places_in_the_ready_queue():
+    """H = 2, queue of 2: 4 places. While all that finishes is being scored, 2 more may start, and then none."""
+    scheduler = started(ready_queue_size=2, generation_batch_size=2)
+    assert report(scheduler, finished(0, 0), finished(1, 0)) == [start(2), start(3)]
+    assert report(scheduler, finished(2, 0), finished(3, 0)) == []
+    assert report(scheduler, scored(0), scored(1)) == [train(0, 1), start(4), start(5)]
+
+
+def test_a_rollout_that_ends_with_its_reward_has_its_place_before_others_start():
+    """As the first test of the queue: 2 and 3 are ready, 4 and 5 in flight, and the end of 4 makes no place."""
+    scheduler = started(ready_queue_size=2, generation_batch_size=2)
+    report(scheduler, *done(0, 1, 2, 3))
+    assert report(scheduler, replace(finished(4, 0), reward=1.0)) == []
 
 
 def test_a_full_ready_queue_drops_the_group_that_came_first():
