@@ -52,6 +52,7 @@ def test_a_gpu_is_found_by_its_aliases_in_any_case(name):
         ("Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B"),
         ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3-30B-A3B"),
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen3-Next-80B-A3B"),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "Qwen3-Next-80B-A3B"),
         ("zai-org/GLM-4.7", "GLM-4.5"),
         ("moonshotai/Kimi-K2-Instruct-0905", "Kimi-K2"),
         ("mistralai/Mixtral-8x7B-Instruct-v0.1", "Mixtral-8x7B"),
