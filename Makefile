@@ -1,4 +1,4 @@
-# make demo: set up, run the main job on the simulator, print the table, write the figures (runs/demo/figures)
+# make demo: set up, simulate the paper's main run, print the table, write the figures (runs/demo/figures)
 # make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
 # make train: set up, make the tiny model and train it for real on two CPU cores (runs/tiny)
 # make docs: write the tables of keys in docs/ anew

@@ -68,19 +68,42 @@ def test_keys_of_the_examples_are_in_the_table():
         assert set(keys) <= known, path.name
 
 
-def test_coefficients_of_the_main_example_are_those_of_the_page():
-    """Every number of the hardware tables, scenario by scenario; an empty cell stands for the central value."""
-    table = section("docs/simulator.md", "Coefficients of the main example")
+COEFFICIENTS = "Coefficients of the main example"
+
+
+def coefficients():
+    """The rows of the page: key, and the values of three columns; an empty one stands for the central value."""
+    table = section("docs/simulator.md", COEFFICIENTS)
+    return re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", table, re.MULTILINE)
+
+
+def numbers_of(example, overrides=()):
+    """The numbers of the hardware tables of an example."""
+    used = flat(load_run(EXAMPLES / example, overrides).hardware.model_dump(mode="json", exclude_unset=True))
+    return {key: value for key, value in used.items() if not isinstance(value, str)}
+
+
+def test_coefficients_of_the_long_example_are_those_of_the_page():
+    """Every number of the hardware tables, scenario by scenario."""
     columns = ("optimistic", "central", "pessimistic")
-    rows = re.findall(r"^\| `([^`]+)` \| (.*?) ?\| (.*?) ?\| (.*?) ?\|", table, re.MULTILINE)
-    path = EXAMPLES / "qwen7b_128_h100.toml"
-    scenarios = tomllib.loads(path.read_text(encoding="utf-8"))["compare"]["scenarios"]
+    example = "qwen7b_128_h100_long.toml"
+    scenarios = tomllib.loads((EXAMPLES / example).read_text(encoding="utf-8"))["compare"]["scenarios"]
     assert {scenario["name"] for scenario in scenarios} >= set(columns)
     for scenario in scenarios:
         column = columns.index(scenario["name"]) if scenario["name"] in columns else 1
-        listed = {key: float(cells[column] or cells[1]) for key, *cells in rows}
-        used = flat(load_run(path, scenario.get("set", [])).hardware.model_dump(mode="json", exclude_unset=True))
-        assert {key: value for key, value in used.items() if not isinstance(value, str)} == listed
+        listed = {key: float(cells[column] or cells[1]) for key, *cells in coefficients()}
+        assert numbers_of(example, scenario.get("set", [])) == listed
+
+
+def test_coefficients_of_the_main_example_are_those_of_the_page():
+    """The central column but for what the second table replaces, of which each is another value."""
+    replaced = re.findall(
+        r"^\| `([^`]+)` \| ([\d.e-]+) \| [^|]+ \|$", section("docs/simulator.md", COEFFICIENTS), re.MULTILINE
+    )
+    central = {key: float(cells[1]) for key, *cells in coefficients()}
+    assert len(replaced) > 2
+    assert [key for key, value in replaced if central[key] == float(value)] == []
+    assert numbers_of("qwen7b_128_h100.toml") == central | {key: float(value) for key, value in replaced}
 
 
 # ---------------------------------------------------------------------------------- the results of a run
