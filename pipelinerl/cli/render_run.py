@@ -8,7 +8,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.reports import RunReport
+
+_BOTTLENECKS = {
+    Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
+    Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
+}
+"""What is said instead of the value alone."""
 
 
 def print_summary(report: RunReport, name: str) -> None:
@@ -38,7 +45,7 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
     shares = (f"{key.replace('_', ' ')} {value / duration_s:.0%}" for key, value in report.seconds if value)
     yield "trainer's time", ", ".join(shares) or "none"
     yield "busy", f"generation {busy.generation:.0%}, training {busy.training:.0%}"
-    yield "bottleneck", report.bottleneck
+    yield "bottleneck", _BOTTLENECKS.get(report.bottleneck, report.bottleneck)
     yield "rollouts", ", ".join(f"{num:,} {key}" for key, num in report.rollouts if num)
     if report.reward:
         yield "mean reward", f"{report.reward.first:.3f} at first, {report.reward.last:.3f} at last"

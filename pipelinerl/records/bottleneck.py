@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.scheduler.events import OnStale
 
 BALANCED_SHARE = 0.05
 """Share of the time up to which a wait limits nothing."""
@@ -17,8 +21,48 @@ class Bottleneck(StrEnum):
     """The trainer waits for data."""
     TRAINING = "training"
     """Data waits for the trainer."""
+    LAG = "lag"
+    """The trainer waits for data, and slots stay free to keep ``max_lag``."""
+    REWARD = "reward"
+    """The trainer waits for data, and slots stay free while rollouts are scored."""
     BALANCED = "balanced"
     """Neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What holds back admissions of a schedule that always generates."""
+
+    slots: int
+    """Rollouts that all engines can have in progress (count)."""
+    lag_gate: bool
+    """Whether ``max_lag`` is kept by waiting."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Admission | None:
+        """Return that of a run; None: it generates in rounds, with free slots at the end of each."""
+        scheduler = config.scheduler
+        if scheduler.schedule.has_rl_steps:
+            return None
+        lag_gate = scheduler.max_lag is not None and scheduler.on_stale is OnStale.TRAIN
+        return cls(config.num_engines * scheduler.generation_batch_size, lag_gate)
+
+    def limit(self, *, in_progress: float, scoring: float) -> Bottleneck:
+        """Return what the slots wait for while the trainer waits for data.
+
+        For nothing, if at most ``BALANCED_SHARE`` of them are free. For rewards, if what is being scored would fill
+        more than half of the free ones. Else for the lag gate, if there is one.
+
+        Args:
+            in_progress: Mean number of rollouts in progress when a step ends (count).
+            scoring: Mean number of rollouts being scored then (count).
+        """
+        free = self.slots - in_progress
+        if free <= BALANCED_SHARE * self.slots:
+            return Bottleneck.GENERATION
+        if scoring > free / 2:
+            return Bottleneck.REWARD
+        return Bottleneck.LAG if self.lag_gate else Bottleneck.GENERATION
 
 
 class QueueAtStep(Protocol):
@@ -32,15 +76,27 @@ class QueueAtStep(Protocol):
     def ready(self) -> int:
         """Rollouts finished and not yet trained on or discarded (count)."""
 
+    @property
+    def in_progress(self) -> int:
+        """Rollouts in progress (count)."""
+
 
 def find_bottleneck(
-    steps: Sequence[QueueAtStep], *, colocated: bool, duration_s: float, training_s: float, waiting_s: float
+    steps: Sequence[QueueAtStep],
+    *,
+    colocated: bool,
+    duration_s: float,
+    training_s: float,
+    waiting_s: float,
+    admission: Admission | None = None,
+    scoring: float = 0.0,
 ) -> Bottleneck:
     """Return the side that limits the throughput of some optimizer steps.
 
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
-    Otherwise: generation, if the trainer waits for more than ``BALANCED_SHARE`` of the time; training, if another
-    whole batch was ready after more than half of the steps; else neither.
+    Otherwise: generation, lag or reward, as ``Admission.limit`` says, if the trainer waits for more than
+    ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the steps; else
+    neither.
 
     Args:
         steps: The optimizer steps.
@@ -48,12 +104,17 @@ def find_bottleneck(
         duration_s: How long the steps took (s).
         training_s: How long the trainer trained (s).
         waiting_s: How long it neither trained nor published (s); if colocated, the accelerators generated then.
+        admission: What holds back admissions. None: nothing is known of that.
+        scoring: Mean number of rollouts being scored when a step ended (count).
     """
     if colocated:
         if abs(waiting_s - training_s) <= BALANCED_SHARE * duration_s:
             return Bottleneck.BALANCED
         return Bottleneck.GENERATION if waiting_s > training_s else Bottleneck.TRAINING
     if waiting_s > BALANCED_SHARE * duration_s:
-        return Bottleneck.GENERATION
+        if admission is None or not steps:
+            return Bottleneck.GENERATION
+        in_progress = sum(step.in_progress for step in steps) / len(steps)
+        return admission.limit(in_progress=in_progress, scoring=scoring)
     num_ahead = sum(step.ready >= step.samples for step in steps)
     return Bottleneck.TRAINING if 2 * num_ahead > len(steps) else Bottleneck.BALANCED

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.bottleneck import find_bottleneck
+from pipelinerl.records.bottleneck import Admission, find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.lag_counts import LagCounts
 from pipelinerl.records.reports import (
@@ -76,11 +76,13 @@ class RunLedger:
         colocated: Whether the same accelerators generate and train in turn.
         longest: Longest possible answer (tokens).
         on_step: Called with each row as soon as its step is done.
+        admission: What holds back admissions, if that is known.
     """
 
     # Beyond 30 attributes an access would be a look-up in a dictionary.
     __slots__ = (
         "_aborting",
+        "_admission",
         "_busy_s",
         "_busy_since_s",
         "_colocated",
@@ -95,6 +97,7 @@ class RunLedger:
         "_num_preemptions",
         "_num_started",
         "_reasons",
+        "_scoring_sum",
         "_seconds",
         "_step",
         "_stop",
@@ -117,7 +120,9 @@ class RunLedger:
         colocated: bool,
         longest: int,
         on_step: Callable[[StepRow], None] | None = None,
+        admission: Admission | None = None,
     ) -> None:
+        self._admission = admission
         self.steps: list[StepRow] = []
         self.profile = FigureRecorder(engine_ids=range(num_engines), colocated=colocated, longest=longest)
         self.num_engines = num_engines
@@ -145,6 +150,7 @@ class RunLedger:
         # Trainer.
         self._seconds = {"training": 0.0, "publishing": 0.0}
         self._step = OpenStep()
+        self._scoring_sum = 0  # rollouts being scored at the ends of steps, added up
         self._micro_batches: list[_MicroBatch] = []  # of the optimizer step that is under way
         self._lag = LagCounts()
 
@@ -160,11 +166,14 @@ class RunLedger:
             self._num_finished += 1
             self._tokens_finished += num_tokens
             self._finished.add(rollout_id, event.spans, self._version, event.reward)
+            if event.reward is None:
+                self._step.num_scoring += 1
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
+            self._step.num_scoring -= 1
             return
         match event:
             case RolloutAborted():
@@ -239,6 +248,7 @@ class RunLedger:
         if event.engine is not None:
             self._leave_engine(event.rollout_id, event.engine, 0)
         else:
+            self._step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
 
     def _discarded(self, command: DiscardRollouts) -> None:
@@ -281,7 +291,9 @@ class RunLedger:
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
         self._version = event.version
-        step = self._step.close(self._time_s, ready=len(self._finished))
+        in_progress = sum(self._engine_rollouts.values())
+        step = self._step.close(self._time_s, in_progress=in_progress, ready=len(self._finished))
+        self._scoring_sum += step.scoring
         rewards, *spans = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
         start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans)
@@ -301,7 +313,7 @@ class RunLedger:
             lag_max=step.lag_max,
             lag_in_flight_mean=(lag_tokens - queue_tokens) / step.tokens,
             lag_in_queue_mean=queue_tokens / step.tokens,
-            in_progress=sum(self._engine_rollouts.values()),
+            in_progress=step.in_progress,
             ready=step.ready,
             reward_mean=sum(rewards) / step.samples,
             length_mean=step.tokens / step.samples,
@@ -375,6 +387,8 @@ class RunLedger:
                 duration_s=duration_s,
                 training_s=training_s,
                 waiting_s=rest_s,
+                admission=self._admission,
+                scoring=self._scoring_sum / max(1, len(self.steps)),
             ),
             complete=self._stop == "done",
         )

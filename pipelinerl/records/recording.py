@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.tables import UtilisationDecode
+from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport
 from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
@@ -85,7 +86,10 @@ class Recording:
             steps_done = len(self.ledger.steps)
         else:
             self.ledger = RunLedger(
-                num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max
+                num_engines=config.num_engines,
+                colocated=config.colocated,
+                longest=config.workload.length.max,
+                admission=Admission.of(config),
             )
         self.ledger.on_step = self._step_done
         self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)

@@ -211,7 +211,9 @@ class RunTotals(Report):
     """The trainer's wall time."""
     bottleneck: Bottleneck
     """Pipeline: ``generation`` if the trainer waited more than 5 % of the time, else ``training`` if after most steps
-    another whole batch had finished, else ``balanced``. Conventional: the longer of ``seconds.generating`` and
+    another whole batch had finished, else ``balanced``. Where more than 5 % of the slots were free when a step ended,
+    ``reward`` instead of ``generation`` if rollouts being scored would fill more than half of these, else ``lag`` if
+    ``max_lag`` is kept by waiting. Conventional: the longer of ``seconds.generating`` and
     ``seconds.training``, ``balanced`` if they differ by at most 5 % of the time."""
     complete: bool
     """Whether all optimizer steps were made."""

@@ -16,9 +16,11 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     Event,
+    RolloutAborted,
     RolloutFailed,
     RolloutFinished,
     RolloutScored,
+    StartRollout,
     StartTraining,
     TrainingFinished,
     WeightsPublished,
@@ -36,7 +38,10 @@ class Step(NamedTuple):
     tokens: int
     lag_mean: float
     lag_max: int
+    in_progress: int
     ready: int
+    scoring: int
+    """Rollouts being scored when it ended (count)."""
     tokens_by_lag: Sequence[int]
     """Tokens of lag 0, 1, 2, ... (count)."""
 
@@ -44,9 +49,10 @@ class Step(NamedTuple):
 class OpenStep:
     """The optimizer step that is under way (mutable); ``close`` ends it and begins the next."""
 
-    __slots__ = ("_by_lag", "_samples", "_start_s", "publish_s", "train_s")
+    __slots__ = ("_by_lag", "_samples", "_start_s", "num_scoring", "publish_s", "train_s")
 
     def __init__(self) -> None:
+        self.num_scoring = 0  # rollouts being scored now
         self._start_s = self.train_s = self.publish_s = 0.0
         self._samples = 0
         self._by_lag = np.zeros(1, dtype=np.int64)
@@ -59,11 +65,12 @@ class OpenStep:
         self._by_lag = added
         self._samples += len(batch.rewards_M)
 
-    def close(self, time_s: float, *, ready: int) -> Step:
+    def close(self, time_s: float, *, in_progress: int, ready: int) -> Step:
         """End the step.
 
         Args:
             time_s: Now (s).
+            in_progress: Rollouts in progress (count).
             ready: Rollouts finished and not yet trained on or discarded (count).
         """
         by_lag = self._by_lag
@@ -78,7 +85,9 @@ class OpenStep:
             tokens,
             lag_tokens / tokens,
             lag_max,
+            in_progress,
             ready,
+            self.num_scoring,
             by_lag[: lag_max + 1].tolist(),
         )
         self._start_s, self.train_s, self.publish_s = time_s, 0.0, 0.0
@@ -95,26 +104,38 @@ class StepLedger:
         self._version = 0
         self._finished = FinishedRollouts()
         self._step = OpenStep()
+        self._in_progress = 0
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event."""
         if isinstance(event, RolloutFinished):
             self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
+            self._in_progress -= 1
+            if event.reward is None:
+                self._step.num_scoring += 1
         elif isinstance(event, RolloutScored):
-            pass  # comes as often as the one above
+            self._step.num_scoring -= 1
         elif isinstance(event, TrainingFinished):
             self._step.train_s += event.train_s
             if event.version != self._version:
                 self._version = event.version
-                self.steps.append(self._step.close(time_s, ready=len(self._finished)))
+                self.steps.append(self._step.close(time_s, in_progress=self._in_progress, ready=len(self._finished)))
         elif isinstance(event, WeightsPublished):
             self._step.publish_s += event.publish_s
-        elif isinstance(event, RolloutFailed) and event.engine is None:  # it had finished
-            self._finished.remove(event.rollout_id)
+        elif isinstance(event, RolloutAborted):
+            self._in_progress -= 1
+        elif isinstance(event, RolloutFailed):
+            if event.engine is None:  # it had finished
+                self._finished.remove(event.rollout_id)
+                self._step.num_scoring -= 1
+            else:
+                self._in_progress -= 1
 
     def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002 - as every recorder
         """Record a command."""
-        if isinstance(command, StartTraining):
+        if isinstance(command, StartRollout):
+            self._in_progress += 1
+        elif isinstance(command, StartTraining):
             self._step.add(self._finished.take(command.rollout_ids), command.version)
         elif isinstance(command, DiscardRollouts):
             for rollout_id in command.rollout_ids:

@@ -34,10 +34,15 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
     generation = _gain(candidate, screener, accelerators=more, generation_accelerators=more)
     training = _gain(candidate, screener, accelerators=more)
     max_lag = candidate.config.scheduler.max_lag
-    if outcome.bottleneck is Bottleneck.GENERATION:
+    if outcome.bottleneck is Bottleneck.REWARD:
+        return (
+            f"reward-bound: the trainer waits {waiting:.0%} of the time, slots stay free while rollouts are scored; "
+            "a larger scheduler.ready_queue_size would fill them"
+        )
+    if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.LAG):
         bounded = max_lag is not None and MAX_LAG.applies_to(candidate.schedule)
         freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
-        if freer > max(generation, BALANCED_SHARE):
+        if outcome.bottleneck is Bottleneck.LAG or freer > max(generation, BALANCED_SHARE):
             return (
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {waiting:.0%} of the time; without a bound "
                 f"{freer:+.0%}; {_gpus(more, 'generation ')} {generation:+.0%}"

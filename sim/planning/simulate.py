@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.bottleneck import Bottleneck, find_bottleneck
+from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
@@ -151,6 +151,8 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
             duration_s=window_s,
             training_s=training_s,
             waiting_s=waiting_s,
+            admission=Admission.of(config),
+            scoring=sum(row.scoring for row in window) / len(window),
         ),
         ess=_modelled_ess(config, window),
     )
