@@ -2,7 +2,7 @@
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
-``train.trainer``, then the level.
+``train.trainer``, then ``hardware.weight_sync``, then the level.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
-from pipelinerl.hardware.coefficients import Coefficients, coefficients
+from pipelinerl.hardware.coefficients import Coefficients, coefficients, sync_coefficient
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits
 from pipelinerl.hardware.tables import (
@@ -86,11 +86,11 @@ def named_hardware(hardware: HardwareConfig) -> tuple[Gpu, LanguageModel] | None
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:
-    """Return the coefficients that a run file states: those of ``train.trainer``, then ``hardware.coefficients``."""
-    stated: dict[str, float] = {}
+    """Return the coefficients that a run file states: ``weight_sync``, ``train.trainer``, ``hardware.coefficients``."""
+    stated = sync_coefficient(config.hardware.weight_sync, config.hardware.level)
     if config.train is not None:
         trainer = config.train.trainer
-        stated = {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
+        stated |= {"recomputation": float(trainer.activation_checkpointing), "pack_tokens": float(trainer.pack_tokens)}
     return {**stated, **config.hardware.coefficients}
 
 

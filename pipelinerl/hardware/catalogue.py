@@ -83,6 +83,10 @@ class Gpu(Named):
     """Bandwidth between nodes (bytes/s)."""
     gpus_per_node: int = Field(default=8, ge=1)
     """Accelerators that share a node's fast link (count)."""
+    attention_factor: float = Field(default=1.0, gt=0)
+    """Speed of attention in training, where a kernel is faster than FlashAttention 2 (no unit)."""
+    training_factor: float = Field(default=1.0, gt=0)
+    """Share of peak that training reaches, over the share on an H100 (no unit)."""
     price_per_hour: float | None = Field(default=None, gt=0)
     """Rent of one accelerator (USD per hour). None: not known."""
 

@@ -27,6 +27,25 @@ class Level(StrEnum):
     """The slowest published measurement that is no mistake."""
 
 
+class WeightSync(StrEnum):
+    """How new weights come to the engines; ``data/weight_sync.toml`` has the seconds and their sources."""
+
+    RESHARD = "reshard"
+    """Shard to shard over NCCL."""
+    CHECKPOINT_ENGINE = "checkpoint_engine"
+    """MoonshotAI's checkpoint-engine."""
+    DELTA = "delta"
+    """Only values that changed."""
+    REFIT = "refit"
+    """Colocated: gathered, and handed over in the accelerator."""
+    BUCKETED = "bucketed"
+    """Buckets of tensors, one after another."""
+    TENSOR_BY_TENSOR = "tensor_by_tensor"
+    """One tensor after another."""
+    BROADCAST = "broadcast"
+    """Everything from one rank to every engine."""
+
+
 SHARES_OF_PEAK = ("weight_efficiency", "kv_efficiency", "flops_efficiency", "prefill_mfu", "training_mfu")
 """Coefficients in inverse proportion to the times they decide; the others that are fitted are in proportion."""
 
@@ -48,6 +67,12 @@ class Coefficients(StrictModel):
     """Time of a decode step per sequence (seconds)."""
     allreduce_s: float = Field(ge=0)
     """One all-reduce in a decode step under tensor parallelism, two per layer, without its bytes (seconds)."""
+    node_allreduce_s: float = Field(ge=0)
+    """The same of an engine over several nodes (seconds)."""
+    allreduce_share: float = Field(gt=0, le=1)
+    """Share of the link's bytes/s that the bytes of an all-reduce reach."""
+    expert_layer_s: float = Field(ge=0)
+    """Of a decode step and layer with routed experts: what their products take whatever they read (seconds)."""
     prefill_mfu: float = Field(gt=0, le=1)
     """Share of the peak FLOP/s reached by prefill."""
     memory_share: float = Field(gt=0, le=1)
@@ -59,7 +84,8 @@ class Coefficients(StrictModel):
     activation_traffic: float = Field(ge=0)
     """Times that every number kept for the backward pass moves through the memory, forward and backward (count)."""
     attention_flops_per_byte: float = Field(gt=0)
-    """FLOP of attention in training per byte of memory bandwidth, if its matrix products cost nothing."""
+    """FLOP of attention in training per byte of memory bandwidth, if its matrix products cost nothing, with
+    FlashAttention 2; the catalogue has the factor of an accelerator with a faster kernel."""
     recomputation: float = Field(ge=0, le=1)
     """Share of the forward pass that the backward pass makes again."""
     expert_mfu_factor: float = Field(gt=0, le=1)
@@ -78,12 +104,12 @@ class Coefficients(StrictModel):
     """Accelerators that share one sequence in training (count); the fraction is dropped."""
     extra_forward_passes: float = Field(ge=0)
     """Forward passes per trained token besides the training pass: old or reference log-probabilities (count)."""
-    transfer_share: float = Field(gt=0, le=1)
-    """Share of the network's bytes/s that a weight transfer reaches."""
-    transfer_sharded: float = Field(ge=0, le=1)
-    """Share of the bytes of which an accelerator receives only its part under tensor parallelism."""
-    transfer_fixed_s: float = Field(ge=0)
-    """Fixed time of a weight transfer (seconds)."""
+    log_probability_cost: float = Field(ge=0)
+    """What such a pass costs, in forward passes of training (no unit)."""
+    sync_s_per_root_gb: float = Field(ge=0)
+    """A weight synchronization lasts this times the root of the GB of its weights (seconds)."""
+    pause_share: float = Field(ge=0, le=1)
+    """Share of the transfer for which engines apart from the trainer stand still."""
     pause_s: float = Field(ge=0)
     """Pause of an engine for an update, besides the transfer (seconds)."""
     switch_to_training_s: float = Field(ge=0)
@@ -124,3 +150,16 @@ def coefficient_table() -> Mapping[str, Mapping[str, Any]]:
     """Return coefficients.toml: per name ``optimistic``, ``central``, ``pessimistic`` and ``source``."""
     file = resources.files("pipelinerl.hardware") / "data" / "coefficients.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _sync_table() -> Mapping[str, Mapping[str, Any]]:
+    file = resources.files("pipelinerl.hardware") / "data" / "weight_sync.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def sync_coefficient(method: WeightSync | None, level: Level) -> dict[str, float]:
+    """Return ``sync_s_per_root_gb`` of a method, by name. Without a method nothing: the level has that of all."""
+    if method is None:
+        return {}
+    return {"sync_s_per_root_gb": _sync_table()[method.value][level.value]}

@@ -5,6 +5,8 @@ Every formula is on docs/hardware.md; every empirical number is in ``Coefficient
 
 from __future__ import annotations
 
+import math
+
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, kept_numbers, kv_cache_tokens, training_memory
@@ -45,7 +47,7 @@ def derive_hardware(
         prefill=derive_prefill(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        weights=derive_weights(model, colocated=colocated, coefficients=coefficients),
         switch=derive_switch(
             model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
         )
@@ -59,6 +61,7 @@ def derive_decode(
 ) -> RooflineDecode:
     """Return the decode step of an engine: of a mixture what is read anyway, and its experts apart."""
     reductions = ALLREDUCES_PER_LAYER * model.layers if tensor_parallel > 1 else 0
+    in_node = tensor_parallel <= gpu.gpus_per_node
     dense = model.parameters - model.embedding_parameters - model.expert_parameters
     return RooflineDecode(
         kind="roofline",
@@ -75,9 +78,10 @@ def derive_decode(
         flops_efficiency=coefficients.flops_efficiency,
         step_overhead_s=coefficients.step_overhead_s
         + coefficients.layer_overhead_s * model.layers
-        + coefficients.allreduce_s * reductions,
+        + (coefficients.allreduce_s if in_node else coefficients.node_allreduce_s) * reductions
+        + (coefficients.expert_layer_s * (model.expert_layers or model.layers) if model.experts else 0.0),
         sequence_overhead_s=coefficients.sequence_overhead_s
-        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel),
+        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
     )
 
 
@@ -85,11 +89,11 @@ ALLREDUCES_PER_LAYER = 2
 """Under tensor parallelism: after attention and after the feed-forward."""
 
 
-def reduction_seconds(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int) -> float:
+def reduction_seconds(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> float:
     """Return the seconds in which the bytes of one token's all-reduces, of all layers, pass the link of an engine."""
     link = gpu.nvlink if gpu.nvlink and tensor_parallel <= gpu.gpus_per_node else gpu.network
     sent_bytes = 2 * (tensor_parallel - 1) / tensor_parallel * model.width * BF16_BYTES
-    return ALLREDUCES_PER_LAYER * model.layers * sent_bytes / link
+    return ALLREDUCES_PER_LAYER * model.layers * sent_bytes / (link * coefficients.allreduce_share)
 
 
 def derive_prefill(
@@ -99,7 +103,7 @@ def derive_prefill(
     rate = tensor_parallel * gpu.bf16_flops * coefficients.prefill_mfu
     return PrefillConfig(
         token_s=2 * (model.active_parameters - model.embedding_parameters) / rate
-        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel),
+        + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
         token_squared_s=2 * model.layers * model.attention_width / rate,
     )
 
@@ -113,12 +117,13 @@ def derive_training(
     taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
     pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory.
     """
-    passes = 3 + coefficients.recomputation + coefficients.extra_forward_passes
+    passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
-    flops = gpu.bf16_flops * coefficients.training_mfu
+    flops = gpu.bf16_flops * coefficients.training_mfu * gpu.training_factor
     products_s = 2 * model.active_parameters / flops
     moved = BF16_BYTES * kept_numbers(model) * model.layers * coefficients.activation_traffic
-    attention_flops = 1 / (1 / flops + 1 / (coefficients.attention_flops_per_byte * gpu.bandwidth))
+    kernel_flops = coefficients.attention_flops_per_byte * gpu.attention_factor * gpu.bandwidth
+    attention_flops = 1 / (1 / flops + 1 / kernel_flops)
     gather_s = gather_seconds(gpu, model, accelerators=training_accelerators) * coefficients.gather_exposed
     return TrainingConfig(
         token_s=passes * (products_s + moved / 3 / gpu.bandwidth) / small
@@ -168,17 +173,20 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     return 4 * model.layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
-def derive_weights(
-    gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients
-) -> WeightTransferConfig:
-    """Return the weight transfer: trainer and engines stand still during it.
+def derive_weights(model: LanguageModel, *, colocated: bool, coefficients: Coefficients) -> WeightTransferConfig:
+    """Return the weight transfer: the trainer stands still while they travel, engines for a share of it.
 
-    Every accelerator of an engine receives its part of every tensor, or all of it, over its own network link.
+    Published synchronizations last as the root of their bytes, whatever the link. Colocated, nothing else goes on.
     """
-    part = 1 - coefficients.transfer_sharded * (1 - 1 / tensor_parallel)
-    rate = gpu.network * coefficients.transfer_share
-    transfer_s = model.parameters * BF16_BYTES * part / rate + coefficients.transfer_fixed_s
-    return WeightTransferConfig(publish_s=transfer_s, pause_s=transfer_s + coefficients.pause_s)
+    transfer_s = coefficients.sync_s_per_root_gb * math.sqrt(model.parameters * BF16_BYTES / GIGABYTE)
+    paused_s = transfer_s * (1.0 if colocated else coefficients.pause_share)
+    return WeightTransferConfig(
+        publish_s=transfer_s, transfer_s=transfer_s - paused_s, pause_s=paused_s + coefficients.pause_s
+    )
+
+
+GIGABYTE = 1e9
+"""Bytes."""
 
 
 def derive_switch(

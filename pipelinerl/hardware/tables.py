@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.hardware.coefficients import Level, checked_coefficients
+from pipelinerl.hardware.coefficients import Level, WeightSync, checked_coefficients
 from pipelinerl.util.limits import CachedTokens, Count, PositiveSeconds, Seconds
 from pipelinerl.util.strict_model import StrictModel
 
@@ -210,6 +210,8 @@ class HardwareConfig(StrictModel):
     """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
     level: Level = Field(default=Level.CENTRAL, strict=False)
     """The value of every coefficient that the derived tables use."""
+    weight_sync: WeightSync | None = Field(default=None, strict=False)
+    """Method of the weight synchronization. None: not known, the middle of all methods with a wide band."""
     coefficients: dict[str, float] = {}
     """Coefficients that replace those of the level, by name."""
     decode: Decode | None = None
@@ -240,6 +242,8 @@ class HardwareConfig(StrictModel):
         for name in ("decode", "training"):
             if not self.by_name and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing")
+        if self.weight_sync is not None and not self.by_name:
+            raise ValueError("weight_sync is read only with hardware.gpu and hardware.model, which are missing")
         if self.coefficients and not self.by_name:
             raise ValueError("coefficients are read only with hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.coefficients)

@@ -21,6 +21,10 @@ class PredictedRow(Report):
     """The schedule in words."""
     quantity: Quantity
     """The predicted quantity."""
+    gpus: int | None
+    """GPUs of the cluster (count). None: not published."""
+    answer_tokens: float | None
+    """Tokens of answers per RL step. None: batch or mean answer is not published."""
     measured: float
     """Published result."""
     predicted: float
@@ -36,7 +40,12 @@ class PredictedRow(Report):
     assumed: tuple[str, ...]
     """Unpublished numbers that the prediction rests on, in words."""
     alone: float | None
-    """Prediction of the hardware model without any other row. None: it is not asked, or knows no seconds."""
+    """Prediction from the row's inputs by the hardware model and its mean error for other families, without its own
+    parts and without any other row of its system. None: these inputs do not decide it."""
+    alone_low: float | None
+    """10th percentile of that, from the spread between other families."""
+    alone_high: float | None
+    """90th percentile of that."""
     error: float
     """Relative error; absolute for staleness."""
 
@@ -69,6 +78,52 @@ class RowPair(Report):
     """Whether they are predicted in the order in which they were measured."""
 
 
+class SpeedUp(Report):
+    """Two rows of one family on equally many GPUs, synchronous and asynchronous, each predicted alone."""
+
+    synchronous: str
+    """Id of the synchronous row."""
+    asynchronous: str
+    """Id of the asynchronous row."""
+    measured: float
+    """Seconds of the synchronous step over those of the asynchronous one."""
+    predicted: float
+    """The same, predicted."""
+    constant: float
+    """The same by the naive rule: the median of the pairs of other families; 1 where there are none."""
+
+
+class AloneSummary(Report):
+    """Errors of rows predicted alone: systems that nobody has measured. Whole families are left out and resampled."""
+
+    rows: int
+    """Rows whose inputs decide their seconds (count)."""
+    families: int
+    """Their families (count)."""
+    median_error: float
+    """Median of the relative errors (no unit)."""
+    median_error_low: float
+    """5th percentile of that median, families resampled."""
+    median_error_high: float
+    """95th percentile of that median, families resampled."""
+    p90_error: float
+    """90th percentile of the relative errors (no unit)."""
+    within_45_percent: float
+    """Share of the relative errors up to 0.45 (no unit)."""
+    within_band: float
+    """Share of the rows inside their 80 % band, which other families made (no unit)."""
+    bias: float
+    """Mean of the log of predicted over measured (no unit)."""
+    family_sd: float
+    """Standard deviation of that log between families (no unit)."""
+    row_sd: float
+    """Standard deviation of that log between the rows of a family (no unit)."""
+    naive_median_error: float
+    """Median error of the naive rule: the tokens per second and GPU of the other families, whatever the model."""
+    speed_ups: tuple[SpeedUp, ...]
+    """Pairs of synchronous and asynchronous rows."""
+
+
 class ValidationSummary(Report):
     """Sizes of the errors of all rows together; None where there is no such row."""
 
@@ -78,8 +133,8 @@ class ValidationSummary(Report):
     """Median of the relative errors (no unit)."""
     median_error_simulated: float | None
     """The same for the simulated rows."""
-    median_error_alone: float | None
-    """The same for the hardware model without any other row."""
+    alone: AloneSummary | None
+    """The hardware model alone, of rows whose inputs decide their seconds."""
     p90_error: float | None
     """90th percentile of the relative errors (no unit)."""
     within_30_percent: float | None

@@ -45,8 +45,13 @@ def validation_sentence(report: ValidationReport) -> str:
         parts.append(f"{summary.within_30_percent:.0%} within 30 %")
     if summary.median_error_simulated is not None:
         parts.append(f"of the simulated ones alone the median is {summary.median_error_simulated:.0%}")
-    if summary.median_error_alone is not None:
-        parts.append(f"the hardware model without any other row is {summary.median_error_alone:.0%} off")
+    if (alone := summary.alone) is not None:
+        parts.append(
+            f"alone, {alone.rows} rows of {alone.families} systems that nobody has measured: median error "
+            f"{alone.median_error:.0%} ({alone.median_error_low:.0%} to {alone.median_error_high:.0%}, families "
+            f"resampled; {alone.naive_median_error:.0%} by tokens per second and GPU of the others), "
+            f"{alone.within_45_percent:.0%} within 45 %, {alone.within_band:.0%} inside the 80 % band"
+        )
     if summary.pairs_in_order is not None:
         parts.append(f"{summary.pairs_in_order:.0%} of {summary.pairs} pairs in the right order")
     if summary.largest_staleness_error is not None:

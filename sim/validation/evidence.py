@@ -19,7 +19,10 @@ from sim.validation.records import PublishedRun, Schedule
 
 TEXTS = ("id", "source", "url_or_path", "evidence", "hw", "model", "algo", "mode", "staleness_setting", "note")
 """Columns that keep their text."""
-COUNTS = ("gpus_total", "gpus_train", "gpus_gen", "prompts_per_step", "n_per_prompt", "max_len", "steps")
+COUNTS = (
+    "gpus_total", "gpus_train", "gpus_gen", "gen_tensor_parallel", "prompts_per_step", "n_per_prompt", "max_len",
+    "steps",
+)  # fmt: skip
 """Columns of whole numbers."""
 AMOUNTS = (
     "avg_len", "step_s", "gen_or_wait_s", "old_logp_s", "ref_s", "update_s", "total_h", "tok_s_per_gpu", "tok_s_total"
@@ -125,6 +128,7 @@ def translated(row: Mapping[str, str], *, where: str) -> PublishedRun:
     for name in (*COUNTS, *AMOUNTS):
         values[name] = _number_cell(row.get(name, ""), whole=name in COUNTS, where=f"{where}: {name}")
     generate_or_wait_s = values.pop("gen_or_wait_s")
+    values["gpus_per_engine"] = values.pop("gen_tensor_parallel")
     values["system"] = values["source"].partition(" v")[0]
     try:
         plain = PublishedRun(**values)

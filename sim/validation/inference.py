@@ -26,10 +26,13 @@ TRAINING_SD = 0.5
 """Standard deviation of log t before measurements: published training efficiencies range over a factor of 3."""
 MEAN_SD = 0.8
 """Standard deviation of log m before measurements, where no mean is published."""
-SWITCH_SD = 0.7
-"""Standard deviation of the log of what a colocated step lasts beyond generation and training: 11 to 55 s elsewhere."""
-SEVERAL_NODES_FACTOR = 3
-"""On these three for a model whose engines span nodes: what crosses nodes in every layer is not modelled well."""
+REST_SD = 1.0
+"""Standard deviation of the log of what a step lasts beyond generation and training: 0.7 for the weights (0.1 to 190 s,
+by method), and as much for the rest of a colocated one (3 to 50 s)."""
+ASYNCHRONOUS_REST = 0.05
+"""Share by which a step lasts longer than its parts where both sides go on at once: published, 0.04 to 0.12."""
+SEVERAL_NODES_FACTOR = 2
+"""On these three for a model whose engines span nodes: nothing is published of what crosses nodes in every layer."""
 MEASUREMENT_SD = 0.15
 """Standard deviation of the log of a measurement about the model: run-to-run spread, and what the model leaves out."""
 _RATIO_NODES = np.linspace(-1.4, 1.4, 5)
@@ -58,6 +61,8 @@ class SimulationGrid:
     training_given: bool
     log_RMQ: FloatArray
     """Logs of step, generation and training seconds (Q) by node."""
+    rest_s: float = 0.0
+    """What a step lasts beyond generation and training, before measurements (seconds)."""
 
     def at(self, ratio_P: FloatArray, mean_P: FloatArray, quantity: int) -> FloatArray:
         """Return the logs at any points, linear in between the nodes."""
@@ -84,12 +89,12 @@ def _cell(value_P: FloatArray, nodes: FloatArray) -> tuple[NDArray[np.int64], Fl
 
 
 class Hypotheses(NamedTuple):
-    """Log g, t, m and switch of every hypothesis, and the log of its probability before measurements."""
+    """Log g, t, m and rest of every hypothesis, and the log of its probability before measurements."""
 
     generation_P: FloatArray
     training_P: FloatArray
     mean_P: FloatArray
-    switch_P: FloatArray
+    rest_P: FloatArray
     log_prior_P: FloatArray
 
 
@@ -98,9 +103,9 @@ def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     several_nodes = any(one.run.tensor_parallel > one.run.gpu.gpus_per_node for one in grids)
     factor = SEVERAL_NODES_FACTOR if several_nodes else 1
     mean_is_known = all(one.run.mean_is_known for one in grids)
-    colocated = any(one.run.schedule.colocated for one in grids)
-    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * SWITCH_SD)
-    needed = (True, True, not mean_is_known, colocated)
+    has_rest = any(one.rest_s for one in grids)
+    sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * REST_SD)
+    needed = (True, True, not mean_is_known, has_rest)
     longest = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)  # no mean is above the limit
     highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], longest), 3 * sds[3])
     axes = [
@@ -116,11 +121,8 @@ def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
 STEP, GENERATE, TRAIN = range(3)
 
 
-def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int, switch_s: float) -> FloatArray:
-    """Return the log of the seconds that a row's step, generation or training would last, by hypothesis.
-
-    ``switch_s`` is the time of a colocated step beyond generation and training.
-    """
+def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) -> FloatArray:
+    """Return the log of the seconds that a row's step, generation or training would last, by hypothesis."""
     if grid.training_given:
         log_P = grid.at(hypotheses.generation_P, hypotheses.mean_P, quantity)
     else:
@@ -128,12 +130,16 @@ def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int, sw
             grid.at(hypotheses.generation_P - hypotheses.training_P, hypotheses.mean_P, quantity)
             + hypotheses.training_P
         )
-    if quantity == STEP and grid.run.schedule.colocated:
-        return np.asarray(np.log(np.exp(log_P) + switch_s * np.exp(hypotheses.switch_P)))
-    return log_P
+    if quantity != STEP or not grid.rest_s:
+        return log_P
+    log_P = np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P))
+    at_once = grid.run.schedule in (Schedule.ONE_STEP_OFF, Schedule.ASYNC)
+    return np.asarray(log_P + math.log1p(ASYNCHRONOUS_REST) if at_once else log_P)
 
 
-def _simulated(run: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool) -> Steady:
+def _simulated(
+    run: ReconstructedRun, *, ratio: float, log_mean: float, training_given: bool, weights: bool = False
+) -> Steady:
     num_steps, first = (3, 1) if run.schedule is Schedule.SYNC else (RL_STEPS, WARM_UP)
     config = run_config(
         run,
@@ -142,6 +148,7 @@ def _simulated(run: ReconstructedRun, *, ratio: float, log_mean: float, training
         mean_tokens=run.mean_tokens * math.exp(log_mean),
         rl_steps=num_steps,
         training_given=training_given,
+        weights=weights,
     )
     rows: list[StepRow] = []
     simulate(config, on_step=rows.append)
@@ -154,6 +161,15 @@ def _simulated(run: ReconstructedRun, *, ratio: float, log_mean: float, training
         generate_s=max(waited_s, 1e-3),
         train_s=sum(row.train_s for row in rows[1:]) / num,
     )
+
+
+def central_seconds(run: ReconstructedRun) -> float:
+    """Return the seconds of a row's RL step by the hardware model's central values; colocated, without the rest.
+
+    Raises:
+        PipelineRLError: If the row cannot be simulated.
+    """
+    return _simulated(run, ratio=0.0, log_mean=0.0, training_given=False, weights=True).step_s
 
 
 def simulation_grid(run: ReconstructedRun, *, training_given: bool) -> SimulationGrid:
@@ -180,30 +196,29 @@ class Band(NamedTuple):
 
 
 def seconds_band(
-    grid: SimulationGrid, references: Sequence[SimulationGrid], *, switch_s: float, inputs: SimulationGrid | None = None
+    grid: SimulationGrid, references: Sequence[SimulationGrid], *, inputs: SimulationGrid | None = None
 ) -> Band:
     """Return the seconds of a row's RL step, given the measurements of other rows of its family.
 
     Args:
         grid: The row's simulations.
         references: Those of the other rows; at least one if the row's scale is not known.
-        switch_s: Time of a colocated step beyond generation and training (seconds).
         inputs: The row's simulations with free training, if its training seconds are published: these say something
             about its mean answer.
     """
     hypotheses = hypotheses_for([grid, *references])
     log_P = hypotheses.log_prior_P.copy()
-    log_step_P = _log_seconds(grid, hypotheses, STEP, switch_s)
+    log_step_P = _log_seconds(grid, hypotheses, STEP)
     if inputs is not None and inputs.run.published.train_s is not None:
-        residual_P = _log_seconds(inputs, hypotheses, TRAIN, switch_s) - math.log(inputs.run.published.train_s)
+        residual_P = _log_seconds(inputs, hypotheses, TRAIN) - math.log(inputs.run.published.train_s)
         log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
     if grid.run.scale_is_known:
         for reference in references:
             for quantity, seconds in _observed(reference.run.published):
-                residual_P = _log_seconds(reference, hypotheses, quantity, switch_s) - math.log(seconds)
+                residual_P = _log_seconds(reference, hypotheses, quantity) - math.log(seconds)
                 log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
     else:  # only the ratios of the rows mean anything
-        residual_KP = np.array([_log_residual(one, hypotheses, switch_s) for one in references])
+        residual_KP = np.array([_log_residual(one, hypotheses) for one in references])
         offset_P = residual_KP.mean(axis=0)
         log_P -= 0.5 * (((residual_KP - offset_P) / MEASUREMENT_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P
@@ -216,11 +231,11 @@ def seconds_band(
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 
-def _log_residual(grid: SimulationGrid, hypotheses: Hypotheses, switch_s: float) -> FloatArray:
+def _log_residual(grid: SimulationGrid, hypotheses: Hypotheses) -> FloatArray:
     """Return the log of simulated over measured seconds of a step, by hypothesis."""
     measured_s = measured_seconds(grid.run.published)
     assert measured_s is not None
-    return _log_seconds(grid, hypotheses, STEP, switch_s) - math.log(measured_s)
+    return _log_seconds(grid, hypotheses, STEP) - math.log(measured_s)
 
 
 def _observed(run: PublishedRun) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@ training, and the mean answer m where it is not published. Before any measuremen
 model's central value. Measurements of the *other* rows of a family sharpen that (Bayes' rule on a grid); the row itself
 is never among them. Simulations on the grid give the seconds that each row's step would last; the prediction is the
 median over what is then likely, and its band the 10th and 90th percentile. A row without a family is predicted from the
-hardware model alone.
+hardware model alone, with a band from how far off that is for other families (``unseen.py``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pipelinerl.records.validation_report import PredictedRow, Quantity, Unusabl
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
 from sim.validation.inference import Band, SimulationGrid, seconds_band, simulation_grid
-from sim.validation.reconstruct import ReconstructedRun, measured_seconds, overhead_s, reconstruct_run
+from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.runs_file import read_published_runs
+from sim.validation.unseen import AloneRun, alone_run, truly_simulated, unseen_bands
 
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
@@ -34,8 +35,8 @@ ROUNDING = 0.005
 IN_PARTS = (Schedule.SYNC, Schedule.SYNC_APART, Schedule.ONE_STEP_OFF)
 """Schedules whose step is a sum, or the longer, of generation and training."""
 
-Job = tuple[ReconstructedRun, bool]
-"""A row to simulate, and whether its training lasts the published seconds."""
+Job = tuple[ReconstructedRun, bool | None]
+"""A row to simulate, and whether its training lasts the published seconds; None: alone, once."""
 
 
 def validate(
@@ -58,15 +59,20 @@ def validate(
     """
     known, jobs, reasons = _jobs(runs, others)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
-    results = run_all(_grid_job, jobs, workers=workers) if workers != 1 else (_grid_job(job) for job in jobs)
+    alone: list[AloneRun] = []
+    results = run_all(_simulated_job, jobs, workers=workers) if workers != 1 else (_simulated_job(job) for job in jobs)
     with closing(results):
-        for done, grid in enumerate(results, start=1):
-            if isinstance(grid, UnusableRow):
-                reasons[grid.id] = grid.reason
-            else:
-                grids[grid.run.id, grid.training_given] = grid
+        for done, result in enumerate(results, start=1):
+            match result:
+                case UnusableRow():
+                    reasons[result.id] = result.reason
+                case SimulationGrid():
+                    grids[result.run.id, result.training_given] = result
+                case AloneRun():
+                    alone.append(result)
             on_progress(done, len(jobs))
-    return [_predicted(run, known, grids, reasons) for run in runs]
+    bands = unseen_bands(alone)
+    return [_predicted(run, known, grids, bands, reasons) for run in runs]
 
 
 def shipped_runs() -> list[PublishedRun]:
@@ -95,13 +101,14 @@ def _jobs(
                 reasons[run.id] = str(error)
     jobs: list[Job] = [(run, False) for run in rebuilt]
     jobs += [(run, True) for run in rebuilt if run.published.training_is_input and run.id in ids]
+    jobs += [(run, None) for run in map(truly_simulated, known) if run is not None]
     return known, jobs, reasons
 
 
-def _grid_job(job: Job) -> SimulationGrid | UnusableRow:
+def _simulated_job(job: Job) -> SimulationGrid | AloneRun | UnusableRow:
     run, training_given = job
     try:
-        return simulation_grid(run, training_given=training_given)
+        return alone_run(run) if training_given is None else simulation_grid(run, training_given=training_given)
     except PipelineRLError as error:
         return UnusableRow(id=run.id, reason=str(error))
 
@@ -110,11 +117,13 @@ def _predicted(
     run: PublishedRun,
     known: Sequence[PublishedRun],
     grids: Mapping[tuple[str, bool], SimulationGrid],
+    bands: Mapping[str, Band],
     reasons: Mapping[str, str],
 ) -> PredictedRow | UnusableRow:
     """Return the prediction of one row, by the first way that its published numbers allow."""
     others = [other for other in known if not _same_run(other, run)]
-    closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others)
+    alone = bands.get(run.id)
+    closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others, alone)
     if closed is not None:
         return closed
     grid = grids.get((run.id, run.training_is_input))
@@ -124,7 +133,7 @@ def _predicted(
         reason = "neither seconds per step nor hours and steps nor tokens/s are published"
         return UnusableRow(id=run.id, reason=reason)
     references = [
-        grids[other.id, False]
+        _with_rest(grids[other.id, False], others)
         for other in others
         if other.family == run.family and (other.id, False) in grids and measured_seconds(other) is not None
     ]
@@ -135,29 +144,39 @@ def _predicted(
         grid = replace(grid, run=replace(grid.run, scale_is_known=True, assumed=assumed))
         alike = [one for one in references if one.run.scale_is_known]
     inputs = grids[run.id, False] if grid.training_given else None
-    switch, _ = _switch(run, others)
-    return _from_simulations(grid, alike, switch_s=switch.middle_s, inputs=inputs)
+    return _from_simulations(_with_rest(grid, others), alike, alone, inputs=inputs)
+
+
+def _with_rest(grid: SimulationGrid, others: Sequence[PublishedRun]) -> SimulationGrid:
+    """Return the simulations of a row with what its step lasts besides, as far as other rows tell."""
+    return replace(grid, rest_s=_rest(grid.run.published, others)[0].middle_s)
 
 
 def _from_simulations(
-    grid: SimulationGrid, references: Sequence[SimulationGrid], *, switch_s: float, inputs: SimulationGrid | None
+    grid: SimulationGrid,
+    references: Sequence[SimulationGrid],
+    alone: Band | None,
+    *,
+    inputs: SimulationGrid | None,
 ) -> PredictedRow | UnusableRow:
     run, row = grid.run, grid.run.published
     if not run.scale_is_known and not references:
         reason = "the cluster's size is not published, and no other row of its system to compare with"
         return UnusableRow(id=run.id, reason=reason)
-    band = seconds_band(grid, references, switch_s=switch_s, inputs=inputs)
+    if not (run.mean_is_known or references or inputs):
+        reason = "avg_len is not published: without the mean answer, or another row of its system, no seconds are known"
+        return UnusableRow(id=run.id, reason=reason)
+    unseen = alone if not references and inputs is None else None
+    band = unseen or seconds_band(grid, references, inputs=inputs)
     measured_s = measured_seconds(row)
     assert measured_s is not None
     quantity: Quantity = "s/step"
     measured = measured_s
-    alone = seconds_band(grid, [], switch_s=switch_s, inputs=inputs).middle_s if run.scale_is_known else None
     if row.measured_step_s is None:  # tokens/s were measured, so tokens/s are reported
         assert row.tokens_per_s is not None
         quantity, measured = "tokens/s", row.tokens_per_s
-        high, middle, low = (measured * measured_s / seconds for seconds in band)
-        band = Band(low, middle, high)
-        alone = None if alone is None else measured * measured_s / alone
+        band = _inverse(band, measured * measured_s)
+        alone = None if alone is None else _inverse(alone, measured * measured_s)
     return _row(
         row,
         quantity,
@@ -170,6 +189,12 @@ def _from_simulations(
     )
 
 
+def _inverse(band: Band, tokens: float) -> Band:
+    """Return tokens per second from seconds for that many tokens."""
+    high, middle, low = (tokens / seconds for seconds in band)
+    return Band(low, middle, high)
+
+
 def _row(
     run: PublishedRun,
     quantity: Quantity,
@@ -179,17 +204,20 @@ def _row(
     inputs: tuple[str, ...],
     fitted_to: tuple[str, ...] = (),
     assumed: tuple[str, ...] = (),
-    alone: float | None = None,
+    alone: Band | None = None,
 ) -> PredictedRow:
     """Return a row of the report; the band is in the unit of ``quantity``."""
     low, predicted, high = band
     error = predicted - measured
+    answers, mean = run.sequences_per_step, run.avg_len
     is_time = quantity in ("s/step", "tokens/s")  # the closed forms are of asynchronous RL
     return PredictedRow(
         id=run.id,
         family=run.family_name,
         mode=(run.schedule if run.schedule and is_time else Schedule.ASYNC).label,
         quantity=quantity,
+        gpus=run.gpus,
+        answer_tokens=None if answers is None or mean is None else answers * mean,
         measured=measured,
         predicted=predicted,
         low=low,
@@ -197,7 +225,9 @@ def _row(
         inputs=inputs,
         fitted_to=fitted_to,
         assumed=assumed,
-        alone=alone,
+        alone=None if alone is None else alone.middle_s,
+        alone_low=None if alone is None else alone.low_s,
+        alone_high=None if alone is None else alone.high_s,
         error=error if quantity == "staleness" else error / measured,
     )
 
@@ -240,42 +270,36 @@ def _idle_share(run: PublishedRun) -> PredictedRow | None:
     )
 
 
-def _switch(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
-    """Return the time of a colocated RL step beyond generation and training, and the rows it was learned from.
+def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tuple[str, ...]]:
+    """Return what an RL step lasts beyond generation and training, and the rows it was learned from.
 
-    Offloading, resharding and publishing the weights, rewards, moving data: no row publishes it separately. Rows of
-    the same family come first; without any, those of all systems; without these, the hardware model.
+    Offloading, resharding and publishing the weights, rewards, the data's way: of colocated rows of the same family,
+    where their parts are published; else of the hardware model.
     """
-    rests = [
-        (other, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
+    own = [
+        (other.id, max(0.0, other.measured_step_s - other.generate_s - other.train_s))
         for other in others
-        if other.schedule is Schedule.SYNC
+        if run.schedule is not None
+        and run.schedule.colocated
+        and other.schedule is Schedule.SYNC
+        and other.family == run.family
         and other.measured_step_s is not None
         and other.generate_s is not None
         and other.train_s is not None
     ]
-    own = [(other, rest_s) for other, rest_s in rests if other.family == run.family]
-    if rests:
-        seconds = [rest_s for _, rest_s in own or rests]
-        names = tuple(other.id for other, _ in own or rests)
-        return Band(min(seconds), float(np.median(seconds)), max(seconds)), names
-    return _derived_rest(run, colocated=True), ()
+    if own:
+        seconds = [rest for _, rest in own]
+        return Band(min(seconds), float(np.median(seconds)), max(seconds)), tuple(name for name, _ in own)
+    return Band(*(rest_s(run, level) for level in Level)), ()
 
 
-def _derived_rest(run: PublishedRun, *, colocated: bool) -> Band:
-    low_s, middle_s, high_s = (overhead_s(run, level, colocated=colocated) for level in Level)
-    return Band(low_s, middle_s, high_s)
-
-
-def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> PredictedRow | None:
+def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun], alone: Band | None) -> PredictedRow | None:
     """Predict a step from its published parts: one after the other, or side by side, and what no part shows."""
     generate_s, train_s, measured = run.generate_s, run.train_s, run.measured_step_s
     if generate_s is None or train_s is None or measured is None or run.schedule not in IN_PARTS:
         return None
     both = max(generate_s, train_s) if run.schedule is Schedule.ONE_STEP_OFF else generate_s + train_s
-    rest, learned_from = (
-        _switch(run, others) if run.schedule is Schedule.SYNC else (_derived_rest(run, colocated=False), ())
-    )
+    rest, learned_from = _rest(run, others)
     return _row(
         run,
         "s/step",
@@ -283,4 +307,5 @@ def _sum_of_parts(run: PublishedRun, others: Sequence[PublishedRun]) -> Predicte
         Band(both + rest.low_s, both + rest.middle_s, both + rest.high_s),
         inputs=("generation", "training"),
         fitted_to=learned_from,
+        alone=alone,
     )

@@ -104,7 +104,7 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         assumed.append(f"{accelerators} GPUs")
     mean = _mean_tokens(row, row.max_len, assumed)
     generating = _generating(row, schedule, accelerators, assumed)
-    tensor_parallel = _tensor_parallel(
+    tensor_parallel = row.gpus_per_engine or _tensor_parallel(
         gpu,
         model,
         generating=generating,
@@ -134,19 +134,26 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
     )
 
 
-def overhead_s(row: PublishedRun, level: Level, *, colocated: bool) -> float:
-    """Return the seconds of an RL step that are neither generation nor training: weights, pause, phase switch."""
+def rest_s(row: PublishedRun, level: Level) -> float:
+    """Return the seconds of an RL step that are neither generation nor training: weights, pause, phase switch.
+
+    Where both sides go on at once, the longer one decides: the trainer, which stands still for the weights, or engines,
+    which pause. This is the mean of both.
+    """
+    assert row.schedule is not None
     gpu, model = _hardware_of(row, [])
     derived = derive_hardware(
         gpu,
         model,
         tensor_parallel=1,
         training_accelerators=row.gpus_total or 8,
-        colocated=colocated,
+        colocated=row.schedule.colocated,
         coefficients=coefficients(level),
     )
-    switch = derived.switch
-    return loading_s(derived.weights) + switch.to_training_s + switch.to_generation_s
+    weights, switch = derived.weights, derived.switch
+    if row.schedule in (Schedule.ONE_STEP_OFF, Schedule.ASYNC):
+        return (weights.publish_s + weights.pause_s) / 2
+    return loading_s(weights) + switch.to_training_s + switch.to_generation_s
 
 
 def measured_seconds(row: PublishedRun) -> float | None:
@@ -163,10 +170,11 @@ def measured_seconds(row: PublishedRun) -> float | None:
 def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> PublishedRun:
     """Return the row with its missing workload taken over from its family.
 
-    The batch and the lengths are those of the first row that has them; how answers are divided is the finest division.
+    The batch and the limit are those of the first row that has them; how answers are divided is the finest division. A
+    mean answer is nobody's but the row's: rows of one system with harder tasks have longer ones.
     """
     changes: dict[str, Any] = {}
-    for name in ("prompts_per_step", "n_per_prompt", "max_len", "avg_len"):
+    for name in ("prompts_per_step", "n_per_prompt", "max_len"):
         given = [getattr(other, name) for other in family if getattr(other, name) is not None]
         stated = {"prompts_per_step": row.sequences_per_step, "n_per_prompt": row.answers_per_step}.get(name)
         if given and getattr(row, name) is None and stated is None:
@@ -212,12 +220,31 @@ def _model_of(name: str, assumed: list[str]) -> LanguageModel:
     total, active = (float(one[:-1]) * UNITS[one[-1].upper()] for one in (found[1], found[2] or found[1]))
 
     def distance(model: LanguageModel) -> float:
-        weight = 1.0 if found[2] else 0.01  # without an "A" in its name, a mixture of experts looks dense
+        weight = 1.0 if found[2] else 0.1  # without an "A" in its name, a mixture of experts looks dense
         return abs(math.log(model.parameters / total)) + weight * abs(math.log(model.active_parameters / active))
 
     nearest = min((find_model(one) for one in model_names()), key=distance)
     assumed.append(f"{nearest.name} for {name}")
-    return nearest
+    return _of_size(nearest, total, active if found[2] or not nearest.experts else nearest.active_parameters)
+
+
+def _of_size(model: LanguageModel, total: float, active: float) -> LanguageModel:
+    """Return a model of as many layers and experts with so many parameters, all and active (counts)."""
+    used = active / model.active_parameters
+    dense = (model.parameters - model.expert_parameters) * used
+    wider = math.sqrt(used)
+    return model.model_copy(
+        update={
+            "parameters": total,
+            "active_parameters": active,
+            "expert_parameters": max(0.0, total - dense) if model.experts else 0.0,
+            "embedding_parameters": model.embedding_parameters * used,
+            "width": round(model.width * wider),
+            "attention_width": model.attention_width * wider,
+            "feed_forward_width": model.feed_forward_width * wider,
+            "kv_bytes_per_token": model.kv_bytes_per_token * wider,
+        }
+    )
 
 
 def _tensor_parallel(

@@ -77,6 +77,8 @@ class PublishedRun(StrictModel):
     """Of these, GPUs that train (count)."""
     gpus_gen: int | None = Field(default=None, ge=1)
     """Of these, GPUs that generate (count)."""
+    gpus_per_engine: int | None = Field(default=None, ge=1)
+    """GPUs of one engine (count): tensor parallelism of generation."""
     gpus_per_sequence: int | None = Field(default=None, ge=1)
     """GPUs that share one sequence in training (count)."""
     prompts_per_step: int | None = Field(default=None, ge=1)

@@ -9,15 +9,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipelinerl.records.validation_report import (
+    AloneSummary,
     PredictedRow,
     RowPair,
+    SpeedUp,
     UnusableRow,
     ValidationReport,
     ValidationSummary,
 )
+from sim.validation.records import Schedule
+from sim.validation.unseen import median_interval, spread_of
 
 SAME = 0.05
 """Logs of two measurements nearer than this say nothing about which is faster."""
+SAME_WORK = 0.1
+"""Logs of the tokens of two steps nearer than this are as much work."""
 
 
 def validation_report(predictions: Sequence[PredictedRow | UnusableRow]) -> ValidationReport:
@@ -41,13 +47,12 @@ def validation_report(predictions: Sequence[PredictedRow | UnusableRow]) -> Vali
 def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair]) -> ValidationSummary:
     relative = sorted(abs(one.error) for one in rows if one.is_relative)
     simulated = [abs(one.error) for one in rows if one.is_simulated]
-    alone = [abs(one.alone / one.measured - 1) for one in rows if one.alone is not None]
     absolute = [abs(one.error) for one in rows if not one.is_relative]
     return ValidationSummary(
         rows=len(rows),
         median_error=_median(relative),
         median_error_simulated=_median(simulated),
-        median_error_alone=_median(alone),
+        alone=_alone([one for one in rows if one.alone is not None]),
         p90_error=float(np.quantile(relative, 0.9)) if relative else None,
         within_30_percent=sum(one <= 0.3 for one in relative) / len(relative) if relative else None,
         largest_staleness_error=max(absolute) if absolute else None,
@@ -58,3 +63,90 @@ def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair]) -> Validati
 
 def _median(errors: Sequence[float]) -> float | None:
     return float(np.median(errors)) if errors else None
+
+
+def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
+    """Return the errors of rows that are predicted alone; None if there are none."""
+    if not rows:
+        return None
+    log_errors = _by_family([(row, math.log(_ratio(row))) for row in rows])
+    errors = _by_family([(row, abs(_ratio(row) - 1)) for row in rows])
+    every = [error for family in errors.values() for error in family]
+    low, high = median_interval(errors)
+    spread = spread_of(log_errors)
+    return AloneSummary(
+        rows=len(rows),
+        families=len(errors),
+        median_error=float(np.median(every)),
+        median_error_low=low,
+        median_error_high=high,
+        p90_error=float(np.quantile(every, 0.9)),
+        within_45_percent=sum(error <= 0.45 for error in every) / len(every),
+        within_band=sum(_inside(row) for row in rows) / len(rows),
+        bias=float(np.mean([error for family in log_errors.values() for error in family])),
+        family_sd=spread.family_sd,
+        row_sd=spread.row_sd,
+        naive_median_error=_naive(rows),
+        speed_ups=_speed_ups(rows),
+    )
+
+
+def _ratio(row: PredictedRow) -> float:
+    """Return predicted over measured of a row alone."""
+    assert row.alone is not None
+    return row.alone / row.measured
+
+
+def _inside(row: PredictedRow) -> bool:
+    return row.alone_low is not None and row.alone_high is not None and row.alone_low <= row.measured <= row.alone_high
+
+
+def _by_family(values: Sequence[tuple[PredictedRow, float]]) -> dict[object, list[float]]:
+    families: dict[object, list[float]] = {}
+    for row, value in values:
+        families.setdefault(row.family, []).append(value)
+    return families
+
+
+def _naive(rows: Sequence[PredictedRow]) -> float:
+    """Return the median error of the rule that all systems make as many tokens per second and GPU."""
+    log_s = {
+        row.id: math.log(row.measured * row.gpus / row.answer_tokens)
+        for row in rows
+        if row.gpus and row.answer_tokens and row.quantity == "s/step"
+    }
+    errors = []
+    for row in rows:
+        others = [log_s[one.id] for one in rows if one.family != row.family and one.id in log_s]
+        if row.id in log_s and others:
+            errors.append(abs(math.exp(float(np.median(others)) - log_s[row.id]) - 1))
+    return float(np.median(errors)) if errors else 0.0
+
+
+def _speed_ups(rows: Sequence[PredictedRow]) -> tuple[SpeedUp, ...]:
+    """Return the pairs of a synchronous and an asynchronous row of a family on as many GPUs, with alike answers."""
+    pairs = [
+        (sync, other)
+        for sync in rows
+        for other in rows
+        if sync.mode == Schedule.SYNC.label
+        and other.mode in (Schedule.ONE_STEP_OFF.label, Schedule.ASYNC.label)
+        and (sync.family, sync.gpus, sync.quantity) == (other.family, other.gpus, other.quantity)
+        and sync.answer_tokens is not None
+        and other.answer_tokens is not None
+        and abs(math.log(sync.answer_tokens / other.answer_tokens)) < SAME_WORK
+    ]
+    measured = {(sync.id, other.id): sync.measured / other.measured for sync, other in pairs}
+    made = []
+    for sync, other in pairs:
+        elsewhere = [measured[one.id, two.id] for one, two in pairs if one.family != sync.family]
+        made.append(
+            SpeedUp(
+                synchronous=sync.id,
+                asynchronous=other.id,
+                measured=measured[sync.id, other.id],
+                predicted=measured[sync.id, other.id] * _ratio(sync) / _ratio(other),
+                constant=float(np.median(elsewhere)) if elsewhere else 1.0,
+            )
+        )
+    return tuple(made)

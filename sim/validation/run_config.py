@@ -34,6 +34,7 @@ def run_config(
     mean_tokens: float,
     rl_steps: int,
     training_given: bool,
+    weights: bool,
 ) -> RunConfig:
     """Return the simulation of a run with factors on its times.
 
@@ -44,6 +45,7 @@ def run_config(
         mean_tokens: Mean answer (tokens).
         rl_steps: RL steps to simulate (count).
         training_given: Whether training lasts the published seconds; else the hardware model says how long.
+        weights: Whether weights of GPUs apart take their time; what a colocated step lasts besides is not simulated.
 
     Returns:
         The run file's content; a large cluster and its batch are made smaller by the same divisor.
@@ -64,6 +66,7 @@ def run_config(
         divisor=divisor,
         trained_by=accelerators if colocated else accelerators - generating,
         training_given=training_given,
+        weights=weights,
     )
     engines = max(1, generating // run.tensor_parallel)
     cluster = {"accelerators": accelerators, "tensor_parallel": run.tensor_parallel}
@@ -111,9 +114,12 @@ def _scheduler(run: ReconstructedRun, sequences: int) -> dict[str, Any]:
 
 
 def _extra_forward_passes(row: PublishedRun) -> float:
-    """Return the forward passes besides the training pass: those published by themselves; else one, as is usual."""
+    """Return the forward passes besides the training pass: those published by themselves.
+
+    Else, as is usual, old and reference log-probabilities for GRPO with its KL term, and the old ones for others.
+    """
     if row.update_s is None:
-        return 1.0
+        return 2.0 if row.algo.upper() == "GRPO" else 1.0
     return float((row.old_logp_s is not None) + (row.ref_s is not None))
 
 
@@ -126,6 +132,7 @@ def _hardware(
     divisor: int,
     trained_by: int,
     training_given: bool,
+    weights: bool,
 ) -> dict[str, Any]:
     """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
     row = run.published
@@ -147,7 +154,7 @@ def _hardware(
         "decode": derived.decode.on_slower_accelerators(generation),
         "prefill": derived.prefill.on_slower_accelerators(generation),
     }
-    if run.schedule.colocated:  # what a step lasts besides is learned from published parts, not derived
+    if run.schedule.colocated or not weights:
         tables |= {"weights": WeightTransferConfig(), "switch": PhaseSwitchConfig()}
     if training_given:
         assert row.train_s is not None

@@ -213,7 +213,7 @@ def test_a_better_gpu_is_faster():
     h200, h100, h20 = (summary_of(BY_NAME, f"hardware.gpu={gpu}") for gpu in ("H200", "H100", "H20"))
     assert h200.duration_s < h100.duration_s < h20.duration_s
     assert h100.bottleneck == "generation"
-    assert h20.utilisation.training > 0.85 > h100.utilisation.training
+    assert h20.utilisation.training > 0.75 > h100.utilisation.training
 
 
 # ---------------------------------------------------------------------------------- all of them

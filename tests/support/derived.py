@@ -20,7 +20,7 @@ SYSTEMS = {"h100_sxm": find_gpu("H100"), "h200_sxm": find_gpu("H200")}
 PLAIN = dict.fromkeys(Coefficients.model_fields, 0.0) | {
     **{f"{what}_efficiency": 1.0 for what in ("weight", "kv", "flops")},
     **dict.fromkeys(("prefill_mfu", "training_mfu", "expert_mfu_factor", "memory_share"), 1.0),
-    **dict.fromkeys(("sequence_accelerators", "transfer_share", "transfer_sharded"), 1.0),
+    **dict.fromkeys(("sequence_accelerators", "allreduce_share", "log_probability_cost"), 1.0),
     "attention_flops_per_byte": 1e12,
     "pack_tokens": 16384.0,
     "host_bandwidth": 1e10,
@@ -122,7 +122,7 @@ def pretraining_errors(level=Level.CENTRAL):
         length = int(row["sequence"])
         known = {"recomputation": float(row["recomputation"]), "pack_tokens": float(length * int(row["micro_batch"]))}
         training = derive_training(
-            find_gpu(row["gpu"]),
+            find_gpu(row["gpu"]).model_copy(update={"attention_factor": 1.0}),  # FlashAttention 1 and 2
             mpt(row),
             training_accelerators=int(row["gpus"]),
             coefficients=coefficients(level, known),

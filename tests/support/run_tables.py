@@ -79,6 +79,7 @@ EVERY_KEY: dict[str, Any] = {
         "gpu": "H100",
         "model": "Qwen2.5-7B",
         "level": "optimistic",
+        "weight_sync": "reshard",
         "coefficients": {"training_mfu": 0.31},
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
         "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10},

@@ -7,7 +7,7 @@ import pytest
 from derived import H100, QWEN7B, derived, kernel_errors, pretraining_errors, rows_of, step_ms
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model, gpu_names, model_names
-from pipelinerl.hardware.coefficients import Level, coefficient_table, coefficients
+from pipelinerl.hardware.coefficients import Level, WeightSync, coefficient_table, coefficients, sync_coefficient
 from pipelinerl.hardware.derive import derive_weights
 
 
@@ -69,23 +69,37 @@ def test_training_is_as_fast_as_published_pretraining():
     ],
 )
 def test_other_dense_trainers_are_within_15_percent(model, gpus, tokens, measured):
-    """Not fitted to. Pre-training and supervised rows; recomputation as by default."""
-    training = derived(model=find_model(model), trainers=gpus).training
+    """Not fitted to. Pre-training and supervised rows, FlashAttention 2; recomputation as by default."""
+    gpu = H100.model_copy(update={"attention_factor": 1.0})
+    training = derived(gpu, find_model(model), trainers=gpus).training
     assert 1 / (training.token_s + training.token_squared_s * tokens) == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "measured"),
-    [("Qwen3-30B-A3B", 8, 12_040), ("DeepSeek-V3", 256, 1002), ("DeepSeek-V3", 1024, 865)],
+    ("gpu", "tokens", "measured", "rel"),
+    [
+        ("H100", 16384, 6990, 0.15), ("H100", 65536, 4328, 0.3),
+        ("H200", 16384, 7421, 0.3), ("H200", 65536, 4385, 0.5),
+    ],
+)  # fmt: skip
+def test_a_trainer_with_flash_attention_3_is_near_the_measured_rate(gpu, tokens, measured, rel):
+    """prime-rl, Qwen3-4B, full weights on 8, by the step times of its files [f]. With FlashAttention 2 64 k is half."""
+    training = derived(find_gpu(gpu), find_model("Qwen3-4B"), trainers=8).training
+    assert 1 / (training.token_s + training.token_squared_s * tokens) == pytest.approx(measured, rel=rel)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "measured", "rel"),
+    [("Qwen3-30B-A3B", 8, 12_040, 0.5), ("DeepSeek-V3", 256, 1002, 0.5), ("DeepSeek-V3", 1024, 865, 0.5)],
 )
-def test_trainers_of_mixtures_are_inside_the_band(model, gpus, measured):
-    """NeMo AutoModel, H100, 4096 tokens. Central: 34 % low, 9 % low, 6 % high."""
+def test_trainers_of_mixtures_are_inside_the_band(model, gpus, measured, rel):
+    """NeMo AutoModel, H100, 4096 tokens: pre-training, which is faster than the central value, that of RL trainers."""
     rates = []
     for level in Level:
         training = derived(model=find_model(model), trainers=gpus, level=level).training
         rates.append(1 / (training.token_s + training.token_squared_s * 4096))
     assert rates[0] > measured > rates[2]
-    assert rates[1] == pytest.approx(measured, rel=0.35)
+    assert measured > rates[1] == pytest.approx(measured, rel=rel)
 
 
 @pytest.mark.parametrize(
@@ -109,29 +123,38 @@ def test_an_rl_trainer_with_few_tokens_per_step_is_inside_the_band(model, gpus, 
 
 PAGE = Path(__file__).parents[3] / "docs" / "hardware.md"
 TRANSFERS = [
-    pytest.param(0.6e9, 1, 0.18, id="TRL, Qwen3-0.6B"),
-    pytest.param(4.02e9, 1, 0.21, id="NeMo-RL, 4B"),
-    pytest.param(4.02e9, 1, 0.34, id="NeMo-RL, 4B, slower"),
-    pytest.param(30.5e9, 2, 0.74, id="NeMo-RL, 30B"),
-    pytest.param(30.5e9, 2, 1.0, id="NeMo-RL, 30B, slower"),
-    pytest.param(671e9, 32, 2.39, id="NeMo-RL, DeepSeek-V3"),
-    pytest.param(9e9, 1, 3.5, id="verl user, 9B"),
-    pytest.param(7.62e9, 1, 5.5, id="verl, 7B"),
-    pytest.param(72.7e9, 8, 28.8, id="verl, 72B"),
-    pytest.param(106e9, 8, 3.47, id="checkpoint-engine, GLM-4.5-Air"),
+    pytest.param(None, 0.6, 0.18, id="TRL, Qwen3-0.6B"),
+    pytest.param(None, 9, 3.5, id="verl user, 9B"),
+    pytest.param("reshard", 4.02, 0.21, id="NeMo-RL, 4B"),
+    pytest.param("reshard", 4.02, 0.34, id="NeMo-RL, 4B, slower"),
+    pytest.param("reshard", 30.5, 0.74, id="NeMo-RL, 30B"),
+    pytest.param("reshard", 30.5, 1.0, id="NeMo-RL, 30B, slower"),
+    pytest.param("reshard", 671, 2.39, id="NeMo-RL, DeepSeek-V3"),
+    pytest.param("broadcast", 7.62, 5.5, id="verl, 7B"),
+    pytest.param("broadcast", 72.7, 28.8, id="verl, 72B"),
+    pytest.param("broadcast", 30.5, 32.2, id="verl, 30B-A3B"),
+    pytest.param("checkpoint_engine", 106, 3.47, id="checkpoint-engine, GLM-4.5-Air"),
+    pytest.param("tensor_by_tensor", 235, 58.6, id="verl, 235B"),
+    pytest.param("bucketed", 355, 48.0, id="slime, GLM-4.5"),
+    pytest.param("refit", 70.6, 20.0, id="NeMo-RL, colocated 70B"),
+    pytest.param("delta", 72.7, 12.5, id="verl, 72B, changed values"),
 ]
-"""Parameters, accelerators of an engine (of some rows not published and taken as here), measured seconds."""
+"""Method, 10^9 parameters, measured seconds; of the last eleven the method's own points are among these."""
 
 
-@pytest.mark.parametrize(("parameters", "tensor_parallel", "measured"), TRANSFERS)
-def test_measured_transfers_are_inside_the_band(parameters, tensor_parallel, measured):
-    """5 % of slack at the ends. Outside: verl's 30B-A3B (32 s: every expert's tensors one by one)."""
-    model = QWEN7B.model_copy(update={"parameters": parameters})
+@pytest.mark.parametrize(("method", "billions", "measured"), TRANSFERS)
+def test_measured_transfers_are_inside_the_band(method, billions, measured):
+    """10 % of slack at the ends."""
+    model = QWEN7B.model_copy(update={"parameters": billions * 1e9})
     low, _, high = (
-        derive_weights(H100, model, tensor_parallel=tensor_parallel, coefficients=coefficients(level)).publish_s
+        derive_weights(
+            model,
+            colocated=False,
+            coefficients=coefficients(level, sync_coefficient(method and WeightSync(method), level)),
+        ).publish_s
         for level in Level
     )
-    assert 0.95 * low <= measured <= 1.05 * high
+    assert 0.9 * low <= measured <= 1.1 * high
 
 
 def percent(errors):

@@ -144,7 +144,8 @@ def test_the_words_of_the_shipped_rows_mean_their_typed_columns(tmp_path):
         writer.writeheader()
         for one in shipped:
             seconds = one.generate_s if one.wait_s is None else one.wait_s
-            writer.writerow(one.model_dump(mode="json") | {"gen_or_wait_s": seconds, "kind": "step"})
+            other_names = {"gen_or_wait_s": seconds, "gen_tensor_parallel": one.gpus_per_engine, "kind": "step"}
+            writer.writerow(one.model_dump(mode="json") | other_names)
     assert read_published_runs(path) == shipped
 
 

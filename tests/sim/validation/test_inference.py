@@ -27,9 +27,21 @@ def test_between_nodes_the_grid_is_linear_and_at_nodes_exact():
 
 
 def test_without_other_rows_the_prediction_is_the_model_and_its_own_uncertainty():
-    band = seconds_band(made_grid(10.0), [], switch_s=0.0)
+    band = seconds_band(made_grid(10.0), [])
     assert band.middle_s == pytest.approx(10.0, rel=0.02)
     assert math.log(band.high_s / band.middle_s) == pytest.approx(1.28 * math.hypot(0.35, 0.15), rel=0.1)
+
+
+def test_the_rest_of_a_step_is_told_by_other_rows():
+    """10 s of parts and 5 s besides; another row of 20 s of parts lasts 40: so the rest is four times as long."""
+    grid = replace(made_grid(10.0), rest_s=5.0)
+    reference = replace(made_grid(20.0), rest_s=5.0)
+    measured = changed(reference.run.published, id="other", step_s=40.0)
+    known = replace(reference, run=replace(reference.run, published=measured))
+    alone, informed = (seconds_band(grid, references) for references in ([], [known]))
+    assert 14 < alone.middle_s < 18  # the median of a sum is more than the sum of the medians
+    assert 22 < informed.middle_s < 31
+    assert informed.high_s / informed.low_s < alone.high_s / alone.low_s
 
 
 def test_of_an_unknown_scale_only_ratios_count():
@@ -37,7 +49,7 @@ def test_of_an_unknown_scale_only_ratios_count():
     reference = made_grid(10.0, scale=False)
     measured = changed(reference.run.published, id="other", step_s=7.0)
     known = replace(reference, run=replace(reference.run, published=measured))
-    assert seconds_band(twice, [known], switch_s=0.0).middle_s == pytest.approx(14.0)
+    assert seconds_band(twice, [known]).middle_s == pytest.approx(14.0)
 
 
 def test_hypotheses_are_every_combination_once():

@@ -60,7 +60,7 @@ def test_colocated_runs_have_no_gpus_of_their_own_for_either_part(schedule):
 
 def test_the_shipped_rows_are_read():
     runs = {one.id: one for one in shipped_runs()}
-    assert len(runs) == 40
+    assert len(runs) == 58
     assert runs["applied_1"].rate_ratio == 0.63
     assert runs["areal_eta8"].tok_s_total == 371700
     assert runs["olmo3_baseline"].avg_len is None  # the note has words about it

@@ -10,8 +10,9 @@ from sim.validation.report import validation_report
 
 def predicted(name, measured, predicted, *, family="f", quantity="s/step", assumed=()):
     return PredictedRow(
-        id=name, family=family, mode="", quantity=quantity, measured=measured, predicted=predicted, low=0.0, high=0.0,
-        inputs=(), fitted_to=(), assumed=assumed, alone=None, error=predicted / measured - 1,
+        id=name, family=family, mode="", quantity=quantity, gpus=None, answer_tokens=None, measured=measured,
+        predicted=predicted, low=0.0, high=0.0, inputs=(), fitted_to=(), assumed=assumed, alone=None, alone_low=None,
+        alone_high=None, error=predicted / measured - 1,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ def test_a_fraction_of_a_cluster_waits_for_the_longest_of_the_whole():
     wide = row("wide", "sync", **many, gpus_per_sequence=1)
     rebuilt = reconstruct_run(wide, [wide])
     scales = {"generation": 1.0, "mean_tokens": 1000.0, "rl_steps": 1, "training_given": False}
-    config = run_config(rebuilt, training=1.0, **scales)
+    config = run_config(rebuilt, training=1.0, weights=True, **scales)
     assert (config.cluster.accelerators, config.scheduler.train_batch_size) == (256, 1024)
     whole = config.model_copy(
         update={
@@ -29,9 +29,9 @@ def test_a_fraction_of_a_cluster_waits_for_the_longest_of_the_whole():
     )
     assert train_step_s(config) == pytest.approx(train_step_s(whole), rel=0.05)
     shared = changed(wide, gpus_per_sequence=8)
-    divided = run_config(reconstruct_run(shared, [shared]), training=1.0, **scales).hardware.training
+    divided = run_config(reconstruct_run(shared, [shared]), training=1.0, weights=True, **scales).hardware.training
     assert divided.step_s < 0.7 * config.hardware.training.step_s
-    slower = run_config(rebuilt, training=2.0, **scales).hardware.training
+    slower = run_config(rebuilt, training=2.0, weights=True, **scales).hardware.training
     assert slower.step_s == pytest.approx(2 * config.hardware.training.step_s)
 
 

@@ -1,0 +1,90 @@
+"""Systems that nobody has measured: the spread between families, bands from other families only, the naive rule."""
+
+import math
+
+import pytest
+from published import row
+
+from sim.validation.predict import validate
+from sim.validation.report import validation_report
+from sim.validation.unseen import AloneRun, median_interval, spread_of, truly_simulated, unseen_bands
+
+
+def test_the_spread_of_three_families_by_hand():
+    """Means -0.3, 0, 0.6: their mean 0.1, variance 0.21. Rows 0.1 about the mean of a family of two: variance 0.02 (one
+    degree of freedom), of which a family's mean has 0.02 * (1/2 + 1 + 1)/3 = 1/60.
+    """
+    spread = spread_of({"a": [-0.2, -0.4], "b": [0.0], "c": [0.6]})
+    between = 0.21 - 1 / 60
+    assert spread.row_sd == pytest.approx(math.sqrt(0.02))
+    assert spread.family_sd == pytest.approx(math.sqrt(between))
+    assert spread.centre == pytest.approx(0.1 * 0.09 / (0.09 + 0.21 / 3))
+    assert spread.sd == pytest.approx(math.sqrt(between + 0.02))
+
+
+def test_few_families_say_nothing_about_a_new_one():
+    assert spread_of({"a": [1.0], "b": [1.0]}).centre == 0.0
+    assert spread_of({}).sd == 0.4
+
+
+def runs(**log_errors):
+    return [
+        AloneRun(f"{family}{index}", ("s", "H100", family), 10 * math.exp(error), 10.0)
+        for family, errors in log_errors.items()
+        for index, error in enumerate(errors)
+    ]
+
+
+def test_a_family_never_makes_its_own_band():
+    """Whatever its rows were measured at, their bands are the same; those of other families are not."""
+    others = {"b": [0.1, 0.2], "c": [-0.3], "d": [0.0], "e": [0.2]}
+    near, far = (unseen_bands(runs(a=[0.0], **others)), unseen_bands(runs(a=[0.0], **others)[:0]))
+    assert far == {}
+    moved = [
+        AloneRun(one.id, one.family, one.predicted_s, 7 * one.measured_s if one.family[2] == "a" else one.measured_s)
+        for one in runs(a=[0.0], **others)
+    ]
+    again = unseen_bands(moved)
+    assert again["a0"] == near["a0"]
+    assert again["b0"].high_s / again["b0"].low_s > near["b0"].high_s / near["b0"].low_s
+
+
+def test_a_common_error_is_taken_out():
+    """All families 30 % too fast, hardly any spread: the next one is predicted about right, and with a narrow band."""
+    bands = unseen_bands(runs(a=[-0.36], b=[-0.35], c=[-0.36], d=[-0.355]))
+    assert bands["a0"].middle_s == pytest.approx(10.0, rel=0.02)
+    assert bands["a0"].high_s < 10.4
+
+
+def test_families_are_resampled_and_not_rows():
+    """One family of nine good rows and one of a bad one: the median of resampled families is either's."""
+    assert median_interval({"a": [0.1] * 9, "b": [0.9]}) == (0.1, 0.9)
+
+
+@pytest.mark.parametrize("missing", [{"avg_len": None}, {"gpus_total": None}, {"step_s": None}])
+def test_alone_needs_mean_answer_size_and_seconds(missing):
+    whole = {"step_s": 50.0}
+    assert truly_simulated(row("a", "sync", **whole)) is not None
+    assert truly_simulated(row("a", "sync", **(whole | missing))) is None
+
+
+def test_a_row_of_no_known_mean_and_no_sibling_has_no_seconds():
+    (one,) = validate([row("a", "sync", avg_len=None, step_s=50.0)], workers=1)
+    assert "avg_len is not published" in one.reason
+
+
+def test_pairs_are_predicted_with_both_rows_left_out():
+    """Two rows of one new family: the ratio alone, beside the median of other families by the naive rule."""
+    sync = row("sync", "sync", step_s=60.0)
+    fast = row("fast", "async", step_s=30.0, gpus_gen=4, gpus_train=4, max_staleness=1.0)
+    other = [
+        row("sync2", "sync", step_s=60.0, system="theirs"),
+        row("fast2", "async", step_s=20.0, system="theirs", gpus_gen=4, gpus_train=4, max_staleness=1.0),
+    ]
+    alone = validation_report(validate([sync, fast, *other], workers=1)).summary.alone
+    assert alone is not None
+    ours, theirs = alone.speed_ups
+    assert (ours.synchronous, ours.asynchronous, ours.measured, ours.constant) == ("sync", "fast", 2.0, 3.0)
+    assert theirs.constant == 2.0
+    assert ours.predicted == pytest.approx(theirs.predicted)  # the same run, measured differently
+    assert (alone.rows, alone.families) == (4, 2)
