@@ -119,6 +119,8 @@ class LanguageModel(Named):
     """Entries of the output head (count)."""
     kv_bytes_per_token: float = Field(gt=0)
     """KV cache of one token in bf16 (bytes)."""
+    state_bytes: float = Field(default=0.0, ge=0)
+    """State of one sequence in layers of linear attention, whatever its length (bytes)."""
     attention_heads: int = Field(default=0, ge=0)
     """Query heads, which an engine divides among its accelerators (count); 0: not known."""
     kv_heads: int = Field(default=0, ge=0)

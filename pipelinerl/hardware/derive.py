@@ -81,6 +81,7 @@ def derive_decode(
         + (coefficients.allreduce_s if in_node else coefficients.node_allreduce_s) * reductions
         + (coefficients.expert_layer_s * (model.expert_layers or model.layers) if model.experts else 0.0),
         sequence_overhead_s=coefficients.sequence_overhead_s
+        + 2 * model.state_bytes / (tensor_parallel * gpu.bandwidth * coefficients.kv_efficiency)  # read and written
         + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
     )
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from pipelinerl.errors import ConfigError
 
+STATE_BYTES = 4
+"""Of one number of the state of a gated delta net or a Mamba-2 layer, which engines keep in fp32."""
 BYTES = 2
 """Bytes of one number in bf16."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -46,10 +48,15 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     feed = _feed_forward(read, config, kind, width, stack)
 
     mixers = (stack.attention + stack.windowed) * attention
+    state_numbers = 0
     if stack.delta:
         mixers += stack.delta * _delta_net(read, width)
+        values = read.count("linear_num_value_heads") * read.count("linear_value_head_dim")
+        state_numbers = stack.delta * values * read.count("linear_key_head_dim")
     if stack.mamba:
         mixers += stack.mamba * _mamba(read, width)
+        inner = read.count("mamba_num_heads") * read.count("mamba_head_dim")
+        state_numbers = stack.mamba * inner * read.count("ssm_state_size")
     blocks = stack.attention + stack.windowed + stack.delta + stack.mamba + stack.dense + stack.sparse
     tied = bool(outer.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma"))))
     embedding = vocabulary * width
@@ -64,6 +71,7 @@ def model_tables(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         "feed_forward_width": feed.width / stack.layers,
         "vocabulary": vocabulary,
         "kv_bytes_per_token": float(stack.attention * kv_numbers * BYTES),
+        "state_bytes": float(state_numbers * STATE_BYTES),
         "attention_heads": heads,
         "kv_heads": kv_heads,
         "experts": stack.experts,

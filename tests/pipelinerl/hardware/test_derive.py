@@ -39,6 +39,15 @@ def test_overheads_of_a_decode_step_by_hand():
     assert over_nodes.sequence_overhead_s == pytest.approx(5e-6 + 56 * 2 * 15 / 16 * 3584 * 2 / 25e9)
 
 
+def test_the_state_of_linear_attention_is_read_and_written_for_every_sequence():
+    """48 delta nets of 48 heads of 128 x 128 numbers of fp32, 151 MB, twice, at half of 3.35 TB/s: 0.18 ms each."""
+    model = find_model("Qwen3.5-27B")
+    assert model.state_bytes == 48 * 48 * 128 * 128 * 4
+    decode = derived(model=model, values=plain(kv_efficiency=0.5)).decode
+    assert decode.sequence_overhead_s == pytest.approx(2 * model.state_bytes / (0.5 * 3.35e12))
+    assert decode.sequence_overhead_s == pytest.approx(0.18e-3, rel=0.01)
+
+
 def test_a_layer_of_experts_takes_a_floor():
     """45 us in each of the 48 layers of 30B-A3B, however few sequences; none in a dense model."""
     floors = {

@@ -185,6 +185,14 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
     assert summary.within_30_percent >= 0.9
     assert summary.pairs_in_order >= 0.9
     assert summary.largest_staleness_error <= 0.3
+    alone = summary.alone
+    assert (alone.rows, alone.families) == (22, 9)
+    assert alone.median_error <= 0.15 < alone.naive_median_error  # levels
+    assert alone.within_45_percent >= 0.8
+    assert 0.75 <= alone.within_band <= 0.95
+    ratios = [abs(pair.predicted / pair.measured - 1) for pair in alone.speed_ups]  # and ratios
+    assert len(ratios) == 6
+    assert max(ratios) <= 0.2
     curve = {one.id: one for one in result.rows if one.id.startswith("areal_eta")}
     start = curve.pop("areal_eta0").measured
     assert len(curve) == 5
