@@ -126,7 +126,7 @@ def lengths_of(config):
 def test_the_main_run_has_the_in_flight_lag_of_its_formula(example, filled):
     """H I/B (1 + cv^2)/2 in steady state, generation-bound: 3 (1 + 0.43)/2 = 2.14 steps with long answers, sd 0.05.
 
-    4.5 with short ones, whose longest are in progress for 44 steps; sd 0.06. Bound 5 %.
+    4.4 with short ones, whose longest are in progress for 44 steps; sd 0.06. Bound 5 %.
     """
     lengths = lengths_of(load_run(example))
     rows = rows_of(example, f"optimizer_steps={filled + 48}")[filled:]
