@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -29,6 +30,8 @@ from pipelinerl.records.reports import FigureData, RunIdentity, RunMeasurements,
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.validation_report import ValidationReport
 from pipelinerl.util.report import Report
+from sim.planning.axes import AXES
+from sim.planning.knobs import NOT_SEARCHED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -130,6 +133,16 @@ def run_file_table(table: str | None) -> list[str]:
     rows = {row: row.partition(".")[0].removeprefix("| `") for row in key_rows(RunConfig)}
     shown = [row for row, its in rows.items() if (its if its in OF_THEIR_OWN else None) == table]
     return ["| key | allowed | default | meaning |", "|---|---|---|---|", *shown]
+
+
+def knob_table() -> list[str]:
+    """Return the table of keys that move throughput or lag: what ``plan`` tries of each, or why it does not."""
+    texts, rows = meanings(PlanConfig), []
+    for axis in AXES:
+        tried = texts[axis.name].partition("None: ")[2] or f"{shown_default(PlanConfig.model_fields[axis.name])}."
+        rows.append(f"| `{axis.key}` | `plan.{axis.name}` | {tried} |")
+    rows += [f"| `{key}` | no | {why[0].upper()}{why[1:]}. |" for key, why in NOT_SEARCHED.items()]
+    return ["| key | searched | without a list; or why not |", "|---|---|---|", *rows]
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
@@ -236,6 +249,8 @@ def table_of(name: str) -> list[str]:
     """
     if name == "run":
         return run_file_table(None)
+    if name == "knobs":
+        return knob_table()
     if name == "rooms":
         return picture()
     if name in REPORTS:

@@ -61,7 +61,8 @@ def _row(place: str, one: PlannedCandidate) -> list[str]:
 
 def _reasons(report: PlanReport) -> list[str]:
     best, other, own = report.recommended, report.runner_up, report.own
-    lines = [f"bottleneck: {best.verdict}"]
+    lines = [f"warning: {warning}" for warning in report.warnings]
+    lines.append(f"bottleneck: {best.verdict}")
     if other is not None:
         lines.append(f"runner-up ({other.label}): {other.why}")
     if own is not None:
@@ -74,7 +75,14 @@ def _reasons(report: PlanReport) -> list[str]:
             lines.append(
                 f"with {level} coefficients the decision changes: {decision.label}, {decision.faster:.0%} faster"
             )
-    for row in report.search.not_tried:
+    search = report.search
+    if search.within_limits < search.simulated:
+        ratios = ", ".join(f"{family} {ratio:.2f}" for family, ratio in search.lag_ratios.items())
+        lines.append(
+            f"{search.within_limits} of the {search.simulated} simulated keep to the limits; simulated over screened "
+            f"mean lag: {ratios}"
+        )
+    for row in search.not_tried:
         lines.append(f"not tried: {row.key}={row.value}: {row.why}")
     changing = [row.coefficient for row in report.sensitivity if row.changes_decision]
     if changing:

@@ -36,6 +36,8 @@ class PlanConfig(StrictModel):
     """Sequences per optimizer step. None: the run file's."""
     ready_queue_size: Values | None = None
     """Finished rollouts that may wait for the trainer, pipeline only. None: the run file's, or 2 B."""
+    publish_every: Values | None = None
+    """Optimizer steps from one publication to the next, pipeline only. None: 1, 2, 3, 4, 8, and the run file's."""
     max_lag: list[CountOrZero] | None = Field(default=None, min_length=1)
     """Bounds on the lag that the pipeline is to keep by waiting (optimizer steps). None: ``lag_limit``."""
     lag_limit: CountOrZero | None = None

@@ -47,6 +47,10 @@ class SearchReport(Report):
     """Candidates whose simulation ended (count)."""
     simulated_steps: int
     """Optimizer steps of each simulation (count)."""
+    within_limits: int
+    """Those of them that keep to the limits of ``[plan]`` (count)."""
+    lag_ratios: dict[str, float]
+    """Simulated over screened mean lag by kind of scheduler, the median of those simulated."""
     complete: bool
     """Whether every simulation ended."""
     failures: list[str]
@@ -225,6 +229,8 @@ class PlanReport(Report):
     """The part of the run file that the numbers refer to."""
     search: SearchReport
     """The search in numbers."""
+    warnings: list[str]
+    """What speaks against the recommended kind of scheduler, a line each."""
     recommended: PlannedCandidate
     """The recommendation."""
     runner_up: RunnerUp | None

@@ -61,7 +61,7 @@ PIPELINE = ScheduleKind(
     has_rl_steps=False,
     least_lag=lambda settings: settings.publish_every - 1,
     least_lag_reason="the last batch before a publication is trained at a lag of at least publish_every - 1",
-    axes=("generation_accelerators", "ready_queue_size", "max_lag"),
+    axes=("generation_accelerators", "ready_queue_size", "publish_every", "max_lag"),
     publishes_each_step=lambda settings: settings.publish_every == 1,
 )
 CONVENTIONAL = ScheduleKind(

@@ -24,6 +24,8 @@ ENGINE_SIZES = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
 RL_STEPS = (2, 4, 8, 16, 32, 64)
 """G tried by default (optimizer steps per RL step)."""
+PUBLISH_EVERY = (1, 2, 3, 4, 8)
+"""Optimizer steps from one publication to the next tried by default (count)."""
 NUM_SPLITS = 32
 """Pieces that the accelerators are divided into by default (count)."""
 
@@ -147,12 +149,23 @@ def _ready_queues(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
     return [size for size in space.plan.ready_queue_size if size >= batch]
 
 
+def publish_every(space: SearchSpace) -> Sequence[int]:
+    """Return the numbers of optimizer steps from one publication to the next to try."""
+    own, most = space.config.scheduler.publish_every, space.config.optimizer_steps
+    listed = space.plan.publish_every or sorted({own, *PUBLISH_EVERY})
+    return [steps for steps in listed if steps <= most]
+
+
+def _publish_every(space: SearchSpace, choice: Choice) -> Sequence[int]:
+    return publish_every(space) if PUBLISH.applies_to(schedule_of(choice)) else [space.config.scheduler.publish_every]
+
+
 def _max_lags(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
-    """Return bounds on the lag; the scheduler takes none below ``publish_every`` - 1."""
-    limit, listed = space.limits.lag, space.plan.max_lag
+    """Return bounds on the lag; the scheduler takes none below the one step less between publications."""
+    limit, listed, least = space.limits.lag, space.plan.max_lag, choice[PUBLISH.name] - 1
     if listed is None or not MAX_LAG.applies_to(schedule_of(choice)):
         return [limit]
-    bounds = [lag for lag in listed if lag >= space.config.scheduler.publish_every - 1]
+    bounds = [lag for lag in listed if lag >= least]
     return sorted({lag if limit is None else min(lag, limit) for lag in bounds})
 
 
@@ -176,7 +189,7 @@ def _split_rule(value: int, space: SearchSpace) -> str:
     return f"multiples of an engine, {' or '.join(map(str, engine_sizes(space)))} accelerators"
 
 
-def _rl_step_rule(value: int, space: SearchSpace) -> str | None:
+def _steps_rule(value: int, space: SearchSpace) -> str | None:
     most = space.config.optimizer_steps
     return f"numbers of at most optimizer_steps={most}" if value > most else None
 
@@ -194,8 +207,8 @@ def _train_batch_rule(value: int, space: SearchSpace) -> str | None:
 
 
 def _max_lag_rule(value: int, space: SearchSpace) -> str | None:
-    least = space.config.scheduler.publish_every - 1
-    return f"bounds of at least scheduler.publish_every - 1 = {least}" if value < least else None
+    least = min(publish_every(space), default=1) - 1
+    return f"bounds of at least publish_every - 1 = {least}" if value < least else None
 
 
 # ----------------------------------------------------------------------------------------------------- the table
@@ -240,7 +253,7 @@ RL_STEP = Axis(
     another_way=True,
     values=_rl_steps,
     shown=lambda value, _: f"G={value}",
-    rule=_rl_step_rule,
+    rule=_steps_rule,
 )
 GENERATION_BATCH = Axis(
     name="generation_batch_size",
@@ -257,6 +270,13 @@ READY_QUEUE = Axis(
     shown=lambda value, space: f"queue={value}" if value != space.config.scheduler.ready_queue_size else "",
     rule=_ready_queue_rule,
 )
+PUBLISH = Axis(
+    name="publish_every",
+    key="scheduler.publish_every",
+    values=_publish_every,
+    shown=lambda value, _: f"publish_every={value}" if value > 1 else "",
+    rule=_steps_rule,
+)
 MAX_LAG = Axis(
     name="max_lag",
     key="scheduler.max_lag",
@@ -265,10 +285,10 @@ MAX_LAG = Axis(
     rule=_max_lag_rule,
     unused_because=lambda space: f"tried as the lag limit, {space.limits.lag}",
 )
-AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, MAX_LAG)
+AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, PUBLISH, MAX_LAG)
 """Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
-_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, READY_QUEUE, MAX_LAG)
-_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, READY_QUEUE, MAX_LAG)
+_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, READY_QUEUE, PUBLISH, MAX_LAG)
+_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, READY_QUEUE, PUBLISH, MAX_LAG)
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:

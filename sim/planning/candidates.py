@@ -17,8 +17,17 @@ from pipelinerl.theory.steady_state import Estimate, screen
 from sim.planning.axes import AXES, SCHEDULE, SPLIT, Choice, choice_of, label_of, schedule_of
 from sim.planning.search_space import Limits, Reason, SearchSpace
 
-SCREENING_SLACK = 1.1
-"""Factor on limits of lag, hours and money where only the screening is known (no unit)."""
+LAG_ERROR = 0.1
+"""Standard deviation of the screened mean lag (relative), or ``LAG_ERROR_STEPS`` where that is more."""
+LAG_ERROR_STEPS = 0.25
+"""Standard deviation of the screened mean lag of those with little (optimizer steps)."""
+TIME_ERROR = 0.1
+"""Largest error of the screened time (relative); ``tests/pipelinerl/theory`` holds it to it."""
+
+
+def lag_error(lag: float) -> float:
+    """Return the standard deviation of a screened mean lag (optimizer steps)."""
+    return max(LAG_ERROR * lag, LAG_ERROR_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,17 @@ class Screened:
     def gpu_hours(self) -> float:
         """GPU-hours of the whole run."""
         return self.candidate.gpu_hours(self.seconds)
+
+    @property
+    def least_gpu_hours(self) -> float:
+        """GPU-hours that the run may take if the screening is as wrong as it can be."""
+        return self.gpu_hours / (1 + TIME_ERROR)
+
+    @property
+    def least_lag_mean(self) -> float:
+        """Mean lag that the run may have if the screening is as wrong as it can be (optimizer steps)."""
+        lag = self.estimate.lag_mean
+        return max(0.0, lag - 2 * lag_error(lag))
 
     def rejected(self, reason: Reason, limits: Limits) -> Rejected:
         """Return the rejection of the candidate for a limit that it breaks."""
@@ -179,7 +199,7 @@ def screen_all(
 
     Args:
         candidates: What to screen; what is rejected already stays so.
-        limits: The limits, which the screening applies with some slack.
+        limits: The limits; the screening may be wrong by as much as it ever is.
         screener: Gives the steady states.
     """
     kept: list[Screened] = []
@@ -189,7 +209,7 @@ def screen_all(
             rejected.append(one)
             continue
         screened = screener.screen(one)
-        reason = limits.broken(screened.estimate.lag_mean, screened.gpu_hours, slack=SCREENING_SLACK)
+        reason = limits.broken(screened.least_lag_mean, screened.least_gpu_hours)
         if reason is None:
             kept.append(screened)
         else:

@@ -1,91 +1,26 @@
-"""Explanations of a plan: bottlenecks, the effect of more GPUs and of each coefficient, and what was left out."""
+"""Explanations of a plan: the effect of each coefficient, synchronous against asynchronous RL, what was left out."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, assert_never
 
 from pipelinerl.config.resolve import stated_coefficients
-from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.records.bottleneck import BALANCED_SHARE, Bottleneck
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
-from sim.planning.axes import MAX_LAG, Axis, Choice, ignored_axes, listed_axes, schedule_of, values_of
-from sim.planning.candidates import Candidate, Rejected, Screened, Screener
+from pipelinerl.scheduler.kinds import CONVENTIONAL
+from sim.planning.axes import Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
+from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
 from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Outcome
 
 MOST_ACCELERATORS = 4096
 """Accelerators up to which a size that fits is looked for (count)."""
-
-
-def bottleneck(outcome: Outcome, screener: Screener) -> str:
-    """Return one line: the bottleneck in the simulation, and the gain from more GPUs by the screening."""
-    candidate, waiting = outcome.candidate, outcome.waiting
-    more = unit_of(candidate.config)
-    if candidate.config.colocated:
-        gain = _gain(candidate, screener, accelerators=more)
-        return f"colocated: generation and switches take {waiting:.0%} of the time; {_gpus(more)} {gain:+.0%}"
-    generation = _gain(candidate, screener, accelerators=more, generation_accelerators=more)
-    training = _gain(candidate, screener, accelerators=more)
-    max_lag = candidate.config.scheduler.max_lag
-    if outcome.bottleneck is Bottleneck.REWARD:
-        return (
-            f"reward-bound: the trainer waits {waiting:.0%} of the time, slots stay free while rollouts are scored; "
-            "a larger scheduler.ready_queue_size would fill them"
-        )
-    if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.LAG):
-        bounded = max_lag is not None and MAX_LAG.applies_to(candidate.schedule)
-        freer = _gain(candidate, screener, max_lag=None) if bounded else 0.0
-        if outcome.bottleneck is Bottleneck.LAG or freer > max(generation, BALANCED_SHARE):
-            return (
-                f"lag-bound: max_lag={max_lag} makes the trainer wait {waiting:.0%} of the time; without a bound "
-                f"{freer:+.0%}; {_gpus(more, 'generation ')} {generation:+.0%}"
-            )
-        return (
-            f"generation-bound: the trainer waits {waiting:.0%} of the time; {_gpus(more, 'generation ')} "
-            f"{generation:+.0%}"
-        )
-    if outcome.bottleneck is Bottleneck.TRAINING:
-        estimate = screener.screen(candidate).estimate
-        spare = estimate.step_s / estimate.generation_s - 1
-        return (
-            f"training-bound: generation could give {spare:.0%} more, the trainer waits {waiting:.0%} of the time; "
-            f"{_gpus(more, 'training ')} {training:+.0%}"
-        )
-    engine = candidate.config.cluster.tensor_parallel
-    best, generating = max(
-        (_gain(candidate, screener, accelerators=more, generation_accelerators=part), part)
-        for part in range(0, more + 1, engine)
-    )
-    return (
-        f"balanced: the trainer waits {waiting:.0%} of the time; {_gpus(more)} {best:+.0%}, "
-        f"{generating} of them to generate"
-    )
-
-
-def unit_of(config: RunConfig) -> int:
-    """Return the number of GPUs that 'more GPUs' adds: a node of 8 in whole engines, or an engine if few are there."""
-    engine = config.cluster.tensor_parallel
-    return engine * math.ceil(8 / engine) if config.cluster.accelerators >= 32 else engine
-
-
-def _gpus(more: int, kind: str = "") -> str:
-    return f"{more} more {kind}GPU{'s give' if more > 1 else ' gives'}"
-
-
-def why_it_lost(loser: Outcome, winner: Outcome, screener: Screener, *, tie: float) -> str:
-    """Return one line: its loss in throughput and its bottleneck; or, where it was as fast, its lag."""
-    slower = 1 - loser.tokens_per_s / winner.tokens_per_s
-    lags = f"its mean lag is {loser.lag_mean:.1f} instead of {winner.lag_mean:.1f}"
-    if slower <= tie:
-        return f"as fast within {tie:.0%}, but {lags}"
-    return f"{slower:.0%} slower, {lags}; {bottleneck(loser, screener)}"
 
 
 def sensitivity(
@@ -175,20 +110,64 @@ def _with(candidate: Candidate, *, generation_accelerators: int) -> Candidate:
     return replace(candidate, config=candidate.config.model_copy(update={"cluster": cluster}))
 
 
-def _gain(candidate: Candidate, screener: Screener, **changes: int | None) -> float:
-    """Return the screened gain in throughput of more accelerators, or of another ``max_lag``."""
-    config = candidate.config
-    cluster, scheduler = config.cluster, config.scheduler
-    if "max_lag" in changes:
-        scheduler = scheduler.model_copy(update={"max_lag": changes["max_lag"]})
-    added: dict[str, Any] = {
-        name: (getattr(cluster, name) or 0) + (changes[name] or 0)
-        for name in ("accelerators", "generation_accelerators")
-        if name in changes
-    }
-    changed = config.model_copy(update={"cluster": cluster.model_copy(update=added), "scheduler": scheduler})
-    more = screener.screen(replace(candidate, config=changed))
-    return more.tokens_per_s / screener.screen(candidate).tokens_per_s - 1
+# ------------------------------------------------------------------------- synchronous against asynchronous RL
+
+
+def synchronous_is_faster(
+    best: Mapping[str, Outcome],
+    space: SearchSpace,
+    screener: Screener,
+    *,
+    tie: float,
+    bottleneck: Callable[[Outcome], str],
+) -> str | None:
+    """Return a warning if asynchronous RL is slower on these GPUs than synchronous RL, by more than a tie.
+
+    Where the plan has no synchronous kind, or simulated none that keeps to the limits, the screening speaks for it.
+
+    Args:
+        best: The best outcome within the limits of each kind of schedule that has one.
+        space: The run file and its limits.
+        screener: Gives the steady states.
+        tie: Relative difference in throughput that counts for nothing.
+        bottleneck: Returns what limits an outcome, in words.
+    """
+
+    def fastest(*, colocated: bool) -> Outcome | None:
+        some = [one for one in best.values() if one.candidate.schedule.colocated is colocated]
+        return max(some, key=lambda one: one.tokens_per_s, default=None)
+
+    apart, together = fastest(colocated=False), fastest(colocated=True)
+    if apart is None:
+        return None
+    split = apart.candidate.config
+    sides = f"{split.generation_accelerators} of {space.accelerators} GPUs to generate and the others to train"
+    if together is not None:
+        slower = 1 - apart.tokens_per_s / together.tokens_per_s
+        if slower <= tie:
+            return None
+        return (
+            f"asynchronous RL is slower here: {sides} gives {slower:.0%} less than all of them for both in turn "
+            f"({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart)}"
+        )
+    other = _screened_synchronous(space, screener)
+    if other is None:
+        return None
+    faster = other.tokens_per_s / screener.screen(apart.candidate).tokens_per_s - 1
+    if faster <= tie:
+        return None
+    return (
+        f"asynchronous RL may be slower here: by the screening {other.candidate.label} is {faster:.0%} faster than "
+        f"{apart.candidate.label}; simulate it: add '{CONVENTIONAL.name}' to plan.schedulers"
+    )
+
+
+def _screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | None:
+    """Return the fastest conventional candidate within the limits by the screening."""
+    space = replace(space, plan=space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]}))
+    kept, _ = screen_all((candidate_of(one, space) for one in all_choices(space)), space.limits, screener)
+    within = [one for one in kept if space.limits.broken(one.estimate.lag_mean, one.gpu_hours) is None]
+    return max(within, key=lambda one: one.tokens_per_s, default=None)
 
 
 # ------------------------------------------------------------------------------------------- what was left out
@@ -233,6 +212,33 @@ def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
         ]
         lines.append(f"plan: no feasible {family} among {counts.total():,}: {'; '.join(parts)}")
     return "\n".join(lines) or "plan: there is no candidate; the lists of [plan] leave none for this cluster"
+
+
+def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: int, num_left: int) -> str:
+    """Return one line: what was simulated breaks a limit, how nearly it keeps it, and how many were not simulated."""
+    parts, limits = [], space.limits
+    broken = [(limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess) or Reason.LAG, one) for one in outcomes]
+    for reason in dict.fromkeys(reason for reason, _ in broken):
+        mine = [one for other, one in broken if other is reason]
+        nearest = min(mine, key=lambda one: _distance(one, reason))
+        needed = nearest.lag_max if reason is Reason.LAG else limits.needed(reason, nearest.lag_mean, nearest.gpu_hours)
+        parts.append(f"{len(mine)} by {reason.value} (nearest: {needed:.3g}, {nearest.candidate.label})")
+    return (
+        f"plan: none of the {len(outcomes)} simulated keeps to the limits: {'; '.join(parts)}; they had the best odds "
+        f"of the {num_kept:,} that the screening lets through; not simulated: {num_left:,}; raise plan.simulate, got "
+        f"{space.plan.simulate}"
+    )
+
+
+def _distance(outcome: Outcome, reason: Reason) -> float:
+    """Return the number of a simulated run that a limit bounds, or one that grows with it."""
+    match reason:
+        case Reason.LAG:
+            return outcome.lag_max
+        case Reason.GPU_HOURS | Reason.BUDGET:
+            return outcome.gpu_hours
+        case _:
+            return outcome.lag_mean
 
 
 def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> str:

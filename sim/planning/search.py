@@ -1,16 +1,15 @@
 """Search for the best way to run: screen every candidate, simulate the best, and explain the recommendation.
 
-Theory of operation. ``axes`` lists the choices and ``candidates`` screens them; the best by screened throughput and by
-the screened Pareto front of throughput against lag go on, with at least two of every kind of schedule. Each is
-simulated event by event for ``simulate_steps`` optimizer steps, and the second half of these, in whole RL steps, stands
-for the rest of the run. The outcomes are ranked: the fastest within the limits, and of those within 3 % of it the one
-with the least mean lag. The front-runners are simulated again with the optimistic and the pessimistic coefficients.
+Theory of operation. ``axes`` lists the choices, ``candidates`` screens them, and ``choose`` says which are simulated,
+round by round, with at least two of every kind of schedule. Each is simulated event by event for ``simulate_steps``
+optimizer steps, and the second half of these, in whole RL steps, stands for the rest of the run. ``choose`` ranks the
+outcomes that keep to the limits; ``more_gpus`` and ``explain`` say why. The front-runners are simulated again with the
+optimistic and the pessimistic coefficients.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,28 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.axes import all_choices, check_lists
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, own_candidate, screen_all
-from sim.planning.explain import bottleneck, not_tried, sensitivity, split_curve, why_infeasible, why_it_lost
-from sim.planning.search_space import SearchSpace
-from sim.planning.simulate import Job, OnProgress, Outcome, Runner
+from sim.planning.choose import (
+    TIE,
+    best_of,
+    check_lags,
+    in_order,
+    next_to_simulate,
+    pareto_front,
+    round_sizes,
+    why_not,
+)
+from sim.planning.explain import (
+    not_tried,
+    sensitivity,
+    split_curve,
+    synchronous_is_faster,
+    why_infeasible,
+    why_none_kept,
+)
+from sim.planning.more_gpus import bottleneck, verdict
+from sim.planning.search_space import Reason, SearchSpace
+from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
 
-TIE = 0.03
-"""Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
 CHANGE = 2 * TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
@@ -78,7 +93,7 @@ def plan(
         check_vacant(out)
     search = _Search(config)
     runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
-    outcomes = runner.run("simulations", [search.job(one, config.hardware.level) for one in search.survivors()])
+    outcomes = search.simulated(runner)
     report, recommended = search.report(outcomes, runner)
     if out is not None:
         make_folder(out)
@@ -86,44 +101,6 @@ def plan(
         header = f"# Recommended by `pipelinerl plan`: {recommended.label}.\n# {report.recommended.verdict}\n\n"
         (out / RECOMMENDED_FILE).write_text(header + dump_run(recommended.config), encoding="utf-8")
     return report
-
-
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the points that no other beats: none has both values as good, and one of them better.
-
-    Args:
-        points: Throughput and lag of each.
-
-    Returns:
-        Their indices, by rising lag; of equal points the first.
-    """
-    front: list[int] = []
-    for index in sorted(range(len(points)), key=lambda one: (points[one][1], -points[one][0], one)):
-        if not front or points[index][0] > points[front[-1]][0]:
-            front.append(index)
-    return front
-
-
-def choose_survivors(kept: Sequence[Screened], number: int) -> list[Screened]:
-    """Return the candidates to simulate: two of each kind, then fast ones and ones of the Pareto front in turn.
-
-    Args:
-        kept: Candidates with their steady states.
-        number: How many to return, at most (count).
-
-    Returns:
-        The choice; of the front, the ones with the least lag that reach even shares of the best throughput.
-    """
-    most = max(one.tokens_per_s for one in kept)
-    ranked = sorted(kept, key=lambda one: (math.floor(math.log(most / one.tokens_per_s) / TIE), one.estimate.lag_mean))
-    front = [kept[index] for index in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in kept])]
-    shares = [(index + 1) / (number // 2) for index in range(number // 2)]  # of the best throughput
-    spread = [next(one for one in front if one.tokens_per_s >= share * most) for share in shares]
-    families = dict.fromkeys(one.candidate.family for one in ranked)
-    first = [one for family in families for one in [s for s in ranked if s.candidate.family == family][:2]]
-    in_turn = [one for pair in zip(ranked, [*spread, *ranked], strict=False) for one in pair]
-    chosen = {one.candidate.label: one for one in (*first, *in_turn, *ranked)}
-    return list(chosen.values())[:number]
 
 
 class _Search:
@@ -143,31 +120,34 @@ class _Search:
         self.own = own_candidate(self.space)
         self.steps = min(self.plan.simulate_steps, config.optimizer_steps)
 
-    def survivors(self) -> list[Candidate]:
-        """Return the candidates to simulate: the best of the screening, and the run file as it is where it can run."""
+    def simulated(self, runner: Runner) -> list[Outcome]:
+        """Simulate in rounds: the run file as it is where it can run, and the candidates most likely to be the best."""
         misfit = self.space.memory.misfit(
             tensor_parallel=self.config.cluster.tensor_parallel, training_accelerators=self.config.training_accelerators
         )
         own = [self.own] if misfit is None else []
-        number = max(1, self.plan.simulate - len(own))
-        return [*own, *(one.candidate for one in choose_survivors(self.kept, number))]
+        number = min(max(1, self.plan.simulate - len(own)), len(self.kept))
+        outcomes: list[Outcome] = []
+        tried: list[str] = []
+        for size in round_sizes(number):
+            chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
+            jobs = [self.job(one, self.config.hardware.level) for one in (*own, *(one.candidate for one in chosen))]
+            ended = runner.run("simulations", jobs, before=len(outcomes), total=number + (not misfit))
+            if not ended:
+                break
+            outcomes += ended
+            tried += [one.candidate.label for one in chosen]
+            own = []
+        return outcomes
 
     def job(self, candidate: Candidate, level: Level, *, share: float = 1.0) -> Job:
         """Return a simulation of a share of ``simulate_steps``, but of an RL step at least."""
-        scheduler = candidate.config.scheduler
-        least = scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else 2
+        least = cycle(candidate) if candidate.schedule.has_rl_steps else 2 * cycle(candidate)
         return Job(candidate, level, min(self.config.optimizer_steps, max(least, round(self.steps * share))))
 
     def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes of the kinds asked for that keep to the limits, best first."""
-        left = [one for one in outcomes if self._is_asked_for(one) and self._keeps(one)]
-        order: list[Outcome] = []
-        while left:
-            most = max(one.tokens_per_s for one in left)
-            best = min((one for one in left if one.tokens_per_s >= most * (1 - TIE)), key=lambda one: one.lag_mean)
-            order.append(best)
-            left.remove(best)
-        return order
+        return in_order([one for one in outcomes if self._is_asked_for(one) and self._keeps(one)])
 
     def _is_asked_for(self, outcome: Outcome) -> bool:
         return outcome.candidate.family in self.plan.schedulers
@@ -188,14 +168,19 @@ class _Search:
         if not tried:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
         ranked = self.ranked(tried)
+        simulated = [one.candidate.label for one in outcomes]
+        num_left = sum(one.candidate.label not in simulated for one in self.kept)
+        if not ranked and num_left:
+            raise ConfigError(why_none_kept(tried, self.space, num_kept=len(self.kept), num_left=num_left))
         if not ranked:
             raise ConfigError(why_infeasible(self.rejected + self._simulated_out(tried), self.space))
         best = ranked[0]
         other = next((one for one in ranked if one.candidate.way != best.candidate.way), None)
-        families = {
-            family: next((one for one in ranked if one.candidate.family == family), None)
+        by_family = {
+            family: [one for one in ranked if one.candidate.family == family]
             for family in dict.fromkeys(self.plan.schedulers)
         }
+        families = {family: best_of(some) if some else None for family, some in by_family.items()}
         own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
         front_runners = [one.candidate for one in (best, other, *families.values(), own) if one is not None]
         bands = self._bands(front_runners, runner)
@@ -208,6 +193,7 @@ class _Search:
                 lag_limit=self.limits.lag,
             ),
             search=self._search_report(outcomes, runner),
+            warnings=self._warnings(families),
             recommended=PlannedCandidate(**self._described(best, bands)),
             runner_up=None if other is None else self._runner_up(other, best, bands),
             families={
@@ -232,6 +218,8 @@ class _Search:
             simulated_steps=self.steps,
             complete=not runner.interrupted and not runner.failures,
             failures=sorted(runner.failures),
+            within_limits=sum(map(self._keeps, outcomes)),
+            lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
             not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
         )
 
@@ -241,7 +229,10 @@ class _Search:
         for one in outcomes:
             reason = self.limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
             if reason is not None:
-                rejected.append(self.screener.screen(one.candidate).rejected(reason, self.limits))
+                needed = self.limits.needed(reason, one.lag_mean, one.gpu_hours)
+                rejected.append(Rejected(one.candidate.choice, reason, needed))
+            elif self.limits.lag is not None and one.lag_max > self.limits.lag:
+                rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
         return rejected
 
     def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> Bands:
@@ -252,7 +243,7 @@ class _Search:
         for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
             screener = Screener(self.config, self.space.answers, {"level": level})
             kept, _ = screen_all([one.candidate for one in self.kept], self.limits, screener)
-            preferred = [choose_survivors(kept, 1)[0].candidate] if kept else []
+            preferred = [next_to_simulate(kept, self.limits, 1)[0].candidate] if kept else []
             unique = {one.label: one for one in (*candidates, *preferred)}
             jobs += [self.job(one, level, share=0.5) for one in unique.values()]
         outcomes = runner.run("optimistic and pessimistic", jobs)
@@ -276,7 +267,17 @@ class _Search:
         return decisions
 
     def _runner_up(self, other: Outcome, best: Outcome, bands: Bands) -> RunnerUp:
-        return RunnerUp(**self._described(other, bands), why=why_it_lost(other, best, self.screener, tie=TIE))
+        return RunnerUp(**self._described(other, bands), why=why_not(other, best, lambda: self._verdict(other)))
+
+    def _verdict(self, outcome: Outcome) -> str:
+        return verdict(outcome, self.screener, self.limits)
+
+    def _warnings(self, families: Mapping[str, Outcome | None]) -> list[str]:
+        best = {family: one for family, one in families.items() if one is not None}
+        warning = synchronous_is_faster(
+            best, self.space, self.screener, tie=TIE, bottleneck=lambda one: bottleneck(one, self.screener)
+        )
+        return [] if warning is None else [warning]
 
     def _own(self, own: Outcome, best: Outcome, bands: Bands) -> OwnRun:
         return OwnRun(
@@ -296,7 +297,7 @@ class _Search:
             "cluster": config.cluster,
             "scheduler": config.scheduler,
             "band": {level: self._numbers(levels[level]) for level in Level if level in levels},
-            "verdict": bottleneck(outcome, self.screener),
+            "verdict": self._verdict(outcome),
         }
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
@@ -321,7 +322,7 @@ class _Search:
         factors = {
             one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
         }
-        pool = [one.candidate for one in choose_survivors(self.kept, 100)]
+        pool = [one.candidate for one in next_to_simulate(self.kept, self.limits, 100, outcomes=outcomes)]
         return sensitivity(self.space, recommended, pool, factors, least=CHANGE)
 
 

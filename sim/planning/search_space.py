@@ -68,22 +68,20 @@ class Limits:
         """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
         return None if self.drift is None else ess_at_lag(self.drift, lag_mean)
 
-    def broken(
-        self, lag_mean: float, gpu_hours: float, *, ess: float | None = None, slack: float = 1.0
-    ) -> Reason | None:
+    def broken(self, lag_mean: float, gpu_hours: float, *, ess: float | None = None) -> Reason | None:
         """Return the first limit that a mean lag and a number of GPU-hours break, if any.
 
         ``ess`` is the effective sample size where more is known than the mean lag, which alone is a bit optimistic.
         """
         if ess is None:
-            ess = self.ess(lag_mean / slack)
-        if self.mean_lag is not None and lag_mean > self.mean_lag * slack:
+            ess = self.ess(lag_mean)
+        if self.mean_lag is not None and lag_mean > self.mean_lag:
             return Reason.MEAN_LAG
         if self.min_ess is not None and ess is not None and ess < self.min_ess:
             return Reason.ESS
-        if self.gpu_hours is not None and gpu_hours > self.gpu_hours * slack:
+        if self.gpu_hours is not None and gpu_hours > self.gpu_hours:
             return Reason.GPU_HOURS
-        if self.budget is not None and gpu_hours * (self.price or 0.0) > self.budget * slack:
+        if self.budget is not None and gpu_hours * (self.price or 0.0) > self.budget:
             return Reason.BUDGET
         return None
 

@@ -79,22 +79,29 @@ class Runner:
         self.failures: list[str] = []
         self.interrupted = False
 
-    def run(self, what: str, jobs: Sequence[Job]) -> list[Outcome]:
-        """Return the outcomes of the simulations that ended, by level and label."""
+    def run(self, what: str, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
+        """Return the outcomes of the simulations that ended, by level and label.
+
+        Args:
+            what: The stage that ``on_progress`` is told.
+            jobs: What to simulate.
+            before: Simulations of this stage that have ended (count).
+            total: Simulations of this stage in all. None: these.
+        """
         if self.interrupted or not jobs:
             return []
         # Those with the most in progress take longest: they go first.
         jobs = sorted(jobs, key=lambda job: -job.candidate.config.num_engines * _slots(job))
         outcomes: dict[tuple[str, str], Outcome] = {}
         try:
-            self._on_progress(what, 0, len(jobs))
+            self._on_progress(what, before, total or len(jobs))
             with closing(self._results(jobs)) as results:
-                for result in results:
+                for done, result in enumerate(results, before + 1):
                     if isinstance(result, str):
                         self.failures.append(result)
                     else:
                         outcomes[result.level.value, result.candidate.label] = result
-                    self._on_progress(what, len(outcomes) + len(self.failures), len(jobs))
+                    self._on_progress(what, done, total or len(jobs))
         except RunFailedError as error:
             self.failures.append(str(error))
         except KeyboardInterrupt:
@@ -119,11 +126,16 @@ def simulate_job(job: Job) -> Outcome | str:
         return f"{job.candidate.label}: {error}"
 
 
+def cycle(candidate: Candidate) -> int:
+    """Return the optimizer steps after which a run repeats itself: of an RL step, or between publications (count)."""
+    scheduler = candidate.config.scheduler
+    return scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else scheduler.publish_every
+
+
 def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     """Return the outcome of a whole run from the rows of its first optimizer steps."""
     config = job.candidate.config
-    steps = config.scheduler.optimizer_steps_per_rl_step if job.candidate.schedule.has_rl_steps else 1
-    unit = min(steps, len(rows))
+    unit = min(cycle(job.candidate), len(rows))
     end = len(rows) // unit * unit
     start = end // 2 // unit * unit
     window = rows[start:end]

@@ -33,6 +33,7 @@ TINY: dict[str, Any] = {
         "tensor_parallel": [1],
         "generation_batch_size": [4, 8, 16],
         "optimizer_steps_per_rl_step": [1, 2, 4],
+        "publish_every": [1],
         "simulate": 6,
         "simulate_steps": 12,
     },

@@ -11,7 +11,10 @@ from pipelinerl.scheduler.kinds import KINDS
 from sim.planning.axes import AXES, all_choices, label_of
 from sim.planning.search_space import SearchSpace
 
-ONE_SPLIT = "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8]}"
+ONE_SPLIT = "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], publish_every=[1]}"
+
+
+PIPELINE, CONVENTIONAL = "plan.schedulers=['pipeline']", "plan.schedulers=['conventional']"
 
 
 def labels(*overrides: str) -> list[str]:
@@ -35,14 +38,23 @@ def test_every_combination_of_the_lists_is_a_candidate() -> None:
 def test_lists_of_bounds_queues_batches_and_engines_multiply_and_are_in_the_label() -> None:
     table = (
         "plan={schedulers=['pipeline'], generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[2], "
-        "max_lag=[1, 9], lag_limit=4, ready_queue_size=[16, 24], train_batch_size=[8, 16]}"
+        "max_lag=[1, 9], lag_limit=4, ready_queue_size=[16, 24], train_batch_size=[8, 16], publish_every=[1, 3]}"
     )
     assert labels(table) == [
-        f"pipeline 2/2 H=8 TP=2{batch} queue={queue} max_lag={lag}"
+        f"pipeline 2/2 H=8 TP=2{batch} queue={queue}{publish} max_lag={lag}"
         for batch in ("", " B=16")
         for queue in (16, 24)
-        for lag in (1, 4)
+        for publish, lags in (("", (1, 4)), (" publish_every=3", (4,)))
+        for lag in lags
     ]
+
+
+def test_publications_are_searched_by_default_with_that_of_the_run_file_where_a_kind_has_them() -> None:
+    table = "plan={generation_accelerators=[2], generation_batch_size=[8], tensor_parallel=[1]}"
+    fewer = [f"pipeline 2/2 H=8{part}" for part in ("", *(f" publish_every={n}" for n in (2, 3, 4, 6, 8)))]
+    assert labels(table, PIPELINE, "scheduler.publish_every=6") == fewer
+    conventional = labels(table, CONVENTIONAL, "plan.optimizer_steps_per_rl_step=[2]")
+    assert conventional == ["conventional H=8 G=2"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +72,8 @@ def test_lists_of_bounds_queues_batches_and_engines_multiply_and_are_in_the_labe
         pytest.param((ONE_SPLIT, "hardware.decode={kind='affine', step_s=0.01}"), ["pipeline 2/2 H=8"],
             id="a decode step in numbers holds for its own engine only"),
         pytest.param((ONE_SPLIT,), ["pipeline 2/2 H=8", "pipeline 2/2 H=8 TP=2"], id="4 and 8 leave nobody to train"),
-        pytest.param(("plan={schedulers=['pipeline'], generation_accelerators=[2]}", "hardware.kv_cache_tokens=2500"),
+        pytest.param(("plan={schedulers=['pipeline'], generation_accelerators=[2]}", "plan.publish_every=[1]",
+            "hardware.kv_cache_tokens=2500"),
             [f"pipeline 2/2 H={size}" for size in (8, 16, 24)],
             id="71 + 20 tokens on average: 16 * 91 < 2500 < 32 * 91"),
     ],
@@ -89,8 +102,10 @@ def test_combinations_that_no_run_file_may_make_are_left_out(overrides: tuple[st
             ["plan.ready_queue_size must hold sizes of at least the train_batch_size, 8, got 4"]),
         (("plan.schedulers=['pipeline']", "plan.ready_queue_size=[16]", "plan.train_batch_size=[8, 32]"),
             ["plan.train_batch_size must hold sizes of at most the largest plan.ready_queue_size, 16, got 32"]),
-        (("scheduler.publish_every=3", "plan.max_lag=[1, 4]"),
-            ["plan.max_lag must hold bounds of at least scheduler.publish_every - 1 = 2, got 1"]),
+        (("plan.publish_every=[3, 4]", "plan.max_lag=[1, 4]"),
+            ["plan.max_lag must hold bounds of at least publish_every - 1 = 2, got 1"]),
+        (("plan.publish_every=[2, 41]",),
+            ["plan.publish_every must hold numbers of at most optimizer_steps=40, got 41"]),
     ],
 )  # fmt: skip
 def test_a_listed_value_that_no_candidate_can_have_is_refused(overrides: tuple[str, ...], lines: list[str]) -> None:
@@ -117,6 +132,7 @@ NO_FIT = "no candidate with it fits: "
             ("plan.max_lag", 9, "tried as the lag limit, 2")], id="the lag limit"),
         pytest.param(("plan.schedulers=['conventional']", "plan.max_lag=[1]"),
             [("plan.generation_batch_size", 16, "the same as a smaller one, whose slots are never all full"),
+            ("plan.publish_every", [1], "none of plan.schedulers has it"),
             ("plan.max_lag", [1], "none of plan.schedulers has it")],
             id="more slots than sequences; a list that no kind has"),
         pytest.param(("plan={generation_batch_size=[8], optimizer_steps_per_rl_step=[2], lag_limit=0}",),

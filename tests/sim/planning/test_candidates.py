@@ -50,7 +50,8 @@ def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_t
 
 def test_the_run_files_own_queue_is_kept_where_a_batch_fits_into_it() -> None:
     table = "plan={schedulers=['pipeline'], generation_accelerators=[2], tensor_parallel=[1], train_batch_size=[8, 32]}"
-    some = made(table, "plan.generation_batch_size=[8]", "scheduler.ready_queue_size=16")
+    lists = ("plan.generation_batch_size=[8]", "plan.publish_every=[1]")
+    some = made(table, *lists, "scheduler.ready_queue_size=16")
     assert [one.config.scheduler.ready_queue_limit for one in some if isinstance(one, Candidate)] == [16, 64]
 
 
@@ -87,7 +88,6 @@ def test_limits_are_checked_in_order_and_exactly() -> None:
     assert limits.broken(2.1, 20.0) is Reason.MEAN_LAG
     assert limits.broken(2.0, 10.1) is Reason.GPU_HOURS
     assert limits.broken(2.0, 7.6) is Reason.BUDGET
-    assert limits.broken(2.1, 8.0, slack=1.1) is None
 
 
 def test_a_budget_needs_a_price() -> None:

@@ -12,7 +12,7 @@ from sim.planning.search_space import SearchSpace
 def only_pipeline(*, generation_accelerators: int, generation_batch_size: int) -> tuple[str, ...]:
     return (
         f"plan={{schedulers=['pipeline'], generation_accelerators=[{generation_accelerators}], "
-        f"generation_batch_size=[{generation_batch_size}], tensor_parallel=[1], simulate_steps=12}}",
+        f"generation_batch_size=[{generation_batch_size}], tensor_parallel=[1], publish_every=[1], simulate_steps=12}}",
     )
 
 
@@ -55,14 +55,15 @@ def test_a_starved_trainer_needs_more_generation() -> None:
     small = only_pipeline(generation_accelerators=1, generation_batch_size=2)
     verdict = planned(*small, "hardware.training={token_s=1e-6}").recommended.verdict
     assert verdict.startswith("generation-bound: the trainer waits ")
-    assert "; 1 more generation GPU gives +" in verdict
+    assert "; 1 more GPU gives +" in verdict
+    assert verdict.endswith(", all to generate")
 
 
 def test_a_slow_trainer_needs_more_training() -> None:
     small = only_pipeline(generation_accelerators=2, generation_batch_size=32)
     verdict = planned(*small, "hardware.training={token_s=4e-3}", "hardware.weights={}").recommended.verdict
     assert verdict.startswith("training-bound: generation could give ")
-    assert verdict.endswith("1 more training GPU gives +50%")  # 3 train in place of 2
+    assert verdict.endswith("1 more GPU gives +50%, all to train")  # 3 train in place of 2
 
 
 def test_a_tight_bound_on_the_lag_is_the_bottleneck() -> None:

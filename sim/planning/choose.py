@@ -1,0 +1,228 @@
+"""Choices of a plan: what is simulated next, and what is recommended of what has been simulated.
+
+Theory of operation. The screening errs, in the mean lag by about ``lag_error``. So candidates are simulated in rounds,
+in the order of their *promise*: the odds that the limits are kept, times the gain in screened tokens/s over the best
+that was found to keep them. After each round the screened lags of a kind of schedule are corrected by what its
+simulations gave, and their error is what these leave of it. Rounds do not depend on how many simulations there are in
+all, so a plan with more simulations makes those of a plan with fewer, and then others.
+
+Among simulated candidates lag decides only where it differs: of those within ``TIE`` of the fastest, the recommendation
+is the fastest whose mean lag is as small as the least of them, to ``same_lag``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from sim.planning.candidates import Screened, lag_error
+from sim.planning.search_space import Limits
+from sim.planning.simulate import Outcome
+
+TIE = 0.03
+"""Relative difference in throughput within which the mean lag decides: far below what the coefficients leave open."""
+SAME_LAG = 0.1
+"""Relative difference in mean lag that counts for nothing."""
+SAME_LAG_STEPS = 0.25
+"""Difference in mean lag that counts for nothing (optimizer steps)."""
+FIRST_ROUND = 4
+"""Candidates simulated in the first round, each later round having twice as many (count)."""
+FROM_EACH_KIND = 2
+"""Candidates of each kind of schedule that come first (count)."""
+ERRORS = tuple(step / 2 for step in range(-4, 5))
+"""Errors of a mean lag with which the odds are found (standard deviations): -2 to 2."""
+
+
+def same_lag(lag: float) -> float:
+    """Return the difference from a mean lag that counts for nothing (optimizer steps)."""
+    return max(SAME_LAG_STEPS, SAME_LAG * lag)
+
+
+# ------------------------------------------------------------------------------------------- what is recommended
+
+
+def best_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the recommendation among outcomes that keep to the limits.
+
+    None of them is as fast at less lag. With more of them it never loses more than ``TIE`` of its throughput, and it
+    loses any only where one of the new ones is as fast within ``TIE`` at a lag that is less by more than ``same_lag``.
+    """
+    most = max(one.tokens_per_s for one in outcomes)
+    as_fast = [one for one in outcomes if one.tokens_per_s >= most * (1 - TIE)]
+    least = min(one.lag_mean for one in as_fast)
+    as_fresh = [one for one in as_fast if one.lag_mean <= least + same_lag(least)]
+    return max(as_fresh, key=lambda one: (one.tokens_per_s, -one.lag_mean))
+
+
+def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return outcomes that keep to the limits, the recommendation first, then what would be recommended without it."""
+    left, order = list(outcomes), []
+    while left:
+        order.append(best_of(left))
+        left.remove(order[-1])
+    return order
+
+
+def why_not(loser: Outcome, winner: Outcome, verdict: Callable[[], str]) -> str:
+    """Return one line: by what a candidate loses against the recommendation, or that it is a tie.
+
+    Args:
+        loser: The other candidate.
+        winner: The recommendation.
+        verdict: Returns the bottleneck of the loser.
+    """
+    slower = 1 - loser.tokens_per_s / winner.tokens_per_s
+    lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
+    if slower > TIE:
+        return f"{slower:.0%} slower, {lags}; {verdict()}"
+    if loser.lag_mean > winner.lag_mean + same_lag(winner.lag_mean):
+        return f"as fast within {TIE:.0%}, but {lags}"
+    speed = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+    return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Return the points that no other beats: none has both values as good, and one of them better.
+
+    Args:
+        points: Throughput and lag of each.
+
+    Returns:
+        Their indices, by rising lag; of equal points the first.
+    """
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda one: (points[one][1], -points[one][0], one)):
+        if not front or points[index][0] > points[front[-1]][0]:
+            front.append(index)
+    return front
+
+
+# ---------------------------------------------------------------------------------------------- what is simulated
+
+
+def round_sizes(number: int) -> Iterator[int]:
+    """Yield the sizes of the rounds that make so many simulations (count)."""
+    size = FIRST_ROUND
+    while number > 0:
+        yield min(size, number)
+        number, size = number - size, 2 * size
+
+
+@dataclass(frozen=True, slots=True)
+class LagCheck:
+    """What the simulations of a kind of schedule say of its screened mean lags."""
+
+    ratio: float = 1.0
+    """Simulated over screened, the median."""
+    doubt: float = 1.0
+    """Error that is left, over ``lag_error``."""
+
+
+def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[str, LagCheck]:
+    """Return what the simulations say of the screened lags, by kind of schedule; ``lag_error`` counts as one."""
+    screened = {one.candidate.label: one.estimate.lag_mean for one in kept}
+    lags: dict[str, list[tuple[float, float]]] = {}
+    for one in outcomes:
+        lag = screened.get(one.candidate.label, 0.0)
+        if lag > 0:
+            lags.setdefault(one.candidate.family, []).append((one.lag_mean, lag))
+    checks = {}
+    for family, some in lags.items():
+        ratio = median(simulated / lag for simulated, lag in some)
+        squares = sum(((simulated - ratio * lag) / lag_error(lag)) ** 2 for simulated, lag in some)
+        checks[family] = LagCheck(ratio, math.sqrt((1 + squares) / (1 + len(some))))
+    return checks
+
+
+def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
+    """Return the odds that a candidate keeps to the limits, for all that the screening and others of its kind say."""
+    lag = one.estimate.lag_mean * check.ratio
+    error = lag_error(lag) * check.doubt
+    weights = [(math.exp(-(size**2) / 2), lag + size * error) for size in ERRORS]
+    kept = sum(weight for weight, lag in weights if limits.broken(max(lag, 0.0), one.least_gpu_hours) is None)
+    return kept / sum(weight for weight, _ in weights)
+
+
+def next_to_simulate(
+    kept: Sequence[Screened],
+    limits: Limits,
+    number: int,
+    *,
+    outcomes: Sequence[Outcome] = (),
+    tried: Sequence[str] = (),
+) -> list[Screened]:
+    """Return the candidates to simulate next: two of each kind, then promising ones and some of the front in turn.
+
+    Of the Pareto front of throughput against lag, among those that keep the limits at odds of a half at least, come the
+    ones with the least lag that are as fast as the fastest within ``TIE``, half, a quarter, 3/4, ... as fast.
+
+    Args:
+        kept: Candidates with their steady states.
+        limits: The limits to keep.
+        number: How many to return, at most (count).
+        outcomes: What the simulations gave so far.
+        tried: Labels of the candidates that have been simulated or failed to be.
+    """
+    checks = check_lags(outcomes, kept)
+    chances = [odds(one, limits, checks.get(one.candidate.family, LagCheck())) for one in kept]
+    promises = _promises(kept, chances, [one for one in outcomes if _keeps(one, limits)])
+    ranked = [
+        kept[i].candidate for i in sorted(range(len(kept)), key=lambda i: (-promises[i], kept[i].estimate.lag_mean))
+    ]
+    families = dict.fromkeys(one.family for one in ranked)
+    first = [one.label for family in families for one in [s for s in ranked if s.family == family][:FROM_EACH_KIND]]
+    likely = [one for one, chance in zip(kept, chances, strict=True) if chance >= 0.5] or list(kept)
+    front = [likely[i] for i in pareto_front([(one.tokens_per_s, one.estimate.lag_mean) for one in likely])]
+    most = front[-1].tokens_per_s
+
+    left = dict.fromkeys(label for label in [*(first if not tried else []), *(one.label for one in ranked)])
+    for label in tried:
+        left.pop(label, None)
+    chosen: list[str] = []
+    while left and len(chosen) < number:
+        label, place = next(iter(left)), len(tried) + len(chosen)
+        if place % 2 and (tried or label not in first):
+            share = _even_share(place // 2) * most
+            others = (one.candidate.label for one in front if one.tokens_per_s >= share)
+            label = next((one for one in others if one in left), label)
+        chosen.append(label)
+        left.pop(label)
+    by_label = {one.candidate.label: one for one in kept}
+    return [by_label[label] for label in chosen]
+
+
+def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequence[Outcome]) -> list[float]:
+    """Return the expected gain of each candidate over the best that is known and the best of its kind (tokens/s).
+
+    Those that are as fast as that within ``TIE`` gain something too, and of others fast ones are preferred.
+
+    Args:
+        kept: Candidates with their steady states.
+        chances: The odds of each that it keeps to the limits.
+        within: The outcomes that keep to the limits.
+    """
+    best: dict[str, float] = {}
+    for outcome in within:
+        best[outcome.candidate.family] = max(best.get(outcome.candidate.family, 0.0), outcome.tokens_per_s)
+    of_all = max(best.values(), default=0.0)
+    promises = []
+    for one, chance in zip(kept, chances, strict=True):
+        rate, of_its_kind = one.tokens_per_s, best.get(one.candidate.family, 0.0)
+        gain = sum(max(0.0, rate - known * (1 - TIE)) for known in (of_all, of_its_kind))
+        promises.append(chance * (gain + 1e-3 * rate))
+    return promises
+
+
+def _keeps(outcome: Outcome, limits: Limits) -> bool:
+    return limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
+
+
+def _even_share(index: int) -> float:
+    """Return a share of the best throughput: just below 1, then spread evenly (van der Corput's sequence)."""
+    share, part = 0.0, 0.5
+    while index:
+        index, bit = divmod(index, 2)
+        share, part = share + bit * part, part / 2
+    return share or 1 - TIE
