@@ -60,16 +60,17 @@ def save_validation_figure(report: ValidationReport, folder: Path) -> Path:
     families = list(dict.fromkeys(row.family for row in rows))
     for place, row in enumerate(rows):
         color = COLORS[families.index(row.family) % len(COLORS)]
-        low, middle, high = (value / row.measured for value in (row.low, row.predicted, row.high))
-        axes.plot([low, high], [place, place], color=color, linewidth=1.0)
-        axes.plot([middle], [place], "o", color=color)
+        if row.low is not None and row.high is not None:
+            ends = [row.low / row.measured, row.high / row.measured]
+            axes.plot(ends, [place, place], color=color, linewidth=1.0)
+        axes.plot([row.predicted / row.measured], [place], "o", color=color)
     axes.set_yticks(range(len(rows)), [row.id for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
     ticks = [0.5, 0.7, 1.0, 1.3, 2.0, 3.0]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("predicted / measured (log scale); line: 10-90 %; grey: within 30 %")
+    axes.set_xlabel("predicted / measured (log scale); line: 80 % band; grey: within 30 %")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FIGURE_FILE
     figure.savefig(path, dpi=DPI)

@@ -29,10 +29,10 @@ class PredictedRow(Report):
     """Published result."""
     predicted: float
     """Median of what is likely."""
-    low: float
-    """10th percentile of what is likely."""
-    high: float
-    """90th percentile of what is likely."""
+    low: float | None
+    """Lower end of an 80 % band, normal in logs. None: a closed form without one."""
+    high: float | None
+    """Upper end of that."""
     inputs: tuple[str, ...]
     """Published numbers of this row that went in, besides cluster, batch and lengths."""
     fitted_to: tuple[str, ...]
@@ -43,9 +43,9 @@ class PredictedRow(Report):
     """Prediction from the row's inputs by the hardware model and its mean error for other families, without its own
     parts and without any other row of its system. None: these inputs do not decide it."""
     alone_low: float | None
-    """10th percentile of that, from the spread between other families."""
+    """Lower end of an 80 % band of that, normal in logs, from the spread between other families."""
     alone_high: float | None
-    """90th percentile of that."""
+    """Upper end of that."""
     error: float
     """Relative error; absolute for staleness."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelinerl.records.validation_report import PredictedRow, ValidationReport
 
 COLUMNS = (
-    "run", "unit", "measured", "predicted", "10-90 %", "error", "alone", "inputs of the row itself", "assumed",
+    "run", "unit", "measured", "predicted", "80 % band", "error", "alone", "inputs of the row itself", "assumed",
     "rows used",
 )  # fmt: skip
 
@@ -13,7 +13,7 @@ COLUMNS = (
 def validation_cells(row: PredictedRow) -> list[str]:
     """Return the cells of a row, in the order of ``COLUMNS``."""
     error = f"{row.error:+.0%}" if row.is_relative else f"{row.error:+.2f}"
-    band = "" if row.low == row.high else f"{row.low:,.4g}-{row.high:,.4g}"
+    band = "" if row.low is None or row.high is None else f"{row.low:,.4g}-{row.high:,.4g}"
     return [
         row.id,
         row.quantity,

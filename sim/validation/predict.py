@@ -1,11 +1,12 @@
 """Predict published runs from what was published about them and about other runs of the same system.
 
-Theory. Three numbers about a system are uncertain: a factor g on its times of generation, a factor t on its times of
-training, and the mean answer m where it is not published. Before any measurement each is log-normal around the hardware
-model's central value. Measurements of the *other* rows of a family sharpen that (Bayes' rule on a grid); the row itself
-is never among them. Simulations on the grid give the seconds that each row's step would last; the prediction is the
-median over what is then likely, and its band the 10th and 90th percentile. A row without a family is predicted from the
-hardware model alone, with a band from how far off that is for other families (``unseen.py``).
+Theory. Four numbers about a system are uncertain: a factor g on its times of generation, a factor t on its times of
+training, one on the rest of a step, and the mean answer m where it is not published. Before any measurement each is
+log-normal around the hardware model's central value. Measurements of the *other* rows of a family sharpen that (Bayes'
+rule on a grid); the row itself is never among them. Simulations on the grid give the seconds that each row's step would
+last. The prediction is the median over what is then likely; its band holds 80 %, as a normal distribution of the logs.
+A row without a family is predicted from the hardware model alone, with a band from how far off that is for other
+families (``unseen.py``).
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from sim.validation.inference import Band, SimulationGrid, seconds_band, simulat
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.runs_file import read_published_runs
-from sim.validation.unseen import AloneRun, alone_run, truly_simulated, unseen_bands
+from sim.validation.unseen import BAND_SDS, AloneRun, alone_run, truly_simulated, unseen_bands
 
 ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
+
+OWN_REST_SD = 0.7
+"""Standard deviation of the log of what a step lasts beyond its parts, between rows of one system (verl: 11 to 55 s)."""
 
 IN_PARTS = (Schedule.SYNC, Schedule.SYNC_APART, Schedule.ONE_STEP_OFF)
 """Schedules whose step is a sum, or the longer, of generation and training."""
@@ -199,15 +203,15 @@ def _row(
     run: PublishedRun,
     quantity: Quantity,
     measured: float,
-    band: Band,
+    band: Band | float,
     *,
     inputs: tuple[str, ...],
     fitted_to: tuple[str, ...] = (),
     assumed: tuple[str, ...] = (),
     alone: Band | None = None,
 ) -> PredictedRow:
-    """Return a row of the report; the band is in the unit of ``quantity``."""
-    low, predicted, high = band
+    """Return a row of the report; the band is in the unit of ``quantity``, a number alone has none."""
+    low, predicted, high = (None, band, None) if isinstance(band, float) else band
     error = predicted - measured
     answers, mean = run.sequences_per_step, run.avg_len
     is_time = quantity in ("s/step", "tokens/s")  # the closed forms are of asynchronous RL
@@ -255,7 +259,7 @@ def _staleness(run: PublishedRun) -> PredictedRow | None:
         in_flight=in_flight, train_batch_size=batch, rate_ratio=ratio, queue_batches=queue, tailness=tailness
     ).total
     inputs = ("C", "B", "q", "rho", "Mtail")
-    return _row(run, "staleness", measured, Band(predicted, predicted, predicted), inputs=inputs)
+    return _row(run, "staleness", measured, predicted, inputs=inputs)
 
 
 def _idle_share(run: PublishedRun) -> PredictedRow | None:
@@ -288,8 +292,9 @@ def _rest(run: PublishedRun, others: Sequence[PublishedRun]) -> tuple[Band, tupl
         and other.train_s is not None
     ]
     if own:
-        seconds = [rest for _, rest in own]
-        return Band(min(seconds), float(np.median(seconds)), max(seconds)), tuple(name for name, _ in own)
+        middle = float(np.median([rest for _, rest in own]))
+        factor = math.exp(BAND_SDS * OWN_REST_SD)
+        return Band(middle / factor, middle, middle * factor), tuple(name for name, _ in own)
     return Band(*(rest_s(run, level) for level in Level)), ()
 
 
