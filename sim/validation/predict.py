@@ -34,7 +34,7 @@ ROUNDING = 0.005
 """Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
 
 OWN_REST_SD = 0.7
-"""Standard deviation of the log of what a step lasts beyond its parts, between rows of one system (verl: 11 to 55 s)."""
+"""Standard deviation of the log of what a step lasts besides, between rows of one system (verl: 11 to 55 s)."""
 
 IN_PARTS = (Schedule.SYNC, Schedule.SYNC_APART, Schedule.ONE_STEP_OFF)
 """Schedules whose step is a sum, or the longer, of generation and training."""
