@@ -23,6 +23,10 @@ class RunFailedError(PipelineRLError, RuntimeError):
     """The input was right, but the run could not reach its end."""
 
 
+class RunInterruptedError(RunFailedError):
+    """Ctrl-C has ended the run; what was finished is kept."""
+
+
 class BackendError(PipelineRLError, RuntimeError):
     """An engine or the trainer failed: what, where, after how long, what next."""
 

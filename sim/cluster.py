@@ -28,7 +28,7 @@ from typing import Protocol, assert_never
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.base import Scheduler
@@ -194,7 +194,7 @@ class SimulatedCluster:
         if self._failure is not None:
             raise self._failure
         if self._stop is None:
-            raise RunFailedError("interrupted; what was finished is kept")
+            raise RunInterruptedError("interrupted; what was finished is kept")
         if self._stop is StopReason.STALLED:
             raise RunFailedError(
                 f"stalled: more than scheduler.discard_limit = {self._config.scheduler.discard_limit} rollouts were "

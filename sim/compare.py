@@ -12,7 +12,7 @@ from pathlib import Path
 from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
-from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError
+from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, RunInterruptedError
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
@@ -160,6 +160,8 @@ def _check_files(cells: list[Cell], out: Path | None) -> None:
 def _run_cell(cell: Cell, out: Path | None) -> CellResult:
     try:
         return cell, simulate(cell.config, out=None if out is None else out / cell.folder), None
+    except RunInterruptedError:
+        raise KeyboardInterrupt from None  # in this very process: it is for all runs
     except (PipelineRLError, OSError) as error:
         return cell, None, str(error)
 

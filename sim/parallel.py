@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from pipelinerl.errors import ConfigError, RunFailedError
+
+NO_MAIN_GUARD = 78
+"""Exit status of a worker that has run the script of the process that started it."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -26,16 +30,25 @@ def run_all(
     Args:
         function: A function of a module, so that other processes find it.
         jobs: Its arguments, started in this order.
-        workers: Processes (count). None: one per core.
+        workers: Processes (count). 1: this one alone, and no other is started. None: one per core.
 
     Raises:
         RunFailedError: If a worker died, and the others with it. All results that were ready come first.
+        ConfigError: If workers run the script that has called this, for want of a main guard.
     """
-    others = set(multiprocessing.active_children())
     workers = max(1, min(workers or os.cpu_count() or 1, len(jobs)))
+    if workers == 1:
+        yield from map(function, jobs)
+        return
+    others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     with _interrupts_ignored():  # by the workers: Ctrl-C is for this process alone
-        futures = [executor.submit(function, job) for job in jobs]
+        try:
+            futures = [executor.submit(function, job) for job in jobs]
+        except RuntimeError:
+            if multiprocessing.current_process().name == "MainProcess":
+                raise
+            sys.exit(NO_MAIN_GUARD)  # this is a worker that has imported the script, and so come here itself
     processes = set(multiprocessing.active_children()) - others
     died = False
     try:
@@ -49,6 +62,11 @@ def run_all(
             for process in processes:
                 process.terminate()
         executor.shutdown(cancel_futures=True)
+    if any(process.exitcode == NO_MAIN_GUARD for process in processes):
+        raise ConfigError(
+            "worker processes import the script that starts them, and this one would start its own: put what it does "
+            "under if __name__ == '__main__':, or ask for workers=1"
+        )
     if died:
         raise RunFailedError(
             "a worker process died, perhaps for lack of memory; its run and those not yet begun are lost"

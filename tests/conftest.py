@@ -7,7 +7,7 @@ from command_line import Command, Result
 from hypothesis import settings
 from in_this_process import InThisProcess
 
-from pipelinerl import cli
+from pipelinerl.cli import app as cli
 
 # Failures of the shipped contract suite then show values, as those of test modules do.
 pytest.register_assert_rewrite("backends.contract")

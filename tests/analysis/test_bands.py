@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from analysis.bands import mean_and_band
 from analysis.read import read_comparison
-from pipelinerl import cli
+from pipelinerl.cli import app as cli
 
 ARMS = [
     {"name": "pipeline"},

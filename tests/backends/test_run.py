@@ -22,7 +22,7 @@ from ledger_check import check_ledger, records  # noqa: E402
 from real_run import EXAMPLE, Process  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
-from pipelinerl.cli import app  # noqa: E402
+from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402

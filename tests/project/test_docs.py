@@ -12,7 +12,7 @@ import typer
 from pages import ENVIRONMENT, FENCE, PAGES, ROOT, section, text_of
 
 import pipelinerl
-from pipelinerl import cli
+from pipelinerl.cli import app as cli
 from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware import utilisation
 from pipelinerl.theory import lengths, paper

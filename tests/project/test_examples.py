@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pipelinerl.cli import app
+from pipelinerl.cli.app import app
 from pipelinerl.config.run_file import load_run
 from sim.compare import compare, plan_cells
 from sim.run import simulate

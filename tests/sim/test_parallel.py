@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -112,8 +114,51 @@ def test_a_worker_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(multiprocessing, "parent_process", Parent)
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(parallel, "ProcessPoolExecutor", Started)
-    assert list(parallel.run_all(abs, [-1])) == [1]
+    assert sorted(parallel.run_all(abs, [-1, -2], workers=2)) == [1, 2]
     assert not ended.wait(0.05)
     gone.set()
     assert ended.wait(10.0)
     assert codes == [1]
+
+
+# ----------------------------------------------------------------------------- called from a user's script
+
+SCRIPT = """
+from sim.parallel import run_all
+print(sorted(run_all(abs, [-1, -2], workers={workers})))
+"""
+
+
+def script(path: Path, workers: int) -> subprocess.CompletedProcess[str]:
+    path.write_text(SCRIPT.format(workers=workers))
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_one_worker_needs_no_main_guard_for_it_is_this_process(tmp_path: Path) -> None:
+    done = script(tmp_path / "plain.py", workers=1)
+    assert (done.stdout, done.stderr) == ("[1, 2]\n", "")
+    assert list(parallel.run_all(_process_id, [0, 0], workers=1)) == [os.getpid()] * 2
+
+
+def _process_id(_job: int) -> int:
+    return os.getpid()
+
+
+def test_more_workers_say_that_the_script_lacks_a_main_guard(tmp_path: Path) -> None:
+    last = script(tmp_path / "plain.py", workers=2).stderr.splitlines()
+    assert last[-1].startswith("pipelinerl.errors.ConfigError: worker processes import the script that starts them")
+    assert last[-1].endswith("put what it does under if __name__ == '__main__':, or ask for workers=1")
+    assert len([line for line in last if line.startswith("Traceback")]) == 1
+
+
+def test_ctrl_c_ends_all_runs_of_a_comparison_in_one_process(tmp_path: Path) -> None:
+    """While the long run is under way, which comes last."""
+    seen: list[str] = []
+
+    def interrupt_soon(cell: Cell, _failure: str | None) -> None:
+        seen.append(cell.arm)
+        threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,)).start()
+
+    result = compare(long_and_short(), out=tmp_path, workers=1, on_done=interrupt_soon)
+    assert seen == [arm.name for arm in result.scenarios[0].arms] == ["short"]
+    assert (result.failures, result.complete) == ([], False)

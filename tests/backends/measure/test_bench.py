@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from pipelinerl import cli
 from pipelinerl.calibration import step_times as steptimes
 from pipelinerl.calibration.calibrate import calibrate_table
 from pipelinerl.calibration.step_times import COLUMNS
+from pipelinerl.cli import app as cli
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.utilisation import read_utilisation
 

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from command_line import TINY, Command, assert_fails, has_rows, started, wait_for
+from command_line import TINY, Command, assert_fails, has_rows, program, started, wait_for
 from run_folders import rows_of
 
 from pipelinerl.config.run_file import load_run
@@ -87,3 +88,18 @@ def test_the_workers_of_a_killed_comparison_end_too(tmp_path: Path, tiny: Path) 
     size = steps.stat().st_size
     time.sleep(0.2)
     assert steps.stat().st_size == size
+
+
+CTRL_C_AT_IMPORT = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "finder = type('Finder', (), {'find_spec': staticmethod("
+    "lambda name, *_: signal.raise_signal(signal.SIGINT) if name == 'typer' else None)}); "
+    "sys.meta_path.insert(0, finder)"
+)
+
+
+def test_ctrl_c_while_the_program_is_still_being_loaded_is_one_line() -> None:
+    done = subprocess.run(
+        [*program(CTRL_C_AT_IMPORT), "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pipelinerl: interrupted\n")

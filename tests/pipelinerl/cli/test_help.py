@@ -11,7 +11,7 @@ import pytest
 from command_line import COMPARE, TINY, Command, program
 from run_folders import everything_in
 
-from pipelinerl import cli
+import pipelinerl.cli
 from pipelinerl.cli.options import needs_extra
 from pipelinerl.errors import ConfigError
 
@@ -48,7 +48,7 @@ def test_help_of_a_command_names_what_it_takes_and_its_options(
 
 def test_the_installed_command_is_this_one() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="pipelinerl")
-    assert script.load() is cli.main
+    assert script.load() is pipelinerl.cli.main
 
 
 def test_a_missing_package_is_one_line_that_names_the_extra_before_anything_is_done(tmp_path: Path) -> None:
