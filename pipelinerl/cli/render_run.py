@@ -11,6 +11,10 @@ from rich.table import Table
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.reports import RunReport
 
+START_UP_SHARE = 0.1
+"""Share by which the second half of a run may be faster than the whole; beyond it the start-up has not faded. The whole
+is slow by start-up time / duration: with twice as many steps the share would be about half."""
+
 _BOTTLENECKS = {
     Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
     Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
@@ -38,6 +42,8 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "optimizer steps", f"{report.optimizer_steps:,}"
     yield "time" if report.updates else "simulated time", duration(report.duration_s)
     yield "throughput", f"{report.tokens_per_s:,.0f} tokens/s, {report.samples_per_s:,.1f} samples/s"
+    if (later := _second_half(report)) > (1 + START_UP_SHARE) * report.tokens_per_s:
+        yield "", f"the second half alone {later:,.0f} tokens/s: too few optimizer steps for the start-up to fade"
     if report.tokens_per_flash is not None:
         yield "", f"{report.tokens_per_flash:.2f} tokens/flash"
     yield "token lag (optimizer steps)", f"mean {lag.mean:.2f}, p95 {lag.p95}, p99 {lag.p99}, max {lag.max}"
@@ -64,6 +70,16 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "held-out problems", ", ".join(rates)
     if not report.complete:
         yield "complete", "no: the run ended early"
+
+
+def _second_half(report: RunReport) -> float:
+    """Return the trained tokens per second in the second half of the optimizer steps; 0 without one."""
+    steps = report.steps
+    half = len(steps) // 2
+    if not half:
+        return 0.0
+    seconds = float(steps.time_s[-1] - steps.time_s[half - 1])
+    return float(steps.tokens[half:].sum()) / seconds if seconds else 0.0
 
 
 def duration(seconds: float) -> str:
