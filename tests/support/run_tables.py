@@ -127,6 +127,7 @@ EVERY_KEY: dict[str, Any] = {
         "tensor_parallel": [1, 2],
         "generation_batch_size": [8, 16],
         "optimizer_steps_per_rl_step": [2, 4],
+        "publish_every": [1, 2],
         "train_batch_size": [16],
         "ready_queue_size": [32],
         "max_lag": [0, 4],

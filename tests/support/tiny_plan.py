@@ -17,8 +17,13 @@ from pipelinerl.records.plan_report import PlanReport
 from sim import parallel
 from sim.planning.search import plan
 
-FAST_SYNC = {"sync_s_per_root_gb": 0.2, "pause_share": 1.0}
-"""Coefficients of weights that arrive in 0.35 s, while engines wait."""
+FAST_SYNC = {
+    "sync_s_per_root_gb": 0.2,
+    "pause_share": 1.0,
+    "switch_to_training_s": 0.5,
+    "switch_to_generation_s": 0.5,
+}
+"""Coefficients of weights that arrive in 0.35 s, while engines wait, and of a phase switch of a second."""
 TINY: dict[str, Any] = {
     "optimizer_steps": 40,
     "cluster": {"accelerators": 4, "generation_accelerators": 2},
