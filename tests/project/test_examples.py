@@ -196,16 +196,21 @@ def test_the_main_run_is_steady_from_end_to_end(example, mean):
 
 
 @pytest.mark.slow
-def test_the_levels_of_the_example_by_name_are_ordered_and_agree_on_the_winner():
-    """Same answers in all: the run lasts longer from level to level, and the pipeline is ahead in each."""
+def test_the_levels_of_the_example_by_name_are_ordered_and_the_weights_decide_the_winner():
+    """Same answers in all: the run lasts longer from level to level. The pipeline, which sends weights eight times as
+    often, is ahead unless they take half a minute each time, as at the pessimistic end of methods that are not known.
+    """
     levels = ("optimistic", "central", "pessimistic")
-    pipeline, conventional = (
-        [summary_of(BY_NAME, *overrides, f"hardware.level={level}").duration_s for level in levels]
-        for overrides in ((), (CONVENTIONAL,))
-    )
+
+    def durations(*overrides):
+        return [summary_of(BY_NAME, *overrides, f"hardware.level={level}").duration_s for level in levels]
+
+    pipeline, conventional = durations(), durations(CONVENTIONAL)
     assert pipeline == sorted(pipeline)
     assert conventional == sorted(conventional)
-    assert all(ahead < behind for ahead, behind in zip(pipeline, conventional, strict=True))
+    assert [ahead < behind for ahead, behind in zip(pipeline, conventional, strict=True)] == [True, True, False]
+    known = "hardware.weight_sync=reshard"
+    assert all(ahead < behind for ahead, behind in zip(durations(known), durations(known, CONVENTIONAL), strict=True))
 
 
 def test_a_better_gpu_is_faster():
