@@ -118,8 +118,9 @@ class AloneSummary(Report):
     """Standard deviation of that log between families (no unit)."""
     row_sd: float
     """Standard deviation of that log between the rows of a family (no unit)."""
-    naive_median_error: float
-    """Median error of the naive rule: the tokens per second and GPU of the other families, whatever the model."""
+    naive_median_error: float | None
+    """Median error of the naive rule: the tokens per second and GPU of the other families, whatever the model. None:
+    there is no other family with a known number of GPUs."""
     speed_ups: tuple[SpeedUp, ...]
     """Pairs of synchronous and asynchronous rows."""
 

@@ -46,10 +46,15 @@ def validation_sentence(report: ValidationReport) -> str:
     if summary.median_error_simulated is not None:
         parts.append(f"of the simulated ones alone the median is {summary.median_error_simulated:.0%}")
     if (alone := summary.alone) is not None:
+        naive = (
+            ""
+            if alone.naive_median_error is None
+            else (f"; {alone.naive_median_error:.0%} by tokens per second and GPU of the others")
+        )
         parts.append(
             f"alone, {alone.rows} rows of {alone.families} systems that nobody has measured: median error "
             f"{alone.median_error:.0%} ({alone.median_error_low:.0%} to {alone.median_error_high:.0%}, families "
-            f"resampled; {alone.naive_median_error:.0%} by tokens per second and GPU of the others), "
+            f"resampled{naive}), "
             f"{alone.within_45_percent:.0%} within 45 %, {alone.within_band:.0%} inside the 80 % band"
         )
     if summary.pairs_in_order is not None:

@@ -133,8 +133,7 @@ def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) ->
     if quantity != STEP or not grid.rest_s:
         return log_P
     log_P = np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P))
-    at_once = grid.run.schedule in (Schedule.ONE_STEP_OFF, Schedule.ASYNC)
-    return np.asarray(log_P + math.log1p(ASYNCHRONOUS_REST) if at_once else log_P)
+    return np.asarray(log_P + math.log1p(ASYNCHRONOUS_REST) if grid.run.schedule.at_once else log_P)
 
 
 def _simulated(

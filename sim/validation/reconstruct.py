@@ -151,7 +151,7 @@ def rest_s(row: PublishedRun, level: Level) -> float:
         coefficients=coefficients(level),
     )
     weights, switch = derived.weights, derived.switch
-    if row.schedule in (Schedule.ONE_STEP_OFF, Schedule.ASYNC):
+    if row.schedule.at_once:
         return (weights.publish_s + weights.pause_s) / 2
     return loading_s(weights) + switch.to_training_s + switch.to_generation_s
 
@@ -243,6 +243,7 @@ def _of_size(model: LanguageModel, total: float, active: float) -> LanguageModel
             "attention_width": model.attention_width * wider,
             "feed_forward_width": model.feed_forward_width * wider,
             "kv_bytes_per_token": model.kv_bytes_per_token * wider,
+            "state_bytes": model.state_bytes * wider,
         }
     )
 

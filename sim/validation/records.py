@@ -33,6 +33,11 @@ class Schedule(StrEnum):
         return self in (Schedule.SYNC, Schedule.PARTIAL_ROLLOUTS)
 
     @property
+    def at_once(self) -> bool:
+        """Whether generation and training go on at once."""
+        return self in (Schedule.ONE_STEP_OFF, Schedule.ASYNC)
+
+    @property
     def label(self) -> str:
         """The schedule in the words of the report."""
         match self:

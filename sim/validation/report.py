@@ -108,7 +108,7 @@ def _by_family(values: Sequence[tuple[PredictedRow, float]]) -> dict[object, lis
     return families
 
 
-def _naive(rows: Sequence[PredictedRow]) -> float:
+def _naive(rows: Sequence[PredictedRow]) -> float | None:
     """Return the median error of the rule that all systems make as many tokens per second and GPU."""
     log_s = {
         row.id: math.log(row.measured * row.gpus / row.answer_tokens)
@@ -120,17 +120,18 @@ def _naive(rows: Sequence[PredictedRow]) -> float:
         others = [log_s[one.id] for one in rows if one.family != row.family and one.id in log_s]
         if row.id in log_s and others:
             errors.append(abs(math.exp(float(np.median(others)) - log_s[row.id]) - 1))
-    return float(np.median(errors)) if errors else 0.0
+    return _median(errors)
 
 
 def _speed_ups(rows: Sequence[PredictedRow]) -> tuple[SpeedUp, ...]:
     """Return the pairs of a synchronous and an asynchronous row of a family on as many GPUs, with alike answers."""
+    at_once = [schedule.label for schedule in Schedule if schedule.at_once]
     pairs = [
         (sync, other)
         for sync in rows
         for other in rows
         if sync.mode == Schedule.SYNC.label
-        and other.mode in (Schedule.ONE_STEP_OFF.label, Schedule.ASYNC.label)
+        and other.mode in at_once
         and (sync.family, sync.gpus, sync.quantity) == (other.family, other.gpus, other.quantity)
         and sync.answer_tokens is not None
         and other.answer_tokens is not None

@@ -21,7 +21,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
 from sim.validation.inference import ASYNCHRONOUS_REST, Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
-from sim.validation.records import PublishedRun, Schedule
+from sim.validation.records import PublishedRun
 
 BAND_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to its 90th percentile."""
@@ -92,7 +92,7 @@ def alone_run(run: ReconstructedRun) -> AloneRun:
     seconds = central_seconds(run)
     if run.schedule.colocated:
         seconds += rest_s(run.published, Level.CENTRAL)
-    elif run.schedule is not Schedule.SYNC_APART:
+    elif run.schedule.at_once:
         seconds *= 1 + ASYNCHRONOUS_REST
     measured_s = measured_seconds(run.published)
     assert measured_s is not None

@@ -5,6 +5,7 @@ import math
 import pytest
 from published import row
 
+from pipelinerl.records.validation_table import validation_sentence
 from sim.validation.predict import validate
 from sim.validation.report import validation_report
 from sim.validation.unseen import AloneRun, median_interval, spread_of, truly_simulated, unseen_bands
@@ -88,3 +89,11 @@ def test_pairs_are_predicted_with_both_rows_left_out():
     assert theirs.constant == 2.0
     assert ours.predicted == pytest.approx(theirs.predicted)  # the same run, measured differently
     assert (alone.rows, alone.families) == (4, 2)
+
+
+def test_one_family_alone_has_no_naive_rule():
+    """There are no others to take tokens per second and GPU from; that is no error of 0 %."""
+    report = validation_report(validate([row("sync", "sync", step_s=60.0)], workers=1))
+    assert report.summary.alone is not None
+    assert report.summary.alone.naive_median_error is None
+    assert "by tokens per second" not in validation_sentence(report)
