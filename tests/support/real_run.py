@@ -55,7 +55,7 @@ class Process:
         """Kill the first process of this name; one look at the names of all may miss it."""
         over = time.monotonic() + START_TIMEOUT_S
         while not (victims := [one for one, what in self.tree() if name in what and one.is_running()]):
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.last_words()
             assert time.monotonic() < over, sorted(what.strip()[:60] for _, what in self.tree())
             time.sleep(0.05)
         victims[0].kill()
@@ -64,10 +64,15 @@ class Process:
         over = time.monotonic() + START_TIMEOUT_S
         metrics = self.out / "metrics.jsonl"
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.last_words()
             assert time.monotonic() < over, "the run does not get on"
             time.sleep(0.05)
         self.tree()
+
+    def last_words(self):
+        """What a run that has ended said last: short enough to be shown whole by whoever reports the failure."""
+        out, err = self.process.communicate()
+        return "\n".join([f"the run ended with status {self.process.returncode}", *err.splitlines()[-15:], out[-200:]])
 
     def end(self):
         out, err = self.process.communicate(timeout=RUN_TIMEOUT_S)
