@@ -110,8 +110,16 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        cluster, scheduler, group = self.cluster, self.scheduler, self.workload.group_size
-        batch = scheduler.train_batch_size
+        self._check_cluster()
+        self._check_batches()
+        self._check_rollouts()
+        self._check_max_lag()
+        self._check_plan()
+        self._check_longest()
+        return self
+
+    def _check_cluster(self) -> None:
+        cluster, scheduler = self.cluster, self.scheduler
         if not self.colocated:
             if cluster.generation_accelerators is None:
                 raise ValueError(
@@ -127,6 +135,10 @@ class RunConfig(StrictModel):
                 f"cluster.tensor_parallel must divide the {self.generation_accelerators} accelerators that generate, "
                 f"got tensor_parallel={cluster.tensor_parallel}"
             )
+
+    def _check_batches(self) -> None:
+        scheduler, group = self.scheduler, self.workload.group_size
+        batch = scheduler.train_batch_size
         if batch % group:
             raise ValueError(
                 "scheduler.train_batch_size must be a multiple of workload.group_size, got "
@@ -148,8 +160,8 @@ class RunConfig(StrictModel):
                 "scheduler.ready_queue_size must be at least train_batch_size, got "
                 f"ready_queue_size={scheduler.ready_queue_limit}, train_batch_size={batch}"
             )
-        self._check_rollouts()
-        self._check_max_lag()
+
+    def _check_plan(self) -> None:
         if self.plan is not None and self.plan.min_ess is not None and self.drift is None:
             raise ValueError(
                 "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), "
@@ -161,6 +173,9 @@ class RunConfig(StrictModel):
                     "plan.train_batch_size must hold multiples of workload.group_size, got "
                     f"{size}, group_size={self.workload.group_size}"
                 )
+
+    def _check_longest(self) -> None:
+        """Raise ValueError if the KV cache is given and one rollout does not fit into it."""
         capacity, longest = self.hardware.kv_cache_tokens, self.longest_rollout_tokens
         if capacity is not None and longest > capacity:
             prompt = "workload.prompt_tokens + " if longest > self.workload.length.max else ""
@@ -168,7 +183,6 @@ class RunConfig(StrictModel):
                 f"hardware.kv_cache_tokens must hold the longest rollout, {prompt}workload.length.max = {longest} "
                 f"tokens, got kv_cache_tokens={capacity}"
             )
-        return self
 
     def _check_rollouts(self) -> None:
         """Raise ValueError if more rollouts could be there at once than memory holds."""
