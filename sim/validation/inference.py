@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl.hardware.prior import GENERATION_SD, MEAN_SD, REST_SD, RUN_SD, SEVERAL_NODES_FACTOR, TRAINING_SD
 from pipelinerl.records.steps import StepRow
 from pipelinerl.util.arrays import FloatArray
 from sim.run import simulate
@@ -20,21 +21,8 @@ from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, Reconstr
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.run_config import run_config
 
-GENERATION_SD = 0.35
-"""Standard deviation of log g before measurements: the decode model's absolute scale is uncertain by 40 %."""
-TRAINING_SD = 0.5
-"""Standard deviation of log t before measurements: published training efficiencies range over a factor of 3."""
-MEAN_SD = 0.8
-"""Standard deviation of log m before measurements, where no mean is published."""
-REST_SD = 1.0
-"""Standard deviation of the log of what a step lasts beyond generation and training: 0.7 for the weights (0.1 to 190 s,
-by method), and as much for the rest of a colocated one (3 to 50 s)."""
 ASYNCHRONOUS_REST = 0.05
 """Share by which a step lasts longer than its parts where both sides go on at once: published, 0.04 to 0.12."""
-SEVERAL_NODES_FACTOR = 2
-"""On these three for a model whose engines span nodes: nothing is published of what crosses nodes in every layer."""
-MEASUREMENT_SD = 0.15
-"""Standard deviation of the log of a measurement about the model: run-to-run spread, and what the model leaves out."""
 _RATIO_NODES = np.linspace(-1.4, 1.4, 5)
 _MEAN_NODES = np.linspace(-2.0, 1.2, 5)
 _FINE = (25, 25, 25, 9)
@@ -210,23 +198,23 @@ def seconds_band(
     log_step_P = _log_seconds(grid, hypotheses, STEP)
     if inputs is not None and inputs.run.published.train_s is not None:
         residual_P = _log_seconds(inputs, hypotheses, TRAIN) - math.log(inputs.run.published.train_s)
-        log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
+        log_P -= 0.5 * (residual_P / RUN_SD) ** 2
     if grid.run.scale_is_known:
         for reference in references:
             for quantity, seconds in _observed(reference.run.published):
                 residual_P = _log_seconds(reference, hypotheses, quantity) - math.log(seconds)
-                log_P -= 0.5 * (residual_P / MEASUREMENT_SD) ** 2
+                log_P -= 0.5 * (residual_P / RUN_SD) ** 2
     else:  # only the ratios of the rows mean anything
         residual_KP = np.array([_log_residual(one, hypotheses) for one in references])
         offset_P = residual_KP.mean(axis=0)
-        log_P -= 0.5 * (((residual_KP - offset_P) / MEASUREMENT_SD) ** 2).sum(axis=0)
+        log_P -= 0.5 * (((residual_KP - offset_P) / RUN_SD) ** 2).sum(axis=0)
         log_step_P = log_step_P - offset_P
     weight_P = np.exp(log_P - log_P.max())
     weight_P /= weight_P.sum()
     middle = _median(log_step_P, weight_P)
     variance = float((weight_P * (log_step_P - (weight_P * log_step_P).sum()) ** 2).sum())
     of_offset = 0.0 if grid.run.scale_is_known else 1 / len(references)  # the scale is a mean of measurements
-    spread = 1.28 * math.sqrt(variance + MEASUREMENT_SD**2 * (1 + of_offset))
+    spread = 1.28 * math.sqrt(variance + RUN_SD**2 * (1 + of_offset))
     return Band(math.exp(middle - spread), math.exp(middle), math.exp(middle + spread))
 
 

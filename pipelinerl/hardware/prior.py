@@ -1,0 +1,32 @@
+"""How far the seconds of a system that nobody has measured may be off: standard deviations of logs, one home for all.
+
+Theory. An *arm* is one way to run a system: a schedule on a cluster. Its step lasts S(g, t, m) + R, with factors on all
+seconds of generation (g), on all seconds of training (t), on the mean answer where it is not known (m), and the rest R:
+weights, and phase switch where colocated. What two arms share cannot tell them apart: the software, the GPU and the
+model are the same, so g, t, m and one factor on the weights are common to all arms. Each arm has its own further factor
+on the weights and on the switch, since the way of the weights and all that stands beside generation and training differ
+between a colocated and a separate trainer. Each arm is off by run-to-run spread besides. All factors are log-normal
+about the central coefficients.
+"""
+
+GENERATION_SD = 0.35
+"""Of the factor on all seconds of generation: the decode model's absolute scale is uncertain by 40 %."""
+TRAINING_SD = 0.5
+"""Of the factor on all seconds of training: published training efficiencies range over a factor of 3."""
+MEAN_SD = 0.8
+"""Of the factor on the mean answer, where none is known."""
+SYNC_SD = 1.1
+"""Of the factor on the weights that the arms of a system share. 36 published synchronizations over the root of their GB
+(without deltas, LoRA and disks) scatter by 1.2 between 7 systems, by 1.5 within (all methods of one system together),
+and, outliers left to the 10 % at each end, by 1.6 in all: half of that variance for either."""
+SYNC_ARM_SD = 1.1
+"""Of each arm's own factor on the weights: the other half."""
+SWITCH_SD = 0.7
+"""Of each arm's own factor on the phase switch: 3 to 50 s beside the parts, in 11 published rows."""
+RUN_SD = 0.15
+"""Of each arm's seconds about the model: run-to-run spread, and what the model leaves out."""
+REST_SD = 1.0
+"""Of the factor on the weights and the switch of a row together, for rows of one system that inform each other."""
+SEVERAL_NODES_FACTOR = 2
+"""On those of generation, training and rest for a model whose engines span nodes: nothing is published of what crosses
+nodes in every layer."""
