@@ -57,8 +57,8 @@ class DeepSpeedConfig(StrictModel):
     """Parts that are split over the ranks: 1 optimizer states, 2 also gradients, 3 also parameters."""
     pack_tokens: Tokens = 16384
     """Tokens of one forward pass on one rank: sequences are packed up to here (tokens)."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    activation_checkpointing: bool = True
+    """Compute activations again in the backward pass instead of keeping them: without it little fits on a GPU."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a micro-batch counts as hung."""
 

@@ -107,7 +107,8 @@ def test_training_memory_is_that_of_the_coefficients_of_the_level(level: Level) 
 
 def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
     """As the run file says: 16 384 tokens of a 7B do not fit beside its states unless they are computed again."""
-    train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, trainer={zero_stage=3}}"
+    train = "train={model={path='m'}, task={name='math'}, optimizer={learning_rate=1e-6}, "
+    train += "trainer={zero_stage=3, activation_checkpointing=false}}"
     overrides = ("hardware.model='Qwen2.5-7B'", train)
     assert not SearchSpace.of(tiny_run(*overrides)).memory.trainer_fits(64)
     for fits in ("train.trainer.pack_tokens=8192", "train.trainer.activation_checkpointing=true"):
