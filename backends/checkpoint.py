@@ -1,23 +1,31 @@
 """Checkpoints: a folder per version, complete or not there at all.
 
-``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format) and
-``run.pickle`` (scheduler, ledger, rollouts that are finished and not trained on, place in the trace). It is written
-under another name and renamed when it is complete; only then is an older one of the same version removed. Pickles can
-run code when they are read: resume only from checkpoints that you have written yourself.
+``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format),
+``run.pickle`` (scheduler, ledger, rollouts that are finished and not trained on, place in the trace) and
+``manifest.json`` (a checksum of every file). It is written under another name, brought to disk, and renamed when it is
+complete; only then is an older one of the same version removed. What is read is checked first. A checkpoint that is
+broken is passed over for the one before it, and named. Pickles can run code when they are read: resume only from
+checkpoints that you have written yourself.
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backends.manifest import check_sealed, seal, settle, sync
 from backends.state import DriverState
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.recording import Recording, RecordingMark
+from pipelinerl.records.recording import Recording, RecordingMark, check_reaches
+from pipelinerl.records.run_folder import METRICS_FILE
+from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.util.files import writing
 
+LOG = logging.getLogger("pipelinerl")
 FOLDER = "checkpoints"
 """Folder of a run's checkpoints."""
 MAY_DIFFER = (
@@ -48,8 +56,9 @@ class CheckpointKeeper:
 
     def __init__(self, out: Path, config: RunConfig, recording: Recording) -> None:
         assert config.train is not None
-        self._folder, self._config, self._recording = out / FOLDER, config, recording
+        self._out, self._folder, self._config, self._recording = out, out / FOLDER, config, recording
         self._num_kept = config.train.checkpoint.keep
+        self._settled: dict[str, str] = {}
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
@@ -58,45 +67,63 @@ class CheckpointKeeper:
         partial.mkdir(parents=True)
         return partial / _TRAINER
 
+    def settle_trainer(self) -> None:
+        """Bring the trainer's part, which has been written, to disk."""
+        partial = self._folder / _PARTIAL
+        with writing(partial):
+            self._settled = settle(partial)
+
     def keep(self, state: DriverState) -> None:
-        """Complete the checkpoint of ``state.version`` and forget the oldest; the trainer's part has been written."""
+        """Complete the checkpoint of ``state.version`` and forget the oldest; the trainer's part is on disk."""
         partial, whole = self._folder / _PARTIAL, self._folder / f"step_{state.version:06d}"
         content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
-        with (partial / _RUN).open("wb") as file:
-            pickle.dump(content, file)
+        with writing(partial):
+            with (partial / _RUN).open("wb") as file:
+                pickle.dump(content, file)
+            for records in (STEPS_FILE, METRICS_FILE):  # that of the trace is part of its mark
+                sync(self._out / records)
+            seal(partial, settle(partial, known=self._settled))
         before = whole.with_suffix(_BEFORE)
         if whole.exists():
             shutil.rmtree(before, ignore_errors=True)
             whole.rename(before)
         partial.rename(whole)
+        sync(self._folder)
         shutil.rmtree(before, ignore_errors=True)
         for old in _whole(self._folder)[: -self._num_kept]:
             shutil.rmtree(old)
 
 
 def read_newest(out: Path, config: RunConfig) -> Checkpoint:
-    """Read the newest checkpoint of a run.
+    """Read the newest checkpoint of a run that is not broken; those that are get a warning that names them.
 
     Args:
         out: The run's folder.
         config: The run file of the run that is resumed.
 
     Raises:
-        ConfigError: If there is none, it cannot be read, or it is one of another configuration.
+        ConfigError: If there is none, all are broken, it is one of another configuration, or the run's files do not
+            reach up to it.
     """
-    folders = _whole(out / FOLDER)
-    if not folders:
-        raise ConfigError(f"--resume needs a checkpoint, got {out}, which holds none in {FOLDER}/")
-    newest = folders[-1]
-    try:
-        with (newest / _RUN).open("rb") as file:
-            content = pickle.load(file)
-        was, state, recording = content["config"], content["state"], content["recording"]
-    except Exception as error:
-        raise ConfigError(f"--resume: {newest / _RUN} cannot be read: {error}") from None
-    for key, before, now in _differences(was, _fixed(config)):
-        raise ConfigError(f"--resume: {newest.name} was written with {key}={before}, got {now}")
-    return Checkpoint(newest / _TRAINER, state, recording)
+    faults = []
+    for folder in reversed(_whole(out / FOLDER)):
+        try:
+            check_sealed(folder)
+            with (folder / _RUN).open("rb") as file:
+                content = pickle.load(file)
+            was, state, recording = content["config"], content["state"], content["recording"]
+        except Exception as error:
+            faults.append(f"{folder.name} is broken: {error}")
+            continue
+        for fault in faults:
+            LOG.warning("--resume: %s; going on from %s", fault, folder.name)
+        for key, before, now in _differences(was, _fixed(config)):
+            raise ConfigError(f"--resume: {folder.name} was written with {key}={before}, got {now}")
+        check_reaches(out, recording, of=folder.name)
+        return Checkpoint(folder / _TRAINER, state, recording)
+    if faults:
+        raise ConfigError("\n".join(f"--resume: {out / FOLDER}/{fault}" for fault in faults))
+    raise ConfigError(f"--resume needs a checkpoint, got {out}, which holds none in {FOLDER}/")
 
 
 def _whole(folder: Path) -> list[Path]:

@@ -253,5 +253,6 @@ class Driver:
             return
         state = self._state
         await self._trainer.save(self._keeper.trainer_folder())
+        await asyncio.to_thread(self._keeper.settle_trainer)
         state.time_s = self._loop.now()
         self._keeper.keep(state)

@@ -12,6 +12,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import METRICS_FILE, keep_lines
+from pipelinerl.util.files import writing
 
 TENSORBOARD_FOLDER = "tensorboard"
 """Folder of a run's TensorBoard files."""
@@ -40,7 +41,7 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         assert config.train is not None
-        path = out / METRICS_FILE
+        self._out, path = out, out / METRICS_FILE
         if go_on_after:
             keep_lines(path, go_on_after)
         self._file = path.open("a" if go_on_after else "w", encoding="utf-8", buffering=1)
@@ -59,16 +60,19 @@ class MetricsLog:
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of an optimizer step (counted from 1)."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+        with writing(self._out / METRICS_FILE):
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with writing(self._out / TENSORBOARD_FOLDER):
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
     def close(self) -> None:
         """Finish all files."""
-        self._file.close()
-        self._board.close()
+        with writing(self._out):
+            self._file.close()
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 

@@ -47,8 +47,11 @@ class Keeper(Protocol):
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
 
+    def settle_trainer(self) -> None:
+        """Bring the trainer's part, which has been written, to disk; blocks, and may be called in a thread."""
+
     def keep(self, state: DriverState) -> None:
-        """Complete the checkpoint of ``state.version``; the trainer's part has been written."""
+        """Complete the checkpoint of ``state.version``; the trainer's part is on disk."""
 
 
 def fresh_state(config: RunConfig) -> DriverState:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.records.bottleneck import Admission
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport
-from pipelinerl.records.run_folder import TRACE_FILE, RunFolder
-from pipelinerl.records.steps import StepRow
+from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE, RunFolder
+from pipelinerl.records.steps import STEPS_FILE, StepRow
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.drift import modelled_ess
 from pipelinerl.scheduler.events import Command, Event
@@ -53,6 +55,46 @@ class RecordingMark(NamedTuple):
     ledger: RunLedger
     trace_at: int | None
     """Place in the trace (bytes); None without one."""
+
+
+def check_reaches(out: Path, mark: RecordingMark, *, of: str) -> None:
+    """Check that the files of a real run hold all that was recorded up to a mark; what comes later does not matter.
+
+    Args:
+        out: The run's folder.
+        mark: What the run is to go on from.
+        of: The checkpoint that says so, for messages.
+
+    Raises:
+        ConfigError: If the trace is shorter, or a step is missing in steps.csv or metrics.jsonl.
+    """
+    trace, steps = out / TRACE_FILE, len(mark.ledger.steps)
+    size = trace.stat().st_size if trace.is_file() else 0
+    if mark.trace_at is not None and size < mark.trace_at:
+        raise ConfigError(f"--resume: {trace} must have the {mark.trace_at} bytes that {of} goes on from, got {size}")
+    for path, step_of in ((out / STEPS_FILE, _step_of_row), (out / METRICS_FILE, _step_of_metrics)):
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        lines = lines[1:] if path.name == STEPS_FILE else lines  # names of columns
+        there = 0
+        while there < min(steps, len(lines)) and step_of(lines[there]) == there + 1 and lines[there].endswith(b"\n"):
+            there += 1
+        if there < steps:
+            raise ConfigError(
+                f"--resume: {path} must have the {steps} steps that {of} goes on from, got {there}: "
+                f"step {there + 1} is missing"
+            )
+
+
+def _step_of_row(line: bytes) -> int | None:
+    number = line.partition(b",")[0]
+    return int(number) if number.isdigit() else None
+
+
+def _step_of_metrics(line: bytes) -> Any:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 class Recording:

@@ -28,6 +28,7 @@ from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import FigureData, RunReport
 from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
+from pipelinerl.util.files import writing
 
 RUN_FILE = "run.toml"
 SUMMARY_FILE = "summary.json"
@@ -118,11 +119,13 @@ class RunFolder:
 
     def write_step(self, row: StepRow) -> None:
         """Append a row to steps.csv."""
-        self._rows.write(row)
+        with writing(self.folder / STEPS_FILE):
+            self._rows.write(row)
 
     def finish(self, report: RunReport, figures: FigureData) -> None:
         """Write the reports at the end of the run and close."""
-        self._steps.close()
+        with writing(self.folder / STEPS_FILE):
+            self._steps.close()
         write_json(self.folder / PROFILE_FILE, figures.to_dict())
         write_json(self.folder / SUMMARY_FILE, report.to_dict())
 
@@ -131,16 +134,18 @@ def keep_lines(path: Path, number: int) -> list[str]:
     """Cut a text file off after so many lines; return those that stay."""
     kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[:number]
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(kept), encoding="utf-8", newline="")
-    partial.replace(path)
+    with writing(path):
+        partial.write_text("".join(kept), encoding="utf-8", newline="")
+        partial.replace(path)
     return kept
 
 
 def write_json(path: Path, data: Any) -> None:
     """Write plain values as JSON, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json_text(data) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with writing(path):
+        partial.write_text(json_text(data) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def json_text(data: Any) -> str:

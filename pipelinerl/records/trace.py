@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import operator
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from pipelinerl.scheduler.events import (
     VersionSpans,
     WeightUpdate,
 )
+from pipelinerl.util.files import cannot_write, writing
 
 FORMAT = "pipelinerl-trace"
 """Name of the format in the first line."""
@@ -59,6 +61,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: Path, config: RunConfig, *, go_on_at: int | None = None) -> None:
+        self._path = path
         if go_on_at is not None:
             self._raw: BinaryIO = path.open("r+b")
             self._raw.truncate(go_on_at)
@@ -84,8 +87,10 @@ class TraceWriter:
 
     def mark(self) -> int:
         """Return the length of the file so far (bytes), all of it on disk."""
-        self._file.close()
-        self._raw.flush()
+        with writing(self._path):
+            self._file.close()
+            self._raw.flush()
+            os.fsync(self._raw.fileno())
         place = self._raw.tell()
         self._file = self._member()
         return place
@@ -96,8 +101,8 @@ class TraceWriter:
 
     def close(self) -> None:
         """Finish the file."""
-        self._file.close()
-        self._raw.close()
+        with writing(self._path), self._raw:
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +113,11 @@ class TraceWriter:
         self.close()
 
     def _write(self, record: Mapping[str, object]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise cannot_write(self._path, error) from error
 
 
 @dataclass(frozen=True, slots=True)

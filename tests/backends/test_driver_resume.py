@@ -167,13 +167,3 @@ def test_a_checkpoint_of_another_configuration_is_refused(out):
     with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
         read_newest(out, config_of(batch=16))
     read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
-
-
-def test_a_checkpoint_that_is_missing_or_broken_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="--resume needs a checkpoint"):
-        read_newest(tmp_path, config_of())
-    folder = tmp_path / FOLDER / "step_000001"
-    folder.mkdir(parents=True)
-    (folder / "run.pickle").write_bytes(b"not a pickle")
-    with pytest.raises(ConfigError, match=r"run\.pickle cannot be read"):
-        read_newest(tmp_path, config_of())

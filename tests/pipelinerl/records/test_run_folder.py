@@ -1,11 +1,15 @@
 """The folder of a run: what may be in it before the run, and the messages where it cannot be used."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from refusals import message
+from traces import run
 
-from pipelinerl.records.run_folder import check_vacant, make_folder
+from pipelinerl.errors import RunFailedError
+from pipelinerl.records.run_folder import check_vacant, make_folder, write_json
+from pipelinerl.records.trace import TraceWriter
 
 HELD = "--out must be a folder without a run, got {tmp}/out, which holds "
 UNWRITABLE = "--out must be a folder that can be written, got "
@@ -35,3 +39,20 @@ def test_a_folder_that_is_taken_or_cannot_be_made_is_one_line(tmp_path: Path, th
     (tmp_path / there).write_text("precious")
     assert message(make_vacant, tmp_path / out) == line.format(tmp=tmp_path)
     assert (tmp_path / there).read_text() == "precious"
+
+
+def write_trace(path: Path) -> None:
+    TraceWriter(path, run()).close()
+
+
+def write_summary(path: Path) -> None:
+    path.with_name(path.name + ".partial").symlink_to("/dev/full")
+    write_json(path, {"steps": 1})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("write", [write_trace, write_summary])
+def test_a_full_disk_is_said_with_the_path(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    (tmp_path / "file").symlink_to("/dev/full")
+    with pytest.raises(RunFailedError, match=f"^cannot write {tmp_path}/file: No space left on device$"):
+        write(tmp_path / "file")
