@@ -7,7 +7,20 @@ model are the same, so g, t, m and one factor on the weights are common to all a
 on the weights and on the switch, since the way of the weights and all that stands beside generation and training differ
 between a colocated and a separate trainer. Each arm is off by run-to-run spread besides. All factors are log-normal
 about the central coefficients.
+
+A plan knows more: a task has a mean answer that its user believes in, and what was measured is known as well as a
+measurement is. Coefficients that do not move all seconds alike are drawn between their levels.
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from pipelinerl.hardware.coefficients import Level
+from pipelinerl.util.arrays import FloatArray
 
 GENERATION_SD = 0.35
 """Of the factor on all seconds of generation: the decode model's absolute scale is uncertain by 40 %."""
@@ -30,3 +43,30 @@ REST_SD = 1.0
 SEVERAL_NODES_FACTOR = 2
 """On those of generation, training and rest for a model whose engines span nodes: nothing is published of what crosses
 nodes in every layer."""
+ANSWERS_SD = 0.35
+"""Of the factor on a mean answer that a run file states and that no run of the task has shown: J."""
+MEMORY_SD = 0.1
+"""Of the factor on the bytes that engines and trainer need: J, fragmentation, graphs, buffers of libraries."""
+MEASURED_SD = 0.05
+"""Of the factor on what was measured or calibrated: good fits are 2 % off, those of a noisy machine 10 %
+(docs/calibration.md)."""
+ASYNCHRONOUS_REST = 0.05
+"""Share by which a step lasts longer than its parts where both sides go on at once: published, 0.04 to 0.12."""
+END_SDS = 1.2816
+"""Standard deviations from the middle of a normal distribution to the ends that hold 80 %, which the levels are."""
+
+
+def between_levels(values: Mapping[Level, float], normal: FloatArray) -> FloatArray:
+    """Return a coefficient at standard normal numbers: -1.28 is optimistic, 0 central, 1.28 pessimistic.
+
+    Between them it is linear, in logs where all three are above 0.
+
+    Args:
+        values: Its value by level.
+        normal: Any shape; those beyond the ends count as the ends.
+    """
+    ends = [values[level] for level in (Level.OPTIMISTIC, Level.CENTRAL, Level.PESSIMISTIC)]
+    if min(ends) > 0:
+        logs = [math.log(one) for one in ends]
+        return np.asarray(np.exp(np.interp(normal, [-END_SDS, 0.0, END_SDS], logs)))
+    return np.asarray(np.interp(normal, [-END_SDS, 0.0, END_SDS], ends))

@@ -13,7 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.hardware.prior import GENERATION_SD, MEAN_SD, REST_SD, RUN_SD, SEVERAL_NODES_FACTOR, TRAINING_SD
+from pipelinerl.hardware.prior import (
+    ASYNCHRONOUS_REST,
+    GENERATION_SD,
+    MEAN_SD,
+    REST_SD,
+    RUN_SD,
+    SEVERAL_NODES_FACTOR,
+    TRAINING_SD,
+)
 from pipelinerl.records.steps import StepRow
 from pipelinerl.util.arrays import FloatArray
 from sim.run import simulate
@@ -21,8 +29,6 @@ from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, Reconstr
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.run_config import run_config
 
-ASYNCHRONOUS_REST = 0.05
-"""Share by which a step lasts longer than its parts where both sides go on at once: published, 0.04 to 0.12."""
 _RATIO_NODES = np.linspace(-1.4, 1.4, 5)
 _MEAN_NODES = np.linspace(-2.0, 1.2, 5)
 _FINE = (25, 25, 25, 9)

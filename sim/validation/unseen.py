@@ -19,7 +19,8 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
-from sim.validation.inference import ASYNCHRONOUS_REST, Band, central_seconds
+from pipelinerl.hardware.prior import ASYNCHRONOUS_REST
+from sim.validation.inference import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.records import PublishedRun
 

@@ -167,7 +167,9 @@ def test_what_the_run_file_says_about_its_trainer_counts_at_every_level():
     for level in Level:
         values = run_values(trained(level.value, {"pack_tokens": 12_000, "activation_checkpointing": True}))
         assert (values.pack_tokens, values.recomputation) == (12_000, 1.0)
-    assert not fits(trained(trainer={"zero_stage": 3, "activation_checkpointing": False}))  # 16 384 tokens, not computed again: 90 GB
+    assert not fits(
+        trained(trainer={"zero_stage": 3, "activation_checkpointing": False})
+    )  # 16 384 tokens, not computed again: 90 GB
     assert fits(trained(trainer={"zero_stage": 3}))  # the default
     assert not fits(trained(trainer={"zero_stage": 0}))
     kept = run_values(trained(trainer={}, coefficients={"recomputation": 0.5}))

@@ -9,10 +9,11 @@ import pytest
 from published import changed, row
 
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.prior import ASYNCHRONOUS_REST
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from pipelinerl.records.validation_table import validation_markdown
 from sim.run import simulate
-from sim.validation.inference import ASYNCHRONOUS_REST, STEP, simulation_grid
+from sim.validation.inference import STEP, simulation_grid
 from sim.validation.predict import shipped_runs, validate
 from sim.validation.reconstruct import reconstruct_run, rest_s
 from sim.validation.report import validation_report
