@@ -34,7 +34,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
-from backends.transfer.weights_check import as_bytes
+from backends.transfer.checksum64 import as_bytes
 from pipelinerl.errors import BackendError
 
 BUCKET_BYTES = 256 * 2**20

@@ -16,15 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from backends.transfer.checksum64 import as_bytes
 from pipelinerl.errors import BackendError
 
 MAX_NAMES = 3
 """Parameters that an error message names (count)."""
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor in row-major order, shape [bytes], on its device."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> str:

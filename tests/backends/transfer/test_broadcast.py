@@ -26,7 +26,8 @@ from backends.transfer.broadcast import (  # noqa: E402
     open_store,
     seen_as,
 )
-from backends.transfer.weights_check import as_bytes, checksum, checksums, verified  # noqa: E402
+from backends.transfer.checksum64 import as_bytes  # noqa: E402
+from backends.transfer.weights_check import checksum, checksums, verified  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")

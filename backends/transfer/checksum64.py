@@ -1,0 +1,89 @@
+"""A 64-bit checksum of a tensor's bytes: the same bits on every device, computed where the tensor lies.
+
+It guards transfers against faults, not against an adversary: files keep SHA-256 (``weights_check.py``). With all
+arithmetic modulo 2**64, bytes as little-endian words x, the last one filled up with zeros, word i of chunk k::
+
+    y = ((x + (k + 1) * C1) ^ w_i) * C2,    y = (y ^ (y >> 32)) * w_i,    checksum = sum of y + number of bytes
+
+``w_i`` are odd, from a splitmix step. The step in the middle makes it non-linear: a linear sum is blind to two flipped
+signs, for 2**63 times an odd number, twice, is 0. The order of a sum does not matter, so neither does how many chunks
+are computed at a time.
+
+torch has signed words: constants from 2**63 on are given as negative numbers, and ``>>`` keeps the sign, which a mask
+takes off again.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+CHUNK_WORDS = 2**15
+"""Words after which the factors repeat (words of 8 bytes); temporaries of one chunk stay in a CPU's cache."""
+CHUNKS_AT_A_TIME = {"cpu": 1, "cuda": 256}
+"""Chunks computed at a time, by kind of device: a GPU wants large steps, each of 64 MiB (count)."""
+WORD_BYTES = 8
+LOW_HALF = 2**32 - 1
+
+
+def _signed(value: int) -> int:
+    """Return what a 64-bit word is as a signed number."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+C1, C2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9)
+C3 = _signed(0x94D049BB133111EB)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return w_i, shape [``CHUNK_WORDS``]: odd, as if drawn at random."""
+    word = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * C1
+    for shift, factor in ((30, C2), (27, C3)):
+        word = (word ^ (word >> shift & 2 ** (64 - shift) - 1)) * factor
+    return (word ^ (word >> 31 & 2**33 - 1)) | 1
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in row-major order, shape [bytes], on its device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def checksum64(tensor: torch.Tensor) -> int:
+    """Return the checksum of a tensor's bytes in row-major order, a signed 64-bit number.
+
+    Shape and type do not enter, only bytes: the same numbers in another type have another checksum.
+    """
+    row = as_bytes(tensor)
+    at_a_time = CHUNKS_AT_A_TIME.get(row.device.type, 1)
+    chunk_bytes = CHUNK_WORDS * WORD_BYTES
+    total = torch.zeros((), dtype=torch.int64, device=row.device)
+    for begin in range(0, row.numel(), at_a_time * chunk_bytes):
+        part = row[begin : begin + at_a_time * chunk_bytes]
+        whole = part.numel() // chunk_bytes * chunk_bytes
+        first = begin // chunk_bytes
+        if whole:
+            total += _mixed(_words(part[:whole]).view(-1, CHUNK_WORDS), first)
+        if whole < part.numel():
+            total += _mixed(_words(part[whole:])[None], first + whole // chunk_bytes)
+    return _signed(int(total.item()) + row.numel())
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """Return bytes as words, the last one filled up with zeros; a copy only where they cannot be seen as words."""
+    missing = -part.numel() % WORD_BYTES
+    if missing:
+        part = torch.nn.functional.pad(part, (0, missing))
+    elif part.storage_offset() % WORD_BYTES:
+        part = part.clone()
+    return part.view(torch.int64)
+
+
+def _mixed(words: torch.Tensor, first_chunk: int) -> torch.Tensor:
+    """Return the sum over some chunks, shape [chunks, words], the first of them the ``first_chunk``-th."""
+    factors = _factors(words.device)[: words.shape[1]]
+    chunk = torch.arange(first_chunk + 1, first_chunk + 1 + words.shape[0], device=words.device) * C1
+    word = words + chunk[:, None]
+    word = word.bitwise_xor_(factors).mul_(C2)
+    return word.bitwise_xor_(word >> 32 & LOW_HALF).mul_(factors).sum()
