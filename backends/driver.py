@@ -112,6 +112,10 @@ class Driver:
         """
         state, limit = self._state, self._config.scheduler.discard_limit
         before = "interrupted before the first optimizer step"
+        if self._resumed:
+            before = (
+                f"interrupted before anything new, after {state.version} optimizer steps; --resume goes on from there"
+            )
         try:
             await self._tasks.unless_ended(self._bring_up(), before)
             if self._train_config.evaluation.problems and not self._resumed:

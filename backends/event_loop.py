@@ -59,6 +59,7 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
+from pipelinerl.util.user_code import kind_and_line
 
 STOP_TIMEOUT_S = 30.0
 """Seconds that rollouts in progress get to end when the run is over."""
@@ -199,7 +200,7 @@ class EventLoop:
     async def _generate(self, command: StartRollout) -> None:
         state, rollout_id, handle = self._state, command.rollout_id, self._pool[command.engine]
         data = state.rollouts[rollout_id]
-        if len(data.prompt_tokens) > self._train_config.task.max_prompt_tokens:
+        if not 0 < len(data.prompt_tokens) <= self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         await self._preprocessing.room()
@@ -260,7 +261,7 @@ class EventLoop:
         try:
             reward = await self._client.compute_reward(data)
         except (Exception, SystemExit) as error:
-            self._failed(rollout_id, f"its reward raised {type(error).__name__}: {error}")
+            self._failed(rollout_id, f"its reward raised {kind_and_line(error)}")
             return
         if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
             return

@@ -50,4 +50,10 @@ class RewardThreads:
                     outcome.set_exception(error)
 
             threading.Thread(target=run, name="reward", daemon=True).start()
-            return await asyncio.wait_for(outcome, timeout_s)
+            try:
+                await asyncio.wait({outcome}, timeout=timeout_s)
+                if not outcome.done():
+                    raise TimeoutError(f"no reward after {timeout_s:g} s (train.task.reward_timeout_s)")
+                return outcome.result()
+            finally:
+                outcome.cancel()

@@ -13,7 +13,9 @@ from backends.interface import Codec, GenerateRequest
 from backends.rewards import RewardThreads
 from backends.rollouts import RolloutData
 from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.tasks import Task, overlong_penalty
+from pipelinerl.util.user_code import kind_and_line
 
 LOG = logging.getLogger("pipelinerl")
 FAILURES_LOGGED = 5
@@ -39,9 +41,17 @@ class TaskClient:
         self._num_failed = 0
 
     def begin(self, index: int, *, held_out: bool = False) -> RolloutData:
-        """Return a rollout of a problem, nothing generated yet."""
-        problem = self._task.problem(index, held_out=held_out)
-        return RolloutData(problem, self._codec.encode(problem.prompt))
+        """Return a rollout of a problem, nothing generated yet.
+
+        Raises:
+            RunFailedError: If the task gives no problem, or one without a prompt.
+        """
+        try:
+            problem = self._task.problem(index, held_out=held_out)
+            return RolloutData(problem, self._codec.encode(problem.prompt))
+        except Exception as error:  # the user's own task may raise anything
+            what = f"problem({index}, held_out={held_out})"
+            raise RunFailedError(f"train.task: {what} gives no prompt: {kind_and_line(error)}") from error
 
     def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
         """Return the request that has an engine continue a rollout; held-out ones have negative ids."""
@@ -86,7 +96,7 @@ class TaskClient:
                     data.extend(await pool.generate(handle, self.request(-1 - index, data)))
                 return await self._reward(data) >= 1.0
             except (Exception, SystemExit) as error:
-                self.log_failure(f"held-out problem {index} counts as not solved: {type(error).__name__}: {error}")
+                self.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
                 return False
 
         number = self._train.evaluation.problems

@@ -7,6 +7,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from pipelinerl.util.user_code import kind_and_line
+
 
 def future_of(call: Any) -> asyncio.Future[Any]:
     """Return a call's future. Its exception counts as seen: when an actor fails, others fail unawaited."""
@@ -19,4 +21,4 @@ def explain_fault(fault: BaseException) -> tuple[str, str]:
     """Return "died" or "failed", and the reason in one line."""
     cause = fault.cause if isinstance(fault, RayTaskError) else fault
     what = "died" if isinstance(fault, RayActorError) else "failed"
-    return what, f"{type(cause).__name__}: {cause}".splitlines()[0]
+    return what, kind_and_line(cause)

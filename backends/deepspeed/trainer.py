@@ -39,6 +39,12 @@ SHUTDOWN_TIMEOUT_S = 10.0
 """Time that ranks have to clean up before they are killed (seconds)."""
 BLAME_TIMEOUT_S = 3.0
 """Time to look for a dead rank when another one reports an error (seconds)."""
+ADVICE = {
+    "meet": "",
+    "start": "",
+    "load": "; without its folder in checkpoints/, --resume goes on from the checkpoint before it",
+}
+"""What to do after a fault in a phase in which going on from a checkpoint does not help."""
 PER_RANK_METRICS = frozenset({"gradient_norm", "learning_rate"})
 """Metrics that are the same on every rank; all others are shares of a sum."""
 
@@ -206,7 +212,7 @@ class DeepSpeedTrainer:
         }
         if not faults and not pending:
             return [future.result() for future in futures]
-        seconds = f"after {time.monotonic() - begin_s:.1f} s; go on from a checkpoint"
+        seconds = f"after {time.monotonic() - begin_s:.1f} s{ADVICE.get(phase, '; go on from a checkpoint')}"
         if not faults:
             silent = [rank for rank, future in enumerate(futures) if not future.done()]
             raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")

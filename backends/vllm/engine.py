@@ -35,6 +35,7 @@ from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, Up
 from backends.vllm.process import VLLMSettings, check_model, end_processes, make_llm, process_tree
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+from pipelinerl.util.user_code import kind_and_line
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class VLLMEngine:
             await self.shutdown()
             if isinstance(error, ConfigError) or not isinstance(error, Exception):
                 raise
-            cause = "no answer" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            cause = "no answer" if isinstance(error, TimeoutError) else kind_and_line(error)
             raise EngineLostError(
                 f"engine start failed: engine={settings.engine_id} after {seconds:.1f} s; {cause}; see vLLM's output"
             ) from error

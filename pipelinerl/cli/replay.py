@@ -26,6 +26,9 @@ def replay(
     from pipelinerl.records.trace import replay as replay_trace
 
     trace = Trace(folder / TRACE_FILE if os.path.isdir(folder) else folder)
+    if next(trace.records(), None) is None:
+        typer.echo("nothing to compare: the run ended before it began")
+        return
     result = replay_trace(trace)
     if result.difference is not None:
         typer.echo(f"different: {result.difference}")

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.math_verifier import Verifiers
-from pipelinerl.util.user_code import first_line, named_attribute
+from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
 BUILT_IN = "arithmetic, math or package.module:attribute"
 INSTALL_MATH = "pip install 'pipelinerl[math]'"
@@ -301,6 +301,8 @@ def load_task(config: TaskConfig) -> Task:
         raise ConfigError(
             f"train.task.settings must suit {config.name}: {first_line(error)}, got {config.settings}"
         ) from error
+    except Exception as error:  # the user's own task may raise anything
+        raise ConfigError(f"train.task.name={config.name!r} cannot be made: {kind_and_line(error)}") from error
     if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
         raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}")
     _check_num_held_out(task, config.name)
@@ -312,7 +314,7 @@ def _check_num_held_out(task: Any, name: str) -> None:
     try:
         count = task.num_held_out
     except Exception as error:  # the user's own property may raise anything
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = kind_and_line(error)
         raise ConfigError(f"train.task.name must be a task with num_held_out, got {name!r} ({reason})") from error
     if count is not None and not (isinstance(count, Integral) and int(count) >= 0):
         must = "must be a task whose num_held_out is a count of problems or None"
@@ -362,7 +364,7 @@ def _data_set(key: str, path: str, split: str) -> Iterable[Mapping[str, Any]]:
             return cast("Iterable[Mapping[str, Any]]", datasets.load_from_disk(path))
         return cast("Iterable[Mapping[str, Any]]", datasets.load_dataset(path, split=split))
     except Exception as error:  # its errors have no common root
-        reason = f"split {split!r}: {type(error).__name__}: {first_line(error)}"
+        reason = f"split {split!r}: {kind_and_line(error)}"
         raise ConfigError(f"{key} must be a file or data set that can be read, got {path!r} ({reason})") from error
 
 

@@ -25,8 +25,7 @@ def named_attribute(name: str, *, key: str, allowed: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # the user's own module may raise anything
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"{key} must be importable, got {name!r} ({reason})") from error
+        raise ConfigError(f"{key} must be importable, got {name!r} ({kind_and_line(error)})") from error
     try:
         for part in attribute.split("."):
             found = getattr(found, part)
@@ -38,3 +37,9 @@ def named_attribute(name: str, *, key: str, allowed: str) -> Any:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message."""
     return (str(error).splitlines() or [""])[0]
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Return an error's type and the first line of its message; the type alone where there is none."""
+    line = first_line(error).strip()
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

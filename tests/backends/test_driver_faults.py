@@ -130,3 +130,23 @@ def test_a_colocated_trainer_has_its_memory_back_whenever_it_works(out, micro_ba
     killer = Shared(train_batch_size=8, at=5, do=interrupt)
     interrupted(config, out, parts_of(config, trainer=killer), resume=True)
     run_checked(config, out, parts_of(config, trainer=Shared(train_batch_size=8)), resume=True)
+
+
+class Broken(Letters):
+    def problem(self, index, *, held_out):
+        raise KeyError("no such file")
+
+
+def test_a_task_that_gives_no_problem_ends_the_run_in_one_line(out):
+    config = config_of(steps=3)
+    line = r"^train\.task: problem\(0, held_out=False\) gives no prompt: KeyError: 'no such file'$"
+    with pytest.raises(RunFailedError, match=line):
+        run(config, out, parts_of(config, task=Broken()))
+
+
+def test_a_prompt_without_a_token_fails(out, caplog):
+    config = config_of(steps=3)
+    task = Letters()
+    task.problem = lambda index, *, held_out: Problem("" if index % 2 else "some", index)
+    assert run_checked(config, out, parts_of(config, task=task)).rollouts.failed > 0
+    assert "its prompt has 0 tokens" in caplog.text

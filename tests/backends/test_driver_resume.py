@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from pathlib import Path
@@ -167,3 +168,19 @@ def test_a_checkpoint_of_another_configuration_is_refused(out):
     with pytest.raises(ConfigError, match=r"step_00000\d was written with scheduler.train_batch_size=8, got 16"):
         read_newest(out, config_of(batch=16))
     read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
+
+
+def test_ctrl_c_while_a_resumed_run_starts_says_how_far_it_is(out):
+    config = config_of(steps=3)
+    run(config, out, parts_of(config))
+    parts = parts_of(config)
+
+    async def pressed():
+        interrupt()
+        await asyncio.sleep(30)
+
+    parts.engines[0].start = pressed
+    with pytest.raises(
+        RunFailedError, match=r"^interrupted before anything new, after 3 optimizer steps; --resume goes on"
+    ):
+        run(config, out, parts, resume=True)

@@ -52,7 +52,7 @@ def test_one_that_hangs_is_given_up_and_its_place_is_free_again():
 
     async def two():
         threads = RewardThreads(1)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"^no reward after 0\.05 s \(train\.task\.reward_timeout_s\)$"):
             await threads.call(lambda: over.wait(30), timeout_s=0.05)
         return await threads.call(lambda: 7.0, timeout_s=5)
 

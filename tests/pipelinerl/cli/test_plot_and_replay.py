@@ -82,6 +82,12 @@ def test_replay_says_identical_and_how_much_it_compared(command: Command, finish
     assert command("replay", finished / "trace.jsonl.gz") == Result(0, text, "")
 
 
+def test_replay_of_a_run_that_ended_before_it_began_has_nothing_to_compare(command: Command, finished: Path) -> None:
+    trace = finished / "trace.jsonl.gz"
+    trace.write_bytes(gzip.compress(gzip.decompress(trace.read_bytes()).splitlines(keepends=True)[0]))
+    assert command("replay", finished) == Result(0, "nothing to compare: the run ended before it began\n", "")
+
+
 def test_replay_of_a_changed_command_says_where_with_status_1(command: Command, finished: Path) -> None:
     path = finished / "trace.jsonl.gz"
     lines = gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True)

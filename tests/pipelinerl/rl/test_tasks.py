@@ -83,6 +83,11 @@ def test_a_negative_length_is_refused() -> None:
         overlong_penalty(-1, max_tokens=100, overlong_tokens=0)
 
 
+class Fails:
+    def __init__(self, *, kind: type[Exception] = RuntimeError, why: str = "no database today\nat all") -> None:
+        raise kind(why)
+
+
 def load(name: str, **settings: Any) -> Task:
     return load_task(TaskConfig(name=name, settings=settings))
 
@@ -111,6 +116,9 @@ def test_a_task_is_loaded_by_name_or_path() -> None:
         ("arithmetic", {"operators": "/"}, "operators must be some of"),
         ("arithmetic", {"operators": "++"}, "operators must not repeat"),
         ("math", {}, "settings must suit math: .*'path'"),
+        (f"{__name__}:Fails", {}, r"train\.task\.name='.*:Fails' cannot be made: RuntimeError: no database today$"),
+        (f"{__name__}:Fails", {"kind": OSError}, "cannot be made: OSError: no database today$"),
+        (f"{__name__}:Fails", {"kind": TimeoutError, "why": ""}, "cannot be made: TimeoutError$"),
     ],
 )
 def test_a_wrong_task_is_one_line(name: str, settings: dict[str, Any], message: str) -> None:
