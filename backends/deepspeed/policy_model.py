@@ -26,11 +26,28 @@ BUCKET_BYTES = 2**30
 POLICY_PREFIX = "policy."
 
 
+class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
+    """The model's last layer, which gives log-probabilities of tokens and no logits.
+
+    A module of its own, with the parameter and the name of the layer that it replaces: DeepSpeed puts parameters
+    together around the forward and backward passes of modules.
+    """
+
+    def __init__(self, head: torch.nn.Linear, *, temperature: float) -> None:
+        super().__init__()
+        self.weight = head.weight
+        self._temperature = temperature
+
+    def forward(self, hidden_MH: torch.Tensor, answer_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logprob_M and entropy_M (nats), float32; see ``token_logprobs``."""
+        return token_logprobs(hidden_MH, self.weight, answer_M, temperature=self._temperature)
+
+
 class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
-    """Log-probabilities, and values, of the answer tokens of a row."""
+    """Log-probabilities, entropies, and values, of the answer tokens of a row."""
 
     def __init__(self, policy: torch.nn.Module, *, temperature: float, value_head: bool) -> None:
-        """Wrap a causal language model.
+        """Wrap a causal language model, whose output layer is replaced.
 
         Args:
             policy: The model, from ``load_policy``.
@@ -40,7 +57,7 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         super().__init__()
         self.policy = policy
         self.value_head: torch.nn.Linear | None = None
-        self._temperature = temperature
+        policy.set_output_embeddings(OutputLayer(policy.get_output_embeddings(), temperature=temperature))
         if value_head:
             self.value_head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=policy.dtype)
             torch.nn.init.zeros_(self.value_head.weight)
@@ -48,20 +65,13 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
 
     def forward(
         self, token_N: torch.Tensor, position_N: torch.Tensor, predictor_M: torch.Tensor, answer_M: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logprob_M (nats) and, with a value head, value_M, both float32; see ``PackedRow``."""
-        output = self.policy(
-            input_ids=token_N[None],
-            position_ids=position_N[None],
-            use_cache=False,
-            logits_to_keep=predictor_M,
-            output_hidden_states=self.value_head is not None,
-        )
-        logprob_M = token_logprobs(output.logits[0], answer_M, temperature=self._temperature)
-        if self.value_head is None:
-            return logprob_M, None
-        hidden_MH = output.hidden_states[-1][0, predictor_M]
-        return logprob_M, self.value_head(hidden_MH)[:, 0].float()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return logprob_M, entropy_M (nats) and, with a value head, value_M, all float32; see ``PackedRow``."""
+        output = self.policy.base_model(input_ids=token_N[None], position_ids=position_N[None], use_cache=False)
+        hidden_MH = output.last_hidden_state[0, predictor_M]
+        logprob_M, entropy_M = self.policy.get_output_embeddings()(hidden_MH, answer_M)
+        value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].float()
+        return logprob_M, entropy_M, value_M
 
 
 def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.Module:

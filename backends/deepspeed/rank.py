@@ -233,7 +233,7 @@ class TrainerRank:
         reward_M = torch.tensor(row.reward_M, device=self._device)
         if config.kl_coefficient > 0 and row.reference_logprob_M is None:
             raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0, got None")
-        logprob_M, value_M = self._engine(**inputs)
+        logprob_M, _, value_M = self._engine(**inputs)
         loss_M = policy_loss(
             config,
             logprob_N=logprob_M,

@@ -70,7 +70,7 @@ class ReferenceModel:
         with torch.no_grad():
             for row in rows:
                 if row.sample_index_S:
-                    logprob_M, _ = self._model(**row_tensors(row, self._device))
+                    logprob_M, *_ = self._model(**row_tensors(row, self._device))
                     logprob |= row.split(logprob_M.cpu().numpy())
         return logprob
 

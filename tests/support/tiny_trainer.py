@@ -28,7 +28,7 @@ STEPS = 4
 BATCH = 8
 
 
-def save_tiny_model(folder: Path) -> None:
+def save_tiny_model(folder: Path, *, tied: bool = False) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=64,
@@ -38,7 +38,7 @@ def save_tiny_model(folder: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         attention_dropout=0.5,  # would show if it were left on
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)

@@ -71,7 +71,7 @@ def test_packed_sequences_do_not_see_each_other(model_path: Path) -> None:
     batch = samples()
     ((row,),) = pack(batch, pack_tokens=1000, num_ranks=1)
     with torch.no_grad():
-        logprob_M, _ = model(**row_tensors(row, torch.device("cpu")))
+        logprob_M, *_ = model(**row_tensors(row, torch.device("cpu")))
         packed = row.split(logprob_M.numpy())
         for index, sample in enumerate(batch):
             assert packed[index] == pytest.approx(plain_logprob(alone, sample).numpy(), abs=1e-5)
@@ -96,6 +96,16 @@ def test_however_a_batch_is_cut_the_step_is_that_of_plain_adamw(
         assert np.concatenate(again) == pytest.approx(np.concatenate(logprob), abs=1e-4)
     assert largest_difference(parameters(whole), plain[0]) < ROUNDING
     assert largest_difference(parameters(cut), plain[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_an_output_layer_that_is_the_embedding_learns_as_both(tmp_path: Path, zero_stage: int) -> None:
+    save_tiny_model(tmp_path, tied=True)
+    expected, steps = plain_training(tmp_path, 2)
+    rank = started(tmp_path, zero_stage=zero_stage)
+    for step, metrics in enumerate(steps):
+        assert train(rank, samples(step))[1] == pytest.approx(metrics, rel=1e-4)
+    assert largest_difference(parameters(rank), expected) < ROUNDING
 
 
 def _second_rank(rank: int, port: int, model_path: Path, results: Any) -> None:
