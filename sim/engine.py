@@ -89,6 +89,7 @@ class ClosedFormEngine:
         self._version_steps = [0]
         self._versions = [0]
         self._pause_end: int | None = None
+        self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
         # Calls not yet taken up; whether there are others than arrivals.
         self._called = False
@@ -175,9 +176,12 @@ class ClosedFormEngine:
         if self._called or (arrivals and arrivals[0][0] <= taken_until):
             self._take_calls(taken_until)
         if self._pause_end is None and self._suspended_since is None:
-            if batch.context_tokens + len(batch.requests) > batch.capacity:
+            preempts = batch.context_tokens + len(batch.requests) > batch.capacity
+            if preempts:
                 self._preempt()
-            elif self._waiting:
+            if self._recomputes:
+                self._recompute()
+            if self._waiting and not preempts:
                 self._admit()
         self._awake = False
         self._wake_at = NOT_PLANNED
@@ -221,6 +225,11 @@ class ClosedFormEngine:
             self._leave(request)
             self._waiting.appendleft(request)
             self._host.rollout_preempted(self._engine_id, request.rollout_id, request.spans.num_tokens)
+
+    def _recompute(self) -> None:
+        """Charge the prefill of the batch to the next step."""
+        batch, self._recomputes = self._batch, False
+        batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.requests.values())
 
     def _admit(self) -> None:
         """Add waiting requests to the batch, first come first served, while they fit."""
@@ -269,10 +278,8 @@ class ClosedFormEngine:
         else:
             self._version_steps.append(batch.step)
             self._versions.append(update.version)
-        recompute = update.weight_update is WeightUpdate.RECOMPUTE
+        self._recomputes = recompute = update.weight_update is WeightUpdate.RECOMPUTE
         running = list(batch.requests.values())
-        if recompute:
-            batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(request)) for request in running)
         if self._tokens is not None and running:
             num_tokens = [request.spans.num_tokens + batch.step - request.start_step for request in running]
             self._tokens.go_on(running, num_tokens, self.version, recompute=recompute)

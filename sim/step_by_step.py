@@ -31,6 +31,7 @@ class StepByStepEngine:
         self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
         self._prefill_ticks = 0  # charged to the next step
+        self._recomputes = False  # what runs is prefilled in the next step, as its cache is of older weights
         # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
         self._aborts: list[tuple[int, int]] = []
@@ -87,8 +88,11 @@ class StepByStepEngine:
             self._end_pause()
         self._report_finished()
         self._take_calls(until=now if idle else now - 1)
-        if not self._pausing and self._suspended_since is None and not self._preempt():
-            self._admit()
+        if not self._pausing and self._suspended_since is None:
+            preempted = self._preempt()
+            self._recompute_if_due()
+            if not preempted:
+                self._admit()
         self._at_boundary = False
         self._plan(now)
 
@@ -140,6 +144,12 @@ class StepByStepEngine:
             preempted = True
         return preempted
 
+    def _recompute_if_due(self) -> None:
+        """Charge the prefill of what still runs after new weights."""
+        if self._recomputes:
+            self._recomputes = False
+            self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
+
     def _admit(self) -> None:
         """Let waiting rollouts join, first come first served, while they fit."""
         while self._waiting and self._fits(self._waiting[0]):
@@ -179,12 +189,10 @@ class StepByStepEngine:
         if self._suspended_since is not None:
             still_ticks = self._clock.now - self._suspended_since
             self._suspended_since = None
-        if weight_update is WeightUpdate.RECOMPUTE:
-            self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
+        self._recomputes = weight_update is WeightUpdate.RECOMPUTE
         if self._settings.tokens is not None and self._running:
             num_tokens = [len(self._tokens(one)) for one in self._running]
-            recompute = weight_update is WeightUpdate.RECOMPUTE
-            self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=recompute)
+            self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=self._recomputes)
         self._host.weights_loaded(self._engine_id, self.version, still_ticks)
 
     # -------------------------------------------------------------------------------------- planning

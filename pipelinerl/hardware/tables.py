@@ -171,7 +171,8 @@ class WeightTransferConfig(StrictModel):
     publish_s: Seconds = 0.0
     """Seconds the trainer stands still to publish."""
     transfer_s: Seconds = 0.0
-    """Seconds from the publication until the weights are at the engines, which go on generating meanwhile."""
+    """Seconds from the publication until the weights are at the engines, which go on generating meanwhile (with
+    ``weight_update = "wait"`` only what is in progress)."""
     pause_s: Seconds = 0.0
     """Seconds an engine stands still, between two decode steps, to load them."""
 

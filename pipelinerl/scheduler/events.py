@@ -51,7 +51,7 @@ class WeightUpdate(StrEnum):
     ABORT = "abort"
     """They end with what they have; the scheduler submits prompt and partial answer again."""
     WAIT = "wait"
-    """They finish first; the engine loads when it is empty."""
+    """They finish first, and from the publication on nothing starts; the engine loads when it is empty."""
 
 
 class OnStale(StrEnum):

@@ -159,6 +159,30 @@ def test_recompute_charges_the_prefill_of_everything_in_the_batch(make):
 
 
 @both_engines
+def test_recompute_charges_nothing_for_what_leaves_at_the_same_boundary(make):
+    """0 and 1 have 3 + 2 tokens each at 26; pause to 29. Of a cache of 10, 1 is preempted: 29 + 5 + 10 = 44, 0 is done.
+
+    Only then is 1 prefilled: 44 + 5 + 10 = 59. If it is aborted in the pause instead, 0 ends at 44 just so.
+    """
+    rollouts, updates = [(0, 0, 3, 3), (0, 1, 3, 3)], [(17, WeightUpdate.RECOMPUTE)]
+    loaded, done = (29, "loaded", 1, 3), (44, "finished", 0, spans((0, 2), (1, 3)))
+
+    preempting = settings_with(prefill=TOKEN_PREFILL, pause=3, capacity=10)
+    assert log_of(make, preempting, rollouts=rollouts, updates=updates) == [
+        loaded,
+        (29, "preempted", 1, 2),
+        done,
+        (59, "finished", 1, spans((0, 2), (1, 3))),
+    ]
+    large = settings_with(prefill=TOKEN_PREFILL, pause=3)
+    assert log_of(make, large, rollouts=rollouts, updates=updates, aborts=[(27, 1)]) == [
+        loaded,
+        (29, "aborted", 1, spans((0, 2))),
+        done,
+    ]
+
+
+@both_engines
 def test_abort_ends_batch_and_queue_but_not_what_arrives_after_it(make):
     """Two slots, so 2 waits; 3 arrives together with the update and joins after the pause: 23 + 10."""
     entries = log_of(

@@ -6,7 +6,7 @@ all else takes no time.
 
 import numpy as np
 import pytest
-from played_run import play, trains_in, uniform
+from played_run import fixed, play, trains_in, uniform
 
 import sim.engine
 from pipelinerl.scheduler.events import RolloutFinished, RolloutPreempted, StartRollout, WeightsLoaded
@@ -83,6 +83,20 @@ def test_waiting_drains_the_engines_and_keeps_every_rollout_on_one_version():
     num_spans = [[len(entry.spans.versions) for _, entry in run.of(RolloutFinished)] for run in (keep, wait)]
     assert max(num_spans[0]) > 2
     assert set(num_spans[1]) == {1}
+
+
+@pytest.mark.parametrize(("transfer_s", "loaded_s"), [(3.0, 15.5), (7.0, 17.5)])
+def test_wait_goes_on_with_what_is_in_progress_and_starts_nothing_from_the_publication_on(transfer_s, loaded_s):
+    """Two slots, answers of 5 steps of 1 s, batches of 4. At 10 two start, and the first version is published.
+
+    These two go on during the transfer, which ends at 13 or 17, and finish at 15. Then the engine is empty: it loads
+    at the later of the two, for 0.5 s, and the next two start.
+    """
+    weights = {"transfer_s": transfer_s, "pause_s": 0.5}
+    run = play(2, batch=4, slots=2, length=fixed(5), hardware={"weights": weights}, weight_update="wait")
+    assert [time_s for time_s, _ in run.of(StartRollout)][:8] == [0, 0, 5, 5, 10, 10, loaded_s, loaded_s]
+    assert [time_s for time_s, _ in run.of(RolloutFinished)][:6] == [5, 5, 10, 10, 15, 15]
+    assert [time_s for time_s, _ in run.of(WeightsLoaded)] == [loaded_s]
 
 
 # ----------------------------------------------------------------------------- the workload that both meet
