@@ -25,7 +25,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
-from pipelinerl.hardware.derive import derive_decode, derive_prefill, derive_training
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
 from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
 from pipelinerl.util.arrays import FloatArray
 
@@ -40,7 +40,7 @@ FASTEST_TRAINING = {
     "expert_mfu_factor": 1.0,
     "attention_flops_per_byte": 1e9,
     **dict.fromkeys(("training_step_s", "training_micro_batch_s", "activation_traffic", "extra_forward_passes"), 0.0),
-    **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed"), 0.0),
+    **dict.fromkeys(("recomputation", "exchange_exposed", "gather_exposed", "training_rest_share"), 0.0),
     "sequence_accelerators": 1e9,
 }
 """Coefficients of a trainer that does nothing but multiply, at the peak."""
@@ -326,7 +326,8 @@ def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     values = run_coefficients(
         run, *named, training_accelerators=run.training_accelerators, longest=run.longest_rollout_tokens
     )
-    return {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
+    fixed = {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
+    return {**fixed, **NOTHING_BESIDE} if run.colocated else fixed
 
 
 def fit_coefficients(

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.records.validation_report import ValidationReport
-from pipelinerl.records.validation_table import validation_cells, validation_sentence
+from pipelinerl.records.validation_table import PAIRS_TITLE, speed_up_words, validation_cells, validation_sentence
 
 
 def print_validation(report: ValidationReport) -> None:
@@ -31,6 +31,10 @@ def print_validation(report: ValidationReport) -> None:
         console.print(f"assumed: {words}: {', '.join(names)}", style="dim", highlight=False, markup=False)
     for one in report.unusable:
         console.print(f"not usable: {one.id}: {one.reason}", style="dim", highlight=False, markup=False)
+    if report.speed_ups:
+        console.print(PAIRS_TITLE, highlight=False, markup=False)
+    for pair in report.speed_ups:
+        console.print(f"  {speed_up_words(pair)}", highlight=False, markup=False)
     console.print(validation_sentence(report), highlight=False, markup=False)
 
 

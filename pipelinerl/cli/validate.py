@@ -23,7 +23,6 @@ def validate(
     from pipelinerl.records.run_folder import check_vacant
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
-    from sim.validation.report import validation_report
     from sim.validation.runs_file import read_published_runs
 
     if out is not None:
@@ -31,10 +30,9 @@ def validate(
     shipped = shipped_runs()
     runs = shipped if rows is None else read_published_runs(rows)
     with stage_bars() as on_progress:
-        predictions = predict_runs(
+        report = predict_runs(
             runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
         )
-    report = validation_report(predictions)
     if as_json:
         print_json(report.to_dict())
     else:

@@ -98,6 +98,8 @@ class Coefficients(StrictModel):
     """Fixed time of a micro-batch (seconds)."""
     gather_exposed: float = Field(ge=0, le=1)
     """Share of the gathers of weights and reductions of gradients that computing does not hide."""
+    training_rest_share: float = Field(ge=0)
+    """Share by which a trainer apart from the engines lasts longer: data, logging, what it does besides."""
     pack_tokens: float = Field(gt=0)
     """Tokens of one forward and backward pass on one accelerator, between two gathers of the weights (count)."""
     sequence_accelerators: float = Field(ge=1)

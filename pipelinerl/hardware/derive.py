@@ -41,6 +41,8 @@ def derive_hardware(
         coefficients: The empirical numbers.
         zero_stage: What the trainer spreads, as far as the phase switch moves it; its steps are those of stage 3.
     """
+    if colocated:
+        coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
     fits = kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients)
     return ResolvedHardware(
         decode=derive_decode(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
@@ -116,7 +118,9 @@ def derive_training(
 
     Per token matrix products, moving activations through the memory, the exchange with experts (which recomputing is
     taken not to repeat), and a share of the gathers of a pass; per squared token attention; per micro-batch half a
-    pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory.
+    pass's gathers, for the last pass is half full; per optimizer step the optimizer states through the memory. All of
+    it lasts longer by what a trainer does besides while generation goes on (``derive_hardware`` sets that to nothing
+    where it does not).
     """
     passes = 3 + coefficients.recomputation + coefficients.log_probability_cost * coefficients.extra_forward_passes
     small = coefficients.expert_mfu_factor if model.experts else 1.0
@@ -135,7 +139,11 @@ def derive_training(
         + OPTIMIZER_BYTES * model.parameters / training_accelerators / gpu.bandwidth,
         micro_batch_s=coefficients.training_micro_batch_s + gather_s / 2,
         sequence_accelerators=min(int(coefficients.sequence_accelerators), training_accelerators),
-    )
+    ).on_slower_accelerators(1 + coefficients.training_rest_share)
+
+
+NOTHING_BESIDE = {"training_rest_share": 0.0}
+"""Of a colocated trainer: what its step lasts besides is in the phase switch."""
 
 
 GATHERED_BYTES = 8

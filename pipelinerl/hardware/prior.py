@@ -50,8 +50,6 @@ MEMORY_SD = 0.1
 MEASURED_SD = 0.05
 """Of the factor on what was measured or calibrated: good fits are 2 % off, those of a noisy machine 10 %
 (docs/calibration.md)."""
-ASYNCHRONOUS_REST = 0.05
-"""Share by which a step lasts longer than its parts where both sides go on at once: published, 0.04 to 0.12."""
 END_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to the ends that hold 80 %, which the levels are."""
 

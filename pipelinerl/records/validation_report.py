@@ -78,19 +78,58 @@ class RowPair(Report):
     """Whether they are predicted in the order in which they were measured."""
 
 
+CERTAIN = 0.95
+"""Probability from which on an order counts as certain."""
+
+
 class SpeedUp(Report):
-    """Two rows of one family on equally many GPUs, synchronous and asynchronous, each predicted alone."""
+    """Two rows of one family on equally many GPUs, synchronous and asynchronous, no row of the family used."""
 
     synchronous: str
     """Id of the synchronous row."""
     asynchronous: str
     """Id of the asynchronous row."""
+    family: str
+    """Software, GPU and model."""
     measured: float
     """Seconds of the synchronous step over those of the asynchronous one."""
     predicted: float
-    """The same, predicted."""
+    """The same, predicted: median of the draws."""
+    low: float
+    """Lower end of an 80 % band, normal in logs."""
+    high: float
+    """Upper end of that."""
+    probability: float
+    """Share of the draws in which the asynchronous step is the shorter one."""
+    decided_by: str
+    """What is uncertain and explains most of the spread of the ratio, in words."""
     constant: float
-    """The same by the naive rule: the median of the pairs of other families; 1 where there are none."""
+    """The ratio by the naive rule: the median of the pairs of other families; 1 where there are none."""
+
+
+class SpeedUpSummary(Report):
+    """How good the probabilities of the pairs are, beside naive rules."""
+
+    pairs: int
+    """Pairs (count)."""
+    families: int
+    """Their families (count)."""
+    faster: int
+    """Pairs whose asynchronous run was measured faster (count)."""
+    median_error: float
+    """Median of the relative errors of the ratio (no unit)."""
+    constant_median_error: float
+    """The same of the naive rule ``constant`` (no unit)."""
+    within_band: float
+    """Share of the ratios inside their 80 % band (no unit)."""
+    brier: float
+    """Mean squared distance of the probability from what happened, 0 or 1 (no unit)."""
+    always_brier: float
+    """The same of the naive rule "asynchronous is always faster" (no unit)."""
+    certain: int
+    """Pairs with a probability of at least 0.95, of either order (count)."""
+    certain_right: int
+    """Those of them that were measured in that order (count)."""
 
 
 class AloneSummary(Report):
@@ -121,8 +160,6 @@ class AloneSummary(Report):
     naive_median_error: float | None
     """Median error of the naive rule: the tokens per second and GPU of the other families, whatever the model. None:
     there is no other family with a known number of GPUs."""
-    speed_ups: tuple[SpeedUp, ...]
-    """Pairs of synchronous and asynchronous rows."""
 
 
 class ValidationSummary(Report):
@@ -136,6 +173,8 @@ class ValidationSummary(Report):
     """The same for the simulated rows."""
     alone: AloneSummary | None
     """The hardware model alone, of rows whose inputs decide their seconds."""
+    speed_ups: SpeedUpSummary | None
+    """Synchronous against asynchronous runs."""
     p90_error: float | None
     """90th percentile of the relative errors (no unit)."""
     within_30_percent: float | None
@@ -157,5 +196,7 @@ class ValidationReport(Report):
     """The other rows."""
     pairs: tuple[RowPair, ...]
     """Pairs of the rows."""
+    speed_ups: tuple[SpeedUp, ...]
+    """Pairs of a synchronous and an asynchronous row."""
     summary: ValidationSummary
     """All errors together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipelinerl.records.validation_report import PredictedRow, ValidationReport
+from pipelinerl.records.validation_report import CERTAIN, PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 COLUMNS = (
     "run", "unit", "measured", "predicted", "80 % band", "error", "alone", "inputs of the row itself", "assumed",
@@ -33,7 +33,28 @@ def validation_markdown(report: ValidationReport) -> str:
     rows = [list(COLUMNS), ["---"] * len(COLUMNS), *(validation_cells(row) for row in report.rows)]
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     unusable = [f"- `{one.id}`: {one.reason}" for one in report.unusable]
-    return "\n".join([*lines, "", "Not usable:", "", *unusable, "", validation_sentence(report), ""])
+    pairs = [f"- {speed_up_words(one)}" for one in report.speed_ups]
+    return "\n".join(
+        [*lines, "", "Not usable:", "", *unusable, "", PAIRS_TITLE, "", *pairs, "", validation_sentence(report), ""]
+    )
+
+
+PAIRS_TITLE = "Asynchronous against synchronous on equal GPUs, no row of the family used:"
+"""Above the pairs."""
+
+
+def speed_up_words(one: SpeedUp) -> str:
+    """Return a pair in a line: how many times as fast, and how probable it is that it is faster at all."""
+    if one.probability >= CERTAIN:
+        verdict = "faster"
+    elif one.probability <= 1 - CERTAIN:
+        verdict = "slower"
+    else:
+        verdict = f"not certain, by the {one.decided_by} most of all"
+    return (
+        f"{one.asynchronous} against {one.synchronous}: {one.predicted:.2f} times as fast ({one.low:.2f} to "
+        f"{one.high:.2f}), measured {one.measured:.2f}; P(faster) {one.probability:.2f}: {verdict}"
+    )
 
 
 def validation_sentence(report: ValidationReport) -> str:
@@ -59,6 +80,19 @@ def validation_sentence(report: ValidationReport) -> str:
         )
     if summary.pairs_in_order is not None:
         parts.append(f"{summary.pairs_in_order:.0%} of {summary.pairs} pairs in the right order")
+    if (pairs := summary.speed_ups) is not None:
+        parts.append(_pairs_words(pairs))
     if summary.largest_staleness_error is not None:
         parts.append(f"mean staleness off by {summary.largest_staleness_error:.2f} at most")
     return "; ".join(parts) + "."
+
+
+def _pairs_words(pairs: SpeedUpSummary) -> str:
+    """Return how good the probabilities of the pairs are, beside the naive rules."""
+    return (
+        f"{pairs.pairs} asynchronous runs beside synchronous ones on equal GPUs, {pairs.families} systems "
+        f'({pairs.faster} faster): Brier score {pairs.brier:.2f} ({pairs.always_brier:.2f} by "always faster"), '
+        f"{pairs.certain_right} of {pairs.certain} with P >= {CERTAIN:g} right; the ratio is off by "
+        f"{pairs.median_error:.0%} in the median ({pairs.constant_median_error:.0%} by the median of the others), "
+        f"{pairs.within_band:.0%} inside the 80 % band"
+    )

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl.hardware.prior import (
-    ASYNCHRONOUS_REST,
     GENERATION_SD,
     MEAN_SD,
     REST_SD,
@@ -25,7 +24,7 @@ from pipelinerl.hardware.prior import (
 from pipelinerl.records.steps import StepRow
 from pipelinerl.util.arrays import FloatArray
 from sim.run import simulate
-from sim.validation.reconstruct import LARGEST_MEAN, MEAN_OVER_LONGEST, ReconstructedRun, measured_seconds
+from sim.validation.reconstruct import LOG_MOST_MEAN, ReconstructedRun, measured_seconds
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.run_config import run_config
 
@@ -92,16 +91,19 @@ class Hypotheses(NamedTuple):
     log_prior_P: FloatArray
 
 
+def across_nodes(grids: Sequence[SimulationGrid]) -> bool:
+    """Return whether an engine of one of these rows spans nodes."""
+    return any(one.run.tensor_parallel > one.run.gpu.gpus_per_node for one in grids)
+
+
 def hypotheses_for(grids: Sequence[SimulationGrid]) -> Hypotheses:
     """Return the hypotheses to weigh for these rows."""
-    several_nodes = any(one.run.tensor_parallel > one.run.gpu.gpus_per_node for one in grids)
-    factor = SEVERAL_NODES_FACTOR if several_nodes else 1
+    factor = SEVERAL_NODES_FACTOR if across_nodes(grids) else 1
     mean_is_known = all(one.run.mean_is_known for one in grids)
     has_rest = any(one.rest_s for one in grids)
     sds = (factor * GENERATION_SD, factor * TRAINING_SD, MEAN_SD, factor * REST_SD)
     needed = (True, True, not mean_is_known, has_rest)
-    longest = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)  # no mean is above the limit
-    highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], longest), 3 * sds[3])
+    highest = (3 * sds[0], 3 * sds[1], min(3 * sds[2], LOG_MOST_MEAN), 3 * sds[3])
     axes = [
         np.linspace(-3 * sd, high, num) if wanted else np.zeros(1)
         for sd, high, num, wanted in zip(sds, highest, _FINE, needed, strict=True)
@@ -126,8 +128,7 @@ def _log_seconds(grid: SimulationGrid, hypotheses: Hypotheses, quantity: int) ->
         )
     if quantity != STEP or not grid.rest_s:
         return log_P
-    log_P = np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P))
-    return np.asarray(log_P + math.log1p(ASYNCHRONOUS_REST) if grid.run.schedule.at_once else log_P)
+    return np.asarray(np.log(np.exp(log_P) + grid.rest_s * np.exp(hypotheses.rest_P)))
 
 
 def _simulated(

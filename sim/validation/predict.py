@@ -21,17 +21,16 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError, PipelineRLError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.validation_report import PredictedRow, Quantity, UnusableRow
+from pipelinerl.records.validation_report import PredictedRow, Quantity, UnusableRow, ValidationReport
 from pipelinerl.theory.paper import staleness_applied_compute
 from sim.parallel import run_all
 from sim.validation.inference import Band, SimulationGrid, seconds_band, simulation_grid
-from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
+from sim.validation.pairs import speed_ups
+from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s, same_run
 from sim.validation.records import PublishedRun, Schedule
+from sim.validation.report import validation_report
 from sim.validation.runs_file import read_published_runs
 from sim.validation.unseen import BAND_SDS, AloneRun, alone_run, truly_simulated, unseen_bands
-
-ROUNDING = 0.005
-"""Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
 
 OWN_REST_SD = 0.7
 """Standard deviation of the log of what a step lasts besides, between rows of one system (verl: 11 to 55 s)."""
@@ -49,7 +48,7 @@ def validate(
     others: Sequence[PublishedRun] = (),
     workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
-) -> list[PredictedRow | UnusableRow]:
+) -> ValidationReport:
     """Predict every run from its published inputs and from the other rows of its family.
 
     Args:
@@ -59,7 +58,7 @@ def validate(
         on_progress: Called with the numbers of rows simulated and of rows to simulate.
 
     Returns:
-        One entry per row, in order.
+        The content of validation.json: rows in order, and pairs of those of ``runs``.
     """
     known, jobs, reasons = _jobs(runs, others)
     grids: dict[tuple[str, bool], SimulationGrid] = {}
@@ -76,7 +75,10 @@ def validate(
                     alone.append(result)
             on_progress(done, len(jobs))
     bands = unseen_bands(alone)
-    return [_predicted(run, known, grids, bands, reasons) for run in runs]
+    asked = {run.id for run in runs}
+    free = [grid for (_, given), grid in grids.items() if not given]
+    pairs = [one for one in speed_ups(free) if asked >= {one.synchronous, one.asynchronous}]
+    return validation_report([_predicted(run, known, grids, bands, reasons) for run in runs], tuple(pairs))
 
 
 def shipped_runs() -> list[PublishedRun]:
@@ -125,7 +127,7 @@ def _predicted(
     reasons: Mapping[str, str],
 ) -> PredictedRow | UnusableRow:
     """Return the prediction of one row, by the first way that its published numbers allow."""
-    others = [other for other in known if not _same_run(other, run)]
+    others = [other for other in known if not same_run(other, run)]
     alone = bands.get(run.id)
     closed = _staleness(run) or _idle_share(run) or _sum_of_parts(run, others, alone)
     if closed is not None:
@@ -234,19 +236,6 @@ def _row(
         alone_high=None if alone is None else alone.high_s,
         error=error if quantity == "staleness" else error / measured,
     )
-
-
-def _same_run(one: PublishedRun, other: PublishedRun) -> bool:
-    """Return whether two rows report one and the same measurement."""
-    if one.id == other.id:
-        return True
-    counts = ((one.gpus, other.gpus), (one.gpus_gen, other.gpus_gen), (one.gpus_train, other.gpus_train))
-    conflict = any(mine is not None and theirs is not None and mine != theirs for mine, theirs in counts)
-    asked = [(row.family, row.schedule, row.max_staleness) for row in (one, other)]
-    seconds, theirs_s = measured_seconds(one), measured_seconds(other)
-    if conflict or asked[0] != asked[1] or seconds is None or theirs_s is None:
-        return False
-    return abs(math.log(seconds / theirs_s)) < ROUNDING
 
 
 def _staleness(run: PublishedRun) -> PredictedRow | None:

@@ -14,6 +14,7 @@ from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import loading_s
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import kv_cache_tokens
+from pipelinerl.hardware.tables import ResolvedHardware
 from sim.validation.records import PublishedRun, Schedule
 
 PROMPT_TOKENS = 150
@@ -28,6 +29,11 @@ STAND_IN_GPU = "H100"
 """GPU where none is published, or the catalogue does not have it."""
 MAX_SLOTS = 256
 """Sequences on one engine, at most: vLLM's default for years."""
+
+LOG_MOST_MEAN = math.log(LARGEST_MEAN / MEAN_OVER_LONGEST)
+"""Log of the largest mean answer over the one that is assumed: no mean is above the limit."""
+ROUNDING = 0.005
+"""Logs of two measurements nearer than this, of rows that agree in all else, are one measurement, rounded."""
 
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 """Units of the parameters in the name of a model."""
@@ -135,14 +141,31 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
 
 
 def rest_s(row: PublishedRun, level: Level) -> float:
-    """Return the seconds of an RL step that are neither generation nor training: weights, pause, phase switch.
+    """Return the seconds of an RL step that are neither generation nor training: weights and phase switch."""
+    return weights_s(row, level) + switch_s(row, level)
+
+
+def weights_s(row: PublishedRun, level: Level) -> float:
+    """Return the seconds of an RL step that the weights take.
 
     Where both sides go on at once, the longer one decides: the trainer, which stands still for the weights, or engines,
     which pause. This is the mean of both.
     """
     assert row.schedule is not None
+    weights = _derived(row, level).weights
+    return (weights.publish_s + weights.pause_s) / 2 if row.schedule.at_once else loading_s(weights)
+
+
+def switch_s(row: PublishedRun, level: Level) -> float:
+    """Return the seconds of the phase switches of an RL step, where it is colocated."""
+    switch = _derived(row, level).switch
+    return switch.to_training_s + switch.to_generation_s
+
+
+def _derived(row: PublishedRun, level: Level) -> ResolvedHardware:
+    assert row.schedule is not None
     gpu, model = _hardware_of(row, [])
-    derived = derive_hardware(
+    return derive_hardware(
         gpu,
         model,
         tensor_parallel=1,
@@ -150,10 +173,6 @@ def rest_s(row: PublishedRun, level: Level) -> float:
         colocated=row.schedule.colocated,
         coefficients=coefficients(level),
     )
-    weights, switch = derived.weights, derived.switch
-    if row.schedule.at_once:
-        return (weights.publish_s + weights.pause_s) / 2
-    return loading_s(weights) + switch.to_training_s + switch.to_generation_s
 
 
 def measured_seconds(row: PublishedRun) -> float | None:
@@ -165,6 +184,19 @@ def measured_seconds(row: PublishedRun) -> float | None:
         return None
     mean = row.avg_len or MEAN_OVER_LONGEST * (row.max_len or 0)
     return row.sequences_per_step * mean / rate if mean else None
+
+
+def same_run(one: PublishedRun, other: PublishedRun) -> bool:
+    """Return whether two rows report one and the same measurement."""
+    if one.id == other.id:
+        return True
+    counts = ((one.gpus, other.gpus), (one.gpus_gen, other.gpus_gen), (one.gpus_train, other.gpus_train))
+    conflict = any(mine is not None and theirs is not None and mine != theirs for mine, theirs in counts)
+    asked = [(row.family, row.schedule, row.max_staleness) for row in (one, other)]
+    seconds, theirs_s = measured_seconds(one), measured_seconds(other)
+    if conflict or asked[0] != asked[1] or seconds is None or theirs_s is None:
+        return False
+    return abs(math.log(seconds / theirs_s)) < ROUNDING
 
 
 def _filled_from_family(row: PublishedRun, family: Sequence[PublishedRun]) -> PublishedRun:

@@ -17,16 +17,16 @@ from pipelinerl.records.validation_report import (
     ValidationReport,
     ValidationSummary,
 )
-from sim.validation.records import Schedule
+from sim.validation.pairs import speed_up_summary
 from sim.validation.unseen import median_interval, spread_of
 
 SAME = 0.05
 """Logs of two measurements nearer than this say nothing about which is faster."""
-SAME_WORK = 0.1
-"""Logs of the tokens of two steps nearer than this are as much work."""
 
 
-def validation_report(predictions: Sequence[PredictedRow | UnusableRow]) -> ValidationReport:
+def validation_report(
+    predictions: Sequence[PredictedRow | UnusableRow], made: tuple[SpeedUp, ...] = ()
+) -> ValidationReport:
     """Return the content of validation.json: every row, and how far off they are together."""
     rows = tuple(one for one in predictions if isinstance(one, PredictedRow))
     pairs = tuple(
@@ -40,11 +40,12 @@ def validation_report(predictions: Sequence[PredictedRow | UnusableRow]) -> Vali
         rows=rows,
         unusable=tuple(one for one in predictions if isinstance(one, UnusableRow)),
         pairs=pairs,
-        summary=_summary(rows, pairs),
+        speed_ups=made,
+        summary=_summary(rows, pairs, made),
     )
 
 
-def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair]) -> ValidationSummary:
+def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair], made: Sequence[SpeedUp]) -> ValidationSummary:
     relative = sorted(abs(one.error) for one in rows if one.is_relative)
     simulated = [abs(one.error) for one in rows if one.is_simulated]
     absolute = [abs(one.error) for one in rows if not one.is_relative]
@@ -53,6 +54,7 @@ def _summary(rows: Sequence[PredictedRow], pairs: Sequence[RowPair]) -> Validati
         median_error=_median(relative),
         median_error_simulated=_median(simulated),
         alone=_alone([one for one in rows if one.alone is not None]),
+        speed_ups=speed_up_summary(made),
         p90_error=float(np.quantile(relative, 0.9)) if relative else None,
         within_30_percent=sum(one <= 0.3 for one in relative) / len(relative) if relative else None,
         largest_staleness_error=max(absolute) if absolute else None,
@@ -87,7 +89,6 @@ def _alone(rows: Sequence[PredictedRow]) -> AloneSummary | None:
         family_sd=spread.family_sd,
         row_sd=spread.row_sd,
         naive_median_error=_naive(rows),
-        speed_ups=_speed_ups(rows),
     )
 
 
@@ -121,33 +122,3 @@ def _naive(rows: Sequence[PredictedRow]) -> float | None:
         if row.id in log_s and others:
             errors.append(abs(math.exp(float(np.median(others)) - log_s[row.id]) - 1))
     return _median(errors)
-
-
-def _speed_ups(rows: Sequence[PredictedRow]) -> tuple[SpeedUp, ...]:
-    """Return the pairs of a synchronous and an asynchronous row of a family on as many GPUs, with alike answers."""
-    at_once = [schedule.label for schedule in Schedule if schedule.at_once]
-    pairs = [
-        (sync, other)
-        for sync in rows
-        for other in rows
-        if sync.mode == Schedule.SYNC.label
-        and other.mode in at_once
-        and (sync.family, sync.gpus, sync.quantity) == (other.family, other.gpus, other.quantity)
-        and sync.answer_tokens is not None
-        and other.answer_tokens is not None
-        and abs(math.log(sync.answer_tokens / other.answer_tokens)) < SAME_WORK
-    ]
-    measured = {(sync.id, other.id): sync.measured / other.measured for sync, other in pairs}
-    made = []
-    for sync, other in pairs:
-        elsewhere = [measured[one.id, two.id] for one, two in pairs if one.family != sync.family]
-        made.append(
-            SpeedUp(
-                synchronous=sync.id,
-                asynchronous=other.id,
-                measured=measured[sync.id, other.id],
-                predicted=measured[sync.id, other.id] * _ratio(sync) / _ratio(other),
-                constant=float(np.median(elsewhere)) if elsewhere else 1.0,
-            )
-        )
-    return tuple(made)

@@ -19,7 +19,6 @@ import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.hardware.prior import ASYNCHRONOUS_REST
 from sim.validation.inference import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.records import PublishedRun
@@ -93,8 +92,6 @@ def alone_run(run: ReconstructedRun) -> AloneRun:
     seconds = central_seconds(run)
     if run.schedule.colocated:
         seconds += rest_s(run.published, Level.CENTRAL)
-    elif run.schedule.at_once:
-        seconds *= 1 + ASYNCHRONOUS_REST
     measured_s = measured_seconds(run.published)
     assert measured_s is not None
     return AloneRun(run.id, run.published.family, seconds, measured_s)

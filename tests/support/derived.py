@@ -12,7 +12,7 @@ from pipelinerl.config.run_file import parse_run
 from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
 from pipelinerl.hardware.costs import DecodeStep
-from pipelinerl.hardware.derive import derive_hardware, derive_training
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_hardware, derive_training
 
 DATA = Path(__file__).parents[1] / "data"
 H100, QWEN7B = find_gpu("H100"), find_model("Qwen2.5-7B")
@@ -120,7 +120,10 @@ def pretraining_errors(level=Level.CENTRAL):
     errors = {}
     for row in rows_of("pretraining_throughput.csv"):
         length = int(row["sequence"])
-        known = {"recomputation": float(row["recomputation"]), "pack_tokens": float(length * int(row["micro_batch"]))}
+        known = NOTHING_BESIDE | {
+            "recomputation": float(row["recomputation"]),
+            "pack_tokens": float(length * int(row["micro_batch"])),
+        }
         training = derive_training(
             find_gpu(row["gpu"]).model_copy(update={"attention_factor": 1.0}),  # FlashAttention 1 and 2
             mpt(row),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipelinerl.records.validation_report import PredictedRow, UnusableRow
+from sim.validation.predict import validate
 from sim.validation.records import PublishedRun, Schedule
 
 
@@ -17,3 +19,9 @@ def row(name, schedule, **values):
 def changed(run, **values):
     """The row with other values."""
     return run.model_copy(update=values)
+
+
+def predicted(runs, **values) -> list[PredictedRow | UnusableRow]:
+    """All rows of a validation in this process, those that cannot be used last."""
+    report = validate(runs, workers=1, **values)
+    return [*report.rows, *report.unusable]

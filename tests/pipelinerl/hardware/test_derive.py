@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl.hardware.catalogue import find_gpu, find_model, gpu_names, model_names
-from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_switch, derive_training, derive_weights
 from pipelinerl.hardware.memory import kept_numbers
 from pipelinerl.hardware.tables import PhaseSwitchConfig
@@ -201,3 +201,10 @@ def test_the_switch_moves_the_trainers_states():
     assert (switch.to_training_s, switch.to_generation_s) == pytest.approx((1 + moved_s, 2 + moved_s))
     assert derived(values=values, colocated=True).switch == switch
     assert derived(values=values).switch == PhaseSwitchConfig()
+
+
+def test_a_trainer_apart_lasts_longer_by_what_it_does_besides():
+    """All its seconds, by the same share; a colocated one has that in the phase switch."""
+    values = coefficients(Level.CENTRAL, {"training_rest_share": 0.25})
+    apart, alone = (derived(values=values, colocated=colocated).training for colocated in (False, True))
+    assert apart == alone.on_slower_accelerators(1.25)

@@ -71,7 +71,7 @@ def test_training_is_as_fast_as_published_pretraining():
 def test_other_dense_trainers_are_within_15_percent(model, gpus, tokens, measured):
     """Not fitted to. Pre-training and supervised rows, FlashAttention 2; recomputation as by default."""
     gpu = H100.model_copy(update={"attention_factor": 1.0})
-    training = derived(gpu, find_model(model), trainers=gpus).training
+    training = derived(gpu, find_model(model), trainers=gpus, colocated=True).training
     assert 1 / (training.token_s + training.token_squared_s * tokens) == pytest.approx(measured, rel=0.15)
 
 
@@ -84,7 +84,7 @@ def test_other_dense_trainers_are_within_15_percent(model, gpus, tokens, measure
 )  # fmt: skip
 def test_a_trainer_with_flash_attention_3_is_near_the_measured_rate(gpu, tokens, measured, rel):
     """prime-rl, Qwen3-4B, full weights on 8, by the step times of its files [f]. With FlashAttention 2 64 k is half."""
-    training = derived(find_gpu(gpu), find_model("Qwen3-4B"), trainers=8).training
+    training = derived(find_gpu(gpu), find_model("Qwen3-4B"), trainers=8, colocated=True).training
     assert 1 / (training.token_s + training.token_squared_s * tokens) == pytest.approx(measured, rel=rel)
 
 
@@ -96,7 +96,7 @@ def test_trainers_of_mixtures_are_inside_the_band(model, gpus, measured, rel):
     """NeMo AutoModel, H100, 4096 tokens: pre-training, which is faster than the central value, that of RL trainers."""
     rates = []
     for level in Level:
-        training = derived(model=find_model(model), trainers=gpus, level=level).training
+        training = derived(model=find_model(model), trainers=gpus, colocated=True, level=level).training
         rates.append(1 / (training.token_s + training.token_squared_s * 4096))
     assert rates[0] > measured > rates[2]
     assert measured > rates[1] == pytest.approx(measured, rel=rel)
@@ -115,7 +115,7 @@ def test_an_rl_trainer_with_few_tokens_per_step_is_inside_the_band(model, gpus, 
     """prime-rl: what its step costs whatever it holds is part of the band."""
     rates = []
     for level in Level:
-        training = derived(model=find_model(model), trainers=gpus, level=level).training
+        training = derived(model=find_model(model), trainers=gpus, colocated=True, level=level).training
         pack_s = tokens * training.token_s + tokens**2 * training.token_squared_s + training.micro_batch_s
         rates.append(packs * tokens / (packs * pack_s + training.step_s))
     assert rates[0] > measured > rates[2]

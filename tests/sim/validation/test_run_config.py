@@ -4,7 +4,7 @@ import pytest
 from published import changed, row
 
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_training
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training
 from sim.batch import train_step_s
 from sim.validation.reconstruct import reconstruct_run
 from sim.validation.run_config import run_config
@@ -36,7 +36,7 @@ def test_a_fraction_of_a_cluster_waits_for_the_longest_of_the_whole():
 
 
 def derived_training(rebuilt, *, accelerators, shared):
-    known = {"extra_forward_passes": 1.0, "sequence_accelerators": float(shared)}
+    known = {**NOTHING_BESIDE, "extra_forward_passes": 1.0, "sequence_accelerators": float(shared)}
     return derive_training(
         rebuilt.gpu, rebuilt.model, training_accelerators=accelerators, coefficients=coefficients(Level.CENTRAL, known)
     )

@@ -3,11 +3,10 @@
 import math
 
 import pytest
-from published import row
+from published import predicted, row
 
 from pipelinerl.records.validation_table import validation_sentence
 from sim.validation.predict import validate
-from sim.validation.report import validation_report
 from sim.validation.unseen import AloneRun, median_interval, spread_of, truly_simulated, unseen_bands
 
 
@@ -70,30 +69,13 @@ def test_alone_needs_mean_answer_size_and_seconds(missing):
 
 
 def test_a_row_of_no_known_mean_and_no_sibling_has_no_seconds():
-    (one,) = validate([row("a", "sync", avg_len=None, step_s=50.0)], workers=1)
+    (one,) = predicted([row("a", "sync", avg_len=None, step_s=50.0)])
     assert "avg_len is not published" in one.reason
-
-
-def test_pairs_are_predicted_with_both_rows_left_out():
-    """Two rows of one new family: the ratio alone, beside the median of other families by the naive rule."""
-    sync = row("sync", "sync", step_s=60.0)
-    fast = row("fast", "async", step_s=30.0, gpus_gen=4, gpus_train=4, max_staleness=1.0)
-    other = [
-        row("sync2", "sync", step_s=60.0, system="theirs"),
-        row("fast2", "async", step_s=20.0, system="theirs", gpus_gen=4, gpus_train=4, max_staleness=1.0),
-    ]
-    alone = validation_report(validate([sync, fast, *other], workers=1)).summary.alone
-    assert alone is not None
-    ours, theirs = alone.speed_ups
-    assert (ours.synchronous, ours.asynchronous, ours.measured, ours.constant) == ("sync", "fast", 2.0, 3.0)
-    assert theirs.constant == 2.0
-    assert ours.predicted == pytest.approx(theirs.predicted)  # the same run, measured differently
-    assert (alone.rows, alone.families) == (4, 2)
 
 
 def test_one_family_alone_has_no_naive_rule():
     """There are no others to take tokens per second and GPU from; that is no error of 0 %."""
-    report = validation_report(validate([row("sync", "sync", step_s=60.0)], workers=1))
+    report = validate([row("sync", "sync", step_s=60.0)], workers=1)
     assert report.summary.alone is not None
     assert report.summary.alone.naive_median_error is None
     assert "by tokens per second" not in validation_sentence(report)

@@ -1,0 +1,181 @@
+"""Is asynchronous RL faster than synchronous RL on the same GPUs? The probability, for pairs of published runs.
+
+Theory. The two runs of a pair are arms of one system (``pipelinerl.hardware.prior``): factors on generation, training,
+mean answer and weights are common, so they are drawn once for both; each arm has its own factor on its weights, on its
+phase switch, and its own run-to-run spread. An arm lasts S(g, t, m) + weights + switch, S from its simulations. The
+probability is the share of draws in which the asynchronous step is shorter. No measurement of the family goes in: the
+draws are of the prior, and the mean log error of the ratios is that of the pairs of all other families.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipelinerl.hardware.coefficients import Level
+from pipelinerl.hardware.prior import (
+    GENERATION_SD,
+    MEAN_SD,
+    RUN_SD,
+    SEVERAL_NODES_FACTOR,
+    SWITCH_SD,
+    SYNC_ARM_SD,
+    SYNC_SD,
+    TRAINING_SD,
+)
+from pipelinerl.records.validation_report import CERTAIN, SpeedUp, SpeedUpSummary
+from pipelinerl.util.arrays import FloatArray
+from sim.validation.inference import STEP, SimulationGrid, across_nodes
+from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s
+from sim.validation.records import Schedule
+from sim.validation.unseen import BAND_SDS, spread_of
+
+DRAWS = 4000
+"""Draws of all factors (count)."""
+SAME_WORK = 0.1
+"""Logs of the tokens of two steps nearer than this are as much work."""
+SYNCHRONOUS = (Schedule.SYNC, Schedule.SYNC_APART)
+
+
+class Pair(NamedTuple):
+    """Simulations of a synchronous and of an asynchronous run."""
+
+    sync: SimulationGrid
+    other: SimulationGrid
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """Software, GPU and model."""
+        return self.sync.run.published.family
+
+    @property
+    def measured(self) -> float:
+        """Seconds of the synchronous step over those of the other."""
+        first, second = (measured_seconds(one.run.published) for one in self)
+        assert first is not None
+        assert second is not None
+        return first / second
+
+
+def speed_ups(grids: Iterable[SimulationGrid]) -> tuple[SpeedUp, ...]:
+    """Return what is predicted of each pair of runs of a family on as many GPUs, with alike answers."""
+    pairs = _pairs(list(grids))
+    factors = [_drawn(pair) for pair in pairs]
+    ratios = [_log_ratio(pair, drawn) for pair, drawn in zip(pairs, factors, strict=True)]
+    errors = [float(np.median(ratio_D)) - math.log(pair.measured) for pair, ratio_D in zip(pairs, ratios, strict=True)]
+    made = []
+    for pair, drawn, ratio_D in zip(pairs, factors, ratios, strict=True):
+        others: dict[object, list[float]] = {}
+        measured = []
+        for one, error in zip(pairs, errors, strict=True):
+            if one.family != pair.family:
+                others.setdefault(one.family, []).append(error)
+                measured.append(one.measured)
+        shifted_D = ratio_D - spread_of(others).centre
+        middle, spread = float(np.median(shifted_D)), BAND_SDS * float(shifted_D.std())
+        made.append(
+            SpeedUp(
+                synchronous=pair.sync.run.id,
+                asynchronous=pair.other.run.id,
+                family=pair.sync.run.published.family_name,
+                measured=pair.measured,
+                predicted=math.exp(middle),
+                low=math.exp(middle - spread),
+                high=math.exp(middle + spread),
+                probability=float((shifted_D > 0).mean()),
+                decided_by=_decided_by(drawn, ratio_D),
+                constant=float(np.median(measured)) if measured else 1.0,
+            )
+        )
+    return tuple(made)
+
+
+def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
+    """Return how good the probabilities are, beside naive rules; None without pairs."""
+    if not made:
+        return None
+    faster = np.array([one.measured > 1 for one in made], dtype=float)
+    probability = np.array([one.probability for one in made])
+    sure = (probability >= CERTAIN) | (probability <= 1 - CERTAIN)
+    return SpeedUpSummary(
+        pairs=len(made),
+        families=len({one.family for one in made}),
+        faster=int(faster.sum()),
+        median_error=float(np.median([abs(one.predicted / one.measured - 1) for one in made])),
+        constant_median_error=float(np.median([abs(one.constant / one.measured - 1) for one in made])),
+        within_band=float(np.mean([one.low <= one.measured <= one.high for one in made])),
+        brier=float(((probability - faster) ** 2).mean()),
+        always_brier=float(((1 - faster) ** 2).mean()),
+        certain=int(sure.sum()),
+        certain_right=int(((probability > 0.5) == (faster > 0.5))[sure].sum()),
+    )
+
+
+def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:
+    rows = [one for one in grids if measured_seconds(one.run.published) is not None and one.run.published.gpus]
+    distinct = [one for index, one in enumerate(rows) if not any(_same(one, other) for other in rows[:index])]
+    pairs = (Pair(one, other) for one, other in itertools.product(distinct, distinct))
+    return [
+        pair
+        for pair in pairs
+        if pair.sync.run.schedule in SYNCHRONOUS
+        and pair.other.run.schedule.at_once
+        and pair.family == pair.other.run.published.family
+        and pair.sync.run.published.gpus == pair.other.run.published.gpus
+        and pair.sync.run.mean_is_known is pair.other.run.mean_is_known
+        and abs(math.log(_tokens(pair.sync) / _tokens(pair.other))) < SAME_WORK
+    ]
+
+
+def _same(one: SimulationGrid, other: SimulationGrid) -> bool:
+    """Return whether two rows of an asynchronous run are one measurement."""
+    return one.run.schedule.at_once and same_run(one.run.published, other.run.published)
+
+
+def _tokens(grid: SimulationGrid) -> float:
+    return grid.run.sequences * grid.run.mean_tokens
+
+
+def _drawn(pair: Pair) -> dict[str, FloatArray]:
+    """Return the logs of all factors, [draws] each and those of an arm's own [arms, draws]; the same for every pair."""
+    generator = np.random.default_rng(0)
+    factor = SEVERAL_NODES_FACTOR if across_nodes(pair) else 1
+    mean_sd = 0.0 if pair.sync.run.mean_is_known else MEAN_SD
+    sds = {"generation": GENERATION_SD * factor, "training": TRAINING_SD * factor, "mean answer": mean_sd}
+    common = {name: generator.normal(0, 1, DRAWS) * sd for name, sd in sds.items()}
+    common["mean answer"] = np.minimum(common["mean answer"], LOG_MOST_MEAN)
+    weights = generator.normal(0, SYNC_SD, DRAWS) + generator.normal(0, SYNC_ARM_SD, (2, DRAWS))
+    return {
+        **common,
+        "weights": weights,
+        "phase switch": generator.normal(0, SWITCH_SD, (2, DRAWS)),
+        "run-to-run spread": generator.normal(0, RUN_SD, (2, DRAWS)),
+    }
+
+
+def _log_ratio(pair: Pair, drawn: dict[str, FloatArray]) -> FloatArray:
+    """Return the log of the synchronous seconds over the asynchronous ones, [draws]."""
+    sync_D, other_D = (
+        np.log(
+            np.exp(grid.at(drawn["generation"] - drawn["training"], drawn["mean answer"], STEP) + drawn["training"])
+            + weights_s(grid.run.published, Level.CENTRAL) * np.exp(drawn["weights"][arm])
+            + switch_s(grid.run.published, Level.CENTRAL) * np.exp(drawn["phase switch"][arm])
+        )
+        + drawn["run-to-run spread"][arm]
+        for arm, grid in enumerate(pair)
+    )
+    return np.asarray(sync_D - other_D)
+
+
+def _decided_by(drawn: dict[str, FloatArray], ratio_D: FloatArray) -> str:
+    """Return the factor that explains most of the variance of the ratio; of an arm's own, those of both arms."""
+
+    def explained(values: FloatArray) -> float:
+        rows = [one for one in np.atleast_2d(values) if one.std() > 0]
+        return sum(float(np.corrcoef(one, ratio_D)[0, 1]) ** 2 for one in rows)
+
+    return max(drawn, key=lambda name: explained(drawn[name]))
