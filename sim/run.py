@@ -7,13 +7,13 @@ import importlib.util
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, RunInterruptedError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
@@ -58,15 +58,25 @@ def simulate(
     return report
 
 
-def simulate_steps(config: RunConfig) -> list[Step]:
+def simulate_steps(config: RunConfig, *, enough: Callable[[Sequence[Step]], bool] = lambda _: False) -> list[Step]:
     """Simulate a run and return its optimizer steps; nothing else is kept.
+
+    Args:
+        config: What to simulate.
+        enough: Called with the steps there are after each; the run ends once it returns True.
 
     Raises:
         ConfigError: If a file of the configuration is wrong.
         RunFailedError: If the run could not reach its end.
     """
-    cluster, ledger = SimulatedCluster(config), StepLedger()
-    with no_garbage_collection():
+    cluster = SimulatedCluster(config)
+
+    def step_done(steps: Sequence[Step]) -> None:
+        if enough(steps):
+            cluster.interrupt()
+
+    ledger = StepLedger(step_done)
+    with no_garbage_collection(), suppress(RunInterruptedError):
         cluster.run(ledger)
     return ledger.steps
 

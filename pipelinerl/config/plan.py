@@ -55,7 +55,7 @@ class PlanConfig(StrictModel):
     simulate: Count = 20
     """Survivors of the screening that are simulated (count)."""
     simulate_steps: Count = 200
-    """Optimizer steps of each simulation (count)."""
+    """Optimizer steps of each simulation, at most: it ends before where throughput and lag are steady (count)."""
 
     @property
     def schedules(self) -> tuple[ScheduleKind, ...]:

@@ -99,6 +99,19 @@ class RunConfig(StrictModel):
         """Whether the same accelerators generate and train in turn."""
         return self.scheduler.schedule.colocated
 
+    @property
+    def num_slots(self) -> int:
+        """Rollouts in progress on all engines, at most (count)."""
+        return self.num_engines * self.scheduler.generation_batch_size
+
+    @property
+    def rl_step_rollouts(self) -> int:
+        """Rollouts of an RL step, or of an optimizer step where there is none (count)."""
+        scheduler = self.scheduler
+        return scheduler.train_batch_size * (
+            scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
+        )
+
     def new_scheduler(self) -> Scheduler:
         """Return a scheduler that has not begun."""
         return make_scheduler(
@@ -187,17 +200,16 @@ class RunConfig(StrictModel):
     def _check_rollouts(self) -> None:
         """Raise ValueError if more rollouts could be there at once than memory holds."""
         scheduler, engines = self.scheduler, self.num_engines
-        slots = engines * scheduler.generation_batch_size
-        if slots > MOST_ROLLOUTS:
+        if self.num_slots > MOST_ROLLOUTS:
             raise ValueError(
                 f"scheduler.generation_batch_size must give all engines at most {MOST_ROLLOUTS} sequences together, "
                 f"got generation_batch_size={scheduler.generation_batch_size} on {engines} engines"
             )
-        steps = scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
-        if steps * scheduler.train_batch_size > MOST_ROLLOUTS:
+        if self.rl_step_rollouts > MOST_ROLLOUTS:
             raise ValueError(
                 f"scheduler.optimizer_steps_per_rl_step must give an RL step at most {MOST_ROLLOUTS} sequences, got "
-                f"optimizer_steps_per_rl_step={steps}, train_batch_size={scheduler.train_batch_size}"
+                f"optimizer_steps_per_rl_step={self.rl_step_rollouts // scheduler.train_batch_size}, "
+                f"train_batch_size={scheduler.train_batch_size}"
             )
 
     def _check_max_lag(self) -> None:

@@ -46,7 +46,7 @@ class SearchReport(Report):
     simulated: int
     """Candidates whose simulation ended (count)."""
     simulated_steps: int
-    """Optimizer steps of each simulation (count)."""
+    """Optimizer steps of each simulation, at most (count)."""
     within_limits: int
     """Those of them that keep to the limits of ``[plan]`` (count)."""
     lag_ratios: dict[str, float]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -97,10 +97,15 @@ class OpenStep:
 
 
 class StepLedger:
-    """Keeps the optimizer steps of a run."""
+    """Keeps the optimizer steps of a run.
 
-    def __init__(self) -> None:
+    Args:
+        on_step: Called with all steps as soon as another one is done.
+    """
+
+    def __init__(self, on_step: Callable[[Sequence[Step]], None] = lambda _: None) -> None:
         self.steps: list[Step] = []
+        self._on_step = on_step
         self._version = 0
         self._finished = FinishedRollouts()
         self._step = OpenStep()
@@ -120,6 +125,7 @@ class StepLedger:
             if event.version != self._version:
                 self._version = event.version
                 self.steps.append(self._step.close(time_s, in_progress=self._in_progress, ready=len(self._finished)))
+                self._on_step(self.steps)
         elif isinstance(event, WeightsPublished):
             self._step.publish_s += event.publish_s
         elif isinstance(event, RolloutAborted):

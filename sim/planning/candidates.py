@@ -14,6 +14,7 @@ from pipelinerl.scheduler.events import OnStale
 from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.theory.steady_state import Estimate, screen
+from pipelinerl.util.limits import MOST_ROLLOUTS
 from sim.planning.axes import AXES, SCHEDULE, SPLIT, Choice, choice_of, label_of, schedule_of
 from sim.planning.search_space import Limits, Reason, SearchSpace
 
@@ -180,6 +181,8 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     cluster = space.config.cluster.model_copy(update=changes["cluster"])
     tables = {"scheduler": scheduler, "cluster": cluster, "compare": None, "plan": None}
     config = space.config.model_copy(update=tables)
+    if max(config.num_slots, config.rl_step_rollouts) > MOST_ROLLOUTS:
+        return Rejected(choice, Reason.ROLLOUTS)
     if scheduler.max_lag is not None and config.least_max_lag > scheduler.max_lag:
         return Rejected(choice, Reason.LAG, config.least_max_lag)
     return Candidate(choice, config, label_of(choice, space))

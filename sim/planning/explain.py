@@ -14,6 +14,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
 from pipelinerl.scheduler.kinds import CONVENTIONAL
+from pipelinerl.util.limits import MOST_ROLLOUTS
 from sim.planning.axes import Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
 from sim.planning.search_space import Reason, SearchSpace
@@ -260,6 +261,8 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
                 return f"fits from {fewest} training accelerators on"
             packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
             return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
+        case Reason.ROLLOUTS:
+            return f"at most {MOST_ROLLOUTS:,} would do"
         case Reason.MEAN_LAG:
             return f"mean_lag_limit={min(needed):.2g} would do"
         case Reason.ESS:

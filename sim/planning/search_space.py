@@ -33,6 +33,8 @@ class Reason(StrEnum):
     """An engine could never finish the longest rollout."""
     TRAINER_MEMORY = "training does not fit into the memory of the accelerators that train"
     """Weights, gradients, optimizer states and activations are larger."""
+    ROLLOUTS = "more sequences at a time than a run file may hold"
+    """In the slots of all engines, or in the batches of an RL step."""
     LAG = "lag_limit"
     """Some batch has a larger lag in any case."""
     MEAN_LAG = "mean_lag_limit"

@@ -48,6 +48,17 @@ def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_t
     }
 
 
+def test_a_candidate_holds_no_more_sequences_than_a_run_file_may() -> None:
+    """Two engines with 10^6 slots fit into a cluster of 4 GPUs; 16 engines with 10^6, or 16 steps of 10^6, do not."""
+    table = "plan={{generation_batch_size=[1000000], tensor_parallel=[1], publish_every=[1], {}}}"
+    pipeline = table.format("generation_accelerators=[2, 16], schedulers=['pipeline']")
+    assert [one.reason for one in made("cluster.accelerators=20", pipeline) if isinstance(one, Rejected)] == [
+        Reason.ROLLOUTS
+    ]
+    conventional = table.format("optimizer_steps_per_rl_step=[16], schedulers=['conventional']")
+    assert "at most 10,000,000 would do" in refused(conventional, "scheduler.train_batch_size=1000000")
+
+
 def test_the_run_files_own_queue_is_kept_where_a_batch_fits_into_it() -> None:
     table = "plan={schedulers=['pipeline'], generation_accelerators=[2], tensor_parallel=[1], train_batch_size=[8, 32]}"
     lists = ("plan.generation_batch_size=[8]", "plan.publish_every=[1]")

@@ -1,5 +1,6 @@
 """The outcome of a whole run from the optimizer steps that were simulated."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ from tiny_plan import tiny_run
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.records.steps import StepRow
+from sim.planning import simulate as planning_simulate
 from sim.planning.candidates import own_candidate
 from sim.planning.search_space import SearchSpace
-from sim.planning.simulate import Job, Outcome, extended
+from sim.planning.simulate import Job, Outcome, Runner, extended, is_steady, simulate_job
 from sim.run import simulate, simulate_steps
 
 
@@ -76,6 +78,71 @@ def test_a_run_that_was_simulated_as_a_whole_is_not_extended() -> None:
     rows = [row(1, 9.0), row(2, 10.0), row(3, 15.0), row(4, 16.0), row(5, 23.0)]
     outcome = outcome_of(rows, *CONVENTIONAL, "optimizer_steps=5")
     assert (outcome.step_s, outcome.seconds, outcome.tokens_per_s) == (3.0, 23.0, 500 / 23)
+
+
+@pytest.mark.parametrize(
+    ("unit", "later_step_s", "later_lag", "steady"),
+    [
+        (1, 2.0, 2.0, True),
+        (1, 2.009, 2.09, True),  # 0.45 % slower; 0.09 steps more
+        (1, 2.02, 2.0, False),
+        (1, 2.0, 2.11, False),
+        (16, 2.0, 2.0, True),  # steps 33 to 48 against 49 to 64
+        (32, 2.0, 2.0, False),  # a single RL step stands for the rest
+    ],
+)
+def test_a_simulation_is_steady_when_both_halves_of_its_second_half_agree(
+    unit: int, later_step_s: float, later_lag: float, steady: bool
+) -> None:
+    """64 steps: 32 of start-up, whatever they took, 16 of 2 s at a lag of 2, and 16 others. Not asked after 63."""
+    lasts = [9.0] * 32 + [2.0] * 16 + [later_step_s] * 16
+    lags = [0.0] * 32 + [2.0] * 16 + [later_lag] * 16
+    rows = [row(i + 1, sum(lasts[: i + 1]), lag_mean=lag) for i, lag in enumerate(lags)]
+    assert is_steady(rows, unit) is steady
+    assert not is_steady(rows[:63], unit)
+
+
+def test_a_steady_simulation_ends_early_unless_it_is_the_whole_run_or_answers_grow() -> None:
+    """Answers of one length and constant times: steady at the first look, and the same to 1 % as all 100 steps."""
+
+    def ran(*overrides: str, steps: int = 100) -> tuple[Outcome, list[int]]:
+        run = tiny_run("optimizer_steps=500", "workload.length={kind='fixed', max=50}", *overrides)
+        seen: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                planning_simulate, "extended", lambda job, rows: seen.append(len(rows)) or extended(job, rows)
+            )
+            outcome = simulate_job(Job(own_candidate(SearchSpace.of(run)), Level.CENTRAL, steps))
+        assert isinstance(outcome, Outcome)
+        return outcome, seen
+
+    short, steps = ran()
+    assert steps == [64]
+    assert ran("optimizer_steps=100")[1] == [100]
+    assert ran("workload.length.growth=1.001")[1] == [100]
+    whole, _ = ran("optimizer_steps=100")
+    assert short.step_s == pytest.approx(whole.step_s, rel=0.01)
+    assert short.lag_mean == pytest.approx(whole.lag_mean, abs=0.1)
+
+
+def test_a_run_that_two_candidates_make_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call or in two; with the coefficients of another level it is another run."""
+    simulated: list[Level] = []
+
+    def simulated_job(job: Job) -> Outcome | str:
+        simulated.append(job.level)
+        return simulate_job(job)
+
+    monkeypatch.setattr(planning_simulate, "simulate_job", simulated_job)
+    own = own_candidate(SearchSpace.of(tiny_run()))
+    other = replace(own, label="the same by another name")
+    runner = Runner(workers=1, ray_address=None, on_progress=lambda *_: None)
+    both = runner.run("simulations", [Job(own, Level.CENTRAL, 4), Job(other, Level.CENTRAL, 4)])
+    assert sorted(one.candidate.label for one in both) == sorted([own.label, other.label])
+    assert replace(both[0], candidate=own) == replace(both[1], candidate=own)
+    again = runner.run("bands", [Job(other, Level.CENTRAL, 4), Job(own, Level.OPTIMISTIC, 4)])
+    assert [(one.level, one.candidate) for one in again] == [(Level.CENTRAL, other), (Level.OPTIMISTIC, own)]
+    assert simulated == [Level.CENTRAL, Level.OPTIMISTIC]
 
 
 def test_a_job_is_the_candidate_with_its_steps_and_level() -> None:
