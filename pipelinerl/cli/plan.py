@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,14 @@ def plan(
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,
+    measured: Annotated[
+        list[Path],
+        typer.Option(
+            "--measured",
+            metavar="PATH",
+            help="Merge what measure, train --check or calibrate wrote; may be given several times.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
@@ -29,7 +38,15 @@ def plan(
 
     config = load_run(run, overrides, seed)
     with stage_bars() as on_progress:
-        report = search_plan(config, out=out, workers=workers, ray_address=ray, on_progress=on_progress)
+        report = search_plan(
+            config,
+            out=out,
+            workers=workers,
+            ray_address=ray,
+            on_progress=on_progress,
+            measured=measured,
+            run_file=str(run),
+        )
     if as_json:
         print_json(report.to_dict())
     else:

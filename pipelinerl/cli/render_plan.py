@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.cli.render_certainty import certainty_lines
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 
@@ -70,6 +71,7 @@ def _reasons(report: PlanReport) -> list[str]:
         if not own.among_schedulers:
             breaks = f" (only to compare with: plan.schedulers has no {own.family})"
         lines.append(f"run file{breaks}: recommended is {own.recommended_over_own:.2f} times as fast; {own.verdict}")
+    lines += certainty_lines(report.certainty)
     for level, decision in report.decisions.items():
         if not decision.same:
             lines.append(

@@ -16,16 +16,22 @@ def train(
     seed: SeedOption = None,
     out: OutOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out DIR.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only a few optimizer steps, to measure; plan --measured DIR reads them.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
     from analysis.plot import draw
     from pipelinerl.cli.progress import training_bar
+    from pipelinerl.config.check import check_config
     from pipelinerl.config.run_file import load_run
 
     config = load_run(run, overrides, seed)
     if out is None:
         raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
+    if check:
+        config = check_config(config)
     with needs_extra("train-cpu"):
         from backends.run import train as train_run
 

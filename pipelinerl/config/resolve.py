@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
 from pipelinerl.hardware.coefficients import Coefficients, coefficients, sync_coefficient
 from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits
+from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
 from pipelinerl.hardware.tables import (
     HardwareConfig,
     PhaseSwitchConfig,
@@ -135,6 +135,38 @@ def run_trainer_fits(
     return trainer_fits(
         gpu, model, accelerators=training_accelerators, zero_stage=zero_stage_of(config), coefficients=values
     )
+
+
+def least_memory(
+    config: RunConfig,
+    gpu: Gpu,
+    model: LanguageModel,
+    *,
+    tensor_parallel: int,
+    training_accelerators: int,
+    longest: int,
+) -> list[float]:
+    """Return the memory that an engine and a trainer need at least, each over what it may use of an accelerator.
+
+    An engine holds the weights and the longest rollout; a trainer's packs are those of the run file, or no larger than
+    the longest rollout.
+    """
+    values = run_coefficients(config, gpu, model, training_accelerators=training_accelerators, longest=longest)
+    pack = longest / min(int(values.sequence_accelerators), training_accelerators)
+    if "pack_tokens" in stated_coefficients(config):
+        pack = values.pack_tokens
+    trainer = training_memory(
+        model,
+        accelerators=training_accelerators,
+        zero_stage=zero_stage_of(config),
+        pack_tokens=pack,
+        recomputation=values.recomputation,
+    )
+    usable = values.memory_share * gpu.memory_bytes
+    held = BF16_BYTES * model.parameters + longest * model.cached_bytes(tensor_parallel)
+    engine = values.memory_reserve_bytes + held / tensor_parallel
+    shares = [] if config.hardware.kv_cache_tokens is not None else [engine / usable]
+    return [*shares, trainer.total / usable]
 
 
 def zero_stage_of(config: RunConfig) -> int:

@@ -9,6 +9,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.util.report import Report
 
 
@@ -233,6 +234,8 @@ class PlanReport(Report):
     """What speaks against the recommended kind of scheduler, a line each."""
     recommended: PlannedCandidate
     """The recommendation."""
+    certainty: CertaintyReport
+    """How sure that is, and which measurement would settle it."""
     runner_up: RunnerUp | None
     """The best candidate that differs from it in kind, split, size of engine or G."""
     families: dict[str, PlannedCandidate | None]

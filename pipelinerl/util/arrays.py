@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 RealArray = npt.NDArray[np.integer[Any] | np.floating[Any]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +125,18 @@ class Screener:
         config: The run file.
         answers: Its prompts and answers.
         hardware: Changes to its ``hardware`` table, e.g. the level.
+        drawn: Returns hardware as a world draws it, given whether it is that of colocated candidates.
     """
 
     def __init__(
-        self, config: RunConfig, answers: LengthStatistics, hardware: Mapping[str, object] | None = None
+        self,
+        config: RunConfig,
+        answers: LengthStatistics,
+        hardware: Mapping[str, object] | None = None,
+        *,
+        drawn: Callable[[ResolvedHardware, bool], ResolvedHardware] = lambda hardware, _: hardware,
     ) -> None:
+        self._drawn = drawn
         self._answers = answers
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
         self._resolved: dict[tuple[int, int, bool], ResolvedHardware] = {}
@@ -143,7 +150,9 @@ class Screener:
         """
         key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated)
         if key not in self._resolved:
-            self._resolved[key] = resolved_hardware(config.model_copy(update={"hardware": self._hardware}))
+            given = self._hardware.model_copy(update={"weights": config.hardware.weights})
+            hardware = resolved_hardware(config.model_copy(update={"hardware": given}))
+            self._resolved[key] = self._drawn(hardware, config.colocated)
         return self._resolved[key]
 
     def screen(self, candidate: Candidate) -> Screened:
@@ -180,7 +189,7 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     scheduler = own.model_copy(update=changes["scheduler"])
     cluster = space.config.cluster.model_copy(update=changes["cluster"])
     tables = {"scheduler": scheduler, "cluster": cluster, "compare": None, "plan": None}
-    config = space.config.model_copy(update=tables)
+    config = _as_measured(space.config.model_copy(update=tables), space)
     if max(config.num_slots, config.rl_step_rollouts) > MOST_ROLLOUTS:
         return Rejected(choice, Reason.ROLLOUTS)
     if scheduler.max_lag is not None and config.least_max_lag > scheduler.max_lag:
@@ -188,10 +197,18 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     return Candidate(choice, config, label_of(choice, space))
 
 
+def _as_measured(config: RunConfig, space: SearchSpace) -> RunConfig:
+    """Return a candidate's run file with the weight transfer as it was measured in its arm, if it was."""
+    weights = space.measured.weights.get(config.colocated)
+    if weights is None:
+        return config
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"weights": weights})})
+
+
 def own_candidate(space: SearchSpace) -> Candidate:
     """Return the run file as it is, as a candidate."""
     choice = choice_of(space.config)
-    config = space.config.model_copy(update={"compare": None, "plan": None})
+    config = _as_measured(space.config.model_copy(update={"compare": None, "plan": None}), space)
     return Candidate(choice, config, f"{label_of(choice, space)} (run file)")
 
 

@@ -151,7 +151,7 @@ def synchronous_is_faster(
             f"asynchronous RL is slower here: {sides} gives {slower:.0%} less than all of them for both in turn "
             f"({apart.candidate.label} against {together.candidate.label}); {bottleneck(apart)}"
         )
-    other = _screened_synchronous(space, screener)
+    other = screened_synchronous(space, screener)
     if other is None:
         return None
     faster = other.tokens_per_s / screener.screen(apart.candidate).tokens_per_s - 1
@@ -163,7 +163,7 @@ def synchronous_is_faster(
     )
 
 
-def _screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | None:
+def screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | None:
     """Return the fastest conventional candidate within the limits by the screening."""
     space = replace(space, plan=space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]}))
     kept, _ = screen_all((candidate_of(one, space) for one in all_choices(space)), space.limits, screener)

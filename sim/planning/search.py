@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.calibration.measured import Measured, merged
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.records.plan_report import (
     CandidateNumbers,
     CoefficientEffects,
@@ -32,6 +34,7 @@ from pipelinerl.records.plan_report import (
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.axes import all_choices, check_lists
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.certainty import certainty
 from sim.planning.choose import (
     TIE,
     best_of,
@@ -44,6 +47,7 @@ from sim.planning.choose import (
 )
 from sim.planning.explain import (
     not_tried,
+    screened_synchronous,
     sensitivity,
     split_curve,
     synchronous_is_faster,
@@ -54,6 +58,8 @@ from sim.planning.more_gpus import bottleneck, verdict
 from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
 
+MOST_WAYS = 24
+"""Candidates that are compared in worlds that differ in what is not known (count)."""
 CHANGE = 2 * TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
@@ -68,6 +74,8 @@ def plan(
     workers: int | None = None,
     ray_address: str | None = None,
     on_progress: OnProgress = lambda *_: None,
+    measured: Sequence[Path] = (),
+    run_file: str = "RUN.toml",
 ) -> PlanReport:
     """Search for the best way to run.
 
@@ -79,6 +87,8 @@ def plan(
         workers: Processes (count). None: one per core.
         ray_address: Simulate on this Ray cluster instead.
         on_progress: Called with the stage, the number of simulations done, and their number.
+        measured: Measurements to merge into the run file (``pipelinerl.calibration.measured``).
+        run_file: Its path, as the commands have it that measure what is not known.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -91,7 +101,7 @@ def plan(
         )
     if out is not None:
         check_vacant(out)
-    search = _Search(config)
+    search = _Search(*merged(config, measured), run_file=run_file)
     runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
     outcomes = search.simulated(runner)
     report, recommended = search.report(outcomes, runner)
@@ -106,9 +116,9 @@ def plan(
 class _Search:
     """One search: the screening, and the report that follows from the simulations."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
-        self.space = SearchSpace.of(config)
+    def __init__(self, config: RunConfig, measured: Measured, *, run_file: str) -> None:
+        self.config, self.run_file = config, run_file
+        self.space = SearchSpace.of(config, measured)
         self.plan, self.limits = self.space.plan, self.space.limits
         self.choices = all_choices(self.space)
         check_lists(self.space, self.choices)
@@ -193,7 +203,8 @@ class _Search:
                 lag_limit=self.limits.lag,
             ),
             search=self._search_report(outcomes, runner),
-            warnings=self._warnings(families),
+            warnings=[*self.space.measured.doubts, *self._warnings(families)],
+            certainty=self._certainty(ranked, outcomes, bands, runner),
             recommended=PlannedCandidate(**self._described(best, bands)),
             runner_up=None if other is None else self._runner_up(other, best, bands),
             families={
@@ -318,10 +329,39 @@ class _Search:
             waiting=outcome.waiting,
         )
 
-    def _sensitivity(self, recommended: Candidate, outcomes: Sequence[Outcome]) -> list[CoefficientEffects]:
-        factors = {
+    def _factors(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """Return simulated over screened throughput by label."""
+        return {
             one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
         }
+
+    def _certainty(
+        self, ranked: Sequence[Outcome], outcomes: Sequence[Outcome], bands: Bands, runner: Runner
+    ) -> CertaintyReport:
+        """Return how sure the recommendation is among what was simulated, and what is likely to keep to the limits."""
+        runner.say("certainty", 0, 1)
+        tried = [one.candidate.label for one in outcomes]
+        likely = [one.candidate for one in next_to_simulate(self.kept, self.limits, MOST_WAYS, outcomes=outcomes)]
+        elsewhere = [one.candidate for some in bands.values() for one in self.ranked(some)]
+        ways = [one.candidate for one in ranked]
+        ways += [one for one in (*elsewhere, *likely) if one.label not in tried]
+        unique = list({way.label: way for way in ways}.values())[:MOST_WAYS]
+        other = None
+        if not any(way.config.colocated for way in unique):
+            other = screened_synchronous(self.space, self.screener)
+        report = certainty(
+            self.space,
+            unique,
+            others=[] if other is None else [other.candidate],
+            factors=self._factors(outcomes),
+            screener=self.screener,
+            run_file=self.run_file,
+        )
+        runner.say("certainty", 1, 1)
+        return report
+
+    def _sensitivity(self, recommended: Candidate, outcomes: Sequence[Outcome]) -> list[CoefficientEffects]:
+        factors = self._factors(outcomes)
         pool = [one.candidate for one in next_to_simulate(self.kept, self.limits, 100, outcomes=outcomes)]
         return sensitivity(self.space, recommended, pool, factors, least=CHANGE)
 

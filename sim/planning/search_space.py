@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
 import numpy as np
 
+from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.plan import PlanConfig
-from pipelinerl.config.resolve import named_hardware, run_trainer_fits
+from pipelinerl.config.resolve import least_memory, named_hardware, run_trainer_fits
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
@@ -142,6 +143,19 @@ class Memory:
             return Reason.ENGINE_MEMORY
         return None if self.trainer_fits(training_accelerators) else Reason.TRAINER_MEMORY
 
+    def needed_shares(self, *, tensor_parallel: int, training_accelerators: int) -> list[float] | None:
+        """Return what an engine and a trainer need at least, over what there is; None if GPU or model are not known."""
+        if self.gpu is None or self.model is None:
+            return None
+        return least_memory(
+            self._config,
+            self.gpu,
+            self.model,
+            tensor_parallel=tensor_parallel,
+            training_accelerators=training_accelerators,
+            longest=self._longest,
+        )
+
     def trainer_fits(self, accelerators: int) -> bool:
         """Return whether weights, gradients, optimizer states and activations fit."""
         if self.gpu is None or self.model is None:
@@ -204,10 +218,11 @@ class SearchSpace:
     answers: LengthStatistics
     memory: Memory
     limits: Limits
+    measured: Measured = field(default_factory=Measured)
 
     @classmethod
-    def of(cls, config: RunConfig) -> Self:
-        """Return the search space of a run file.
+    def of(cls, config: RunConfig, measured: Measured | None = None) -> Self:
+        """Return the search space of a run file; ``measured`` is what has been merged into it.
 
         Raises:
             ConfigError: If a file it names is wrong, GPU or model are unknown, or there is a budget and no price.
@@ -215,7 +230,7 @@ class SearchSpace:
         plan = config.plan or PlanConfig()
         answers, longest = answers_of(config)
         memory = Memory(config, longest)
-        return cls(config, plan, answers, memory, limits_of(config, plan, memory.gpu))
+        return cls(config, plan, answers, memory, limits_of(config, plan, memory.gpu), measured or Measured())
 
     @property
     def accelerators(self) -> int:

@@ -84,7 +84,7 @@ class Runner:
     """Simulates jobs in parallel, each run once however many candidates make it; remembers whether it was stopped."""
 
     def __init__(self, *, workers: int | None, ray_address: str | None, on_progress: OnProgress) -> None:
-        self._workers, self._ray_address, self._on_progress = workers, ray_address, on_progress
+        self._workers, self._ray_address, self.say = workers, ray_address, on_progress
         self._done: dict[str, Outcome] = {}  # by the run simulated, as text
         self.failures: list[str] = []
         self.interrupted = False
@@ -107,14 +107,14 @@ class Runner:
         run_of = {(job.level, job.candidate.label): run for run, job in new.items()}
         known = before + len(jobs) - len(new)
         try:
-            self._on_progress(what, known, total or len(jobs))
+            self.say(what, known, total or len(jobs))
             with closing(self._results(in_order)) as results:
                 for done, result in enumerate(results, known + 1):
                     if isinstance(result, str):
                         self.failures.append(result)
                     else:
                         self._done[run_of[result.level, result.candidate.label]] = result
-                    self._on_progress(what, done, total or len(jobs))
+                    self.say(what, done, total or len(jobs))
         except RunFailedError as error:
             self.failures.append(str(error))
         except KeyboardInterrupt:

@@ -1,0 +1,125 @@
+"""What was measured, merged into a run file: the results of ``measure``, ``train --check`` and ``calibrate``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
+from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
+from pipelinerl.calibration.hardware_fit import HardwareFit
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.tables import HardwareConfig, WeightTransferConfig
+from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
+from pipelinerl.records.steps import STEPS_FILE, read_steps
+from pipelinerl.util.explain import explain
+from pipelinerl.util.strict_model import StrictModel
+
+STEP_TIMES_FILE = "step_times.csv"
+"""What ``measure`` writes into its folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What of a run file's numbers has been measured, besides what its ``[hardware]`` states."""
+
+    weights: Mapping[bool, WeightTransferConfig] = field(default_factory=dict)
+    """Weight transfer by arm: True for colocated accelerators."""
+    answers: bool = False
+    """Whether the mean answer is that of a run of the task."""
+    doubts: tuple[str, ...] = ()
+    """Fits that are poor, a line each."""
+
+
+def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measured]:
+    """Return a run file with measurements merged into it; of two of the same thing the later one counts.
+
+    Args:
+        config: The run file.
+        sources: Each a folder of ``measure`` or of a run with a trace, a table of step times, or a ``hardware.toml`` of
+            ``calibrate``.
+
+    Raises:
+        ConfigError: If one is none of these, is broken, or is of another GPU or model.
+    """
+    measured = Measured()
+    for source in sources:
+        config, measured = _with_one(config, measured, source)
+    return config, measured
+
+
+def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunConfig, Measured]:
+    if source.is_dir() and (source / TRACE_FILE).exists():
+        return _with_run(config, measured, source)
+    table = source / STEP_TIMES_FILE if source.is_dir() else source
+    if table.suffix == ".csv" and table.exists():
+        result = calibrate_table(table, config)
+        return _with_hardware(config, result.table, table), _doubted(measured, result)
+    file = source / HARDWARE_FILE if source.is_dir() else source
+    if file.suffix != ".toml" or not file.exists():
+        raise ConfigError(
+            "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a hardware.toml, got "
+            f"{source}"
+        )
+    return _with_hardware(config, _hardware_table(file), file), measured
+
+
+def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunConfig, Measured]:
+    """Merge a run with a trace: its weights are those of its own arm, and its answers count if all were finished."""
+    run = load_run(source / RUN_FILE)
+    result = calibrate_trace(source, config)
+    table = dict(result.table)
+    weights = table.pop("weights", None)
+    arms = dict(measured.weights)
+    if weights is not None:
+        arms[run.colocated] = WeightTransferConfig.model_validate(weights)
+    if not run.colocated:
+        table.pop("switch", None)
+    merged_config = _with_hardware(config, table, source)
+    length, rows = config.workload.length, read_steps(source / STEPS_FILE)
+    known = measured.answers
+    if run.colocated and not run.scheduler.schedule.carries_over and rows and length.kind in ("lognormal", "empirical"):
+        mean = sum(row.length_mean * row.samples for row in rows) / sum(row.samples for row in rows)
+        length = length.model_copy(update={"mean": min(mean, length.max - 1.0)})
+        merged_config = merged_config.model_copy(
+            update={"workload": config.workload.model_copy(update={"length": length})}
+        )
+        known = True
+    return merged_config, _doubted(Measured(arms, known, measured.doubts), result)
+
+
+def _doubted(measured: Measured, result: HardwareFit) -> Measured:
+    return Measured(measured.weights, measured.answers, (*measured.doubts, *doubts(result)))
+
+
+def _hardware_table(file: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--measured {file} cannot be read: {error}") from None
+    table = data.get("hardware")
+    if not isinstance(table, dict):
+        raise ConfigError(f"--measured {file} must hold a table [hardware], as `calibrate` writes it")
+    return table
+
+
+def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) -> RunConfig:
+    given = config.hardware.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    for key in ("gpu", "model"):
+        if key in table and key in given and table[key] != given[key]:
+            raise ConfigError(f"--measured {source} is of {key}={table[key]!r}, the run file has {given[key]!r}")
+    together = {**given, **table}
+    if "coefficients" in given or "coefficients" in table:
+        together["coefficients"] = {**given.get("coefficients", {}), **table.get("coefficients", {})}
+    try:
+        hardware = HardwareConfig.model_validate(together)
+    except ValidationError as error:
+        raise ConfigError(f"--measured {source}: hardware.{explain(error, StrictModel)[0]}") from None
+    return config.model_copy(update={"hardware": hardware})
