@@ -53,8 +53,7 @@ def log_rates(
         screener = worlds.screener(world, config, answers)
         log_DW[world] = log_W + np.log([screener.screen(way).tokens_per_s for way in ways])
     apart_W = np.array([not way.schedule.colocated for way in ways])
-    rest = math.log1p(prior.ASYNCHRONOUS_REST) if config.hardware.by_name else 0.0
-    log_DW[:, apart_W] -= rest + worlds.run(colocated=False)[:, None]
+    log_DW[:, apart_W] -= worlds.run(colocated=False)[:, None]
     log_DW[:, ~apart_W] -= worlds.run(colocated=True)[:, None]
     return log_DW
 
