@@ -26,6 +26,7 @@ from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts
+from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.run import RunConfig
@@ -229,9 +230,8 @@ def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference |
 
 
 def _rank_bundles(config: RunConfig) -> range:
-    ranks = config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
     first = 0 if config.colocated else config.num_engines
-    return range(first, first + ranks)
+    return range(first, first + trainer_ranks(config))
 
 
 def _rank_share(config: RunConfig) -> float:

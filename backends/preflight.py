@@ -33,6 +33,11 @@ def check_run(config: RunConfig) -> TrainConfig:
     return train
 
 
+def trainer_ranks(config: RunConfig) -> int:
+    """Return the ranks of the trainer (count): one for every accelerator that trains, or that takes turns."""
+    return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
+
+
 def check_evaluation(train: TrainConfig, task: Task) -> None:
     """Check that a task has as many held-out problems as the evaluation asks for.
 

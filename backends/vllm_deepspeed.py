@@ -83,6 +83,16 @@ def _check_model(config: RunConfig, train: TrainConfig, *, longest: int) -> None
             "train.model.path must hold a model with tie_word_embeddings=false on device='cpu', where vLLM would keep "
             f"the old output layer, got {train.model.path!r}"
         )
+    _check_trainable(config, train, model)
+
+
+def _check_trainable(config: RunConfig, train: TrainConfig, model: Any) -> None:
+    """Check that the trainer can compute this model, and on GPUs that it fits."""
+    from backends.deepspeed.footprint import check_memory, check_trainable
+
+    check_trainable(model)
+    if train.device == "gpu":
+        check_memory(config, model)
 
 
 def _model_config(path: str) -> Any:

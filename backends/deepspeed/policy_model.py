@@ -1,20 +1,20 @@
 """The model that a rank trains: a causal language model on packed rows, with a value head if wanted.
 
-A row has no padding and no attention mask. Positions that start again at 0 tell transformers where sequences
-begin: its sdpa mask, and flash attention's sequence lengths, then keep every sequence to itself. This needs
-``use_cache=False``, and a model whose only state between tokens is attention.
+A row has no padding and no attention mask: the boundaries of its sequences go to every layer, whose attention keeps
+each to itself (``attention.py``). This needs a model whose only state between tokens is attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from backends.deepspeed.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.deepspeed.packing import PackedRow
 from pipelinerl.rl.token_logprobs import token_logprobs
 
@@ -64,10 +64,22 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
             torch.nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, token_N: torch.Tensor, position_N: torch.Tensor, predictor_M: torch.Tensor, answer_M: torch.Tensor
+        self,
+        *,
+        token_N: torch.Tensor,
+        position_N: torch.Tensor,
+        boundary: torch.Tensor,
+        longest: int,
+        predictor_M: torch.Tensor,
+        answer_M: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return logprob_M, entropy_M (nats) and, with a value head, value_M, all float32; see ``PackedRow``."""
-        output = self.policy.base_model(input_ids=token_N[None], position_ids=position_N[None], use_cache=False)
+        """Return logprob_M, entropy_M (nats) and, with a value head, value_M, all float32; see ``row_tensors``."""
+        output = self.policy.base_model(
+            input_ids=token_N[None],
+            position_ids=position_N[None],
+            use_cache=False,
+            **sequence_arguments(boundary, longest),
+        )
         hidden_MH = output.last_hidden_state[0, predictor_M]
         logprob_M, entropy_M = self.policy.get_output_embeddings()(hidden_MH, answer_M)
         value_M = None if self.value_head is None else self.value_head(hidden_MH)[:, 0].float()
@@ -82,16 +94,20 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.M
     Args:
         model_path: Folder in Hugging Face format.
         device: Where it will run; it is loaded into the host's memory.
+
+    Raises:
+        ConfigError: If the GPU has no kernel for packed rows.
     """
+    if device == "gpu":
+        check_kernel(torch.device("cuda:0"))
     config = AutoConfig.from_pretrained(model_path)
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
-    flash = device == "gpu" and find_spec("flash_attn") is not None
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         config=config,
         dtype=torch.bfloat16 if device == "gpu" else torch.float32,
-        attn_implementation="flash_attention_2" if flash else "sdpa",
+        attn_implementation=register_packed_attention(),
     )
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -99,12 +115,15 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.M
     return model.train()
 
 
-def row_tensors(row: PackedRow, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the arguments of ``PolicyModel.forward`` for a row."""
-    return {
+def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``PolicyModel.forward`` for a row; ``boundary`` and ``longest``: see ``attention.py``."""
+    ends = np.append(np.flatnonzero(row.position_N == 0), len(row.position_N))
+    tensors = {
         name: torch.tensor(getattr(row, name), device=device)
         for name in ("token_N", "position_N", "predictor_M", "answer_M")
     }
+    boundary = torch.tensor(ends, dtype=torch.int32, device=device)
+    return tensors | {"boundary": boundary, "longest": int(np.diff(ends).max())}
 
 
 def policy_parameters(model: PolicyModel) -> dict[str, Any]:

@@ -101,6 +101,20 @@ def test_a_model_that_cannot_be_trained(complaint, model, tmp_path, make, says):
     assert says in line
 
 
+def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_path):
+    """The main example, with the real shape of its model and no weights, as on a machine without GPUs."""
+    folder = tmp_path / "Qwen2.5-7B"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
+    shape = {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
+    shape |= {"num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131_072}
+    (folder / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2", "tie_word_embeddings": False}))
+    sets = (f"train.model.path={folder}", "train.trainer.activation_checkpointing=false")
+    line = complaint(*sets, example=EXAMPLE.parent / "qwen7b_128_h100.toml")
+    assert "train.trainer.activation_checkpointing must be true" in line
+    assert "needs 114.7 GB a GPU" in line
+
+
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
