@@ -46,6 +46,8 @@ class CertaintyReport(Report):
     """Worlds drawn (count)."""
     ways: int
     """Candidates compared in them (count)."""
+    tie: float
+    """Difference in throughput up to which two are as fast (relative)."""
     right: float
     """Probability that the recommendation is the fastest of those within the limits, within a tie."""
     regret: float

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport
 from pipelinerl.util.arrays import FloatArray
 from sim.planning.candidates import Candidate, Screener
+from sim.planning.choose import TIE
 from sim.planning.instruments import Instruments
 from sim.planning.measurements import explained, observations, values_of_measurements
 from sim.planning.search_space import SearchSpace
@@ -51,6 +52,7 @@ def certainty(
     return CertaintyReport(
         worlds=worlds.number,
         ways=len(ways),
+        tie=TIE,
         right=right,
         regret=regret,
         on_average=ways[least].label,

@@ -173,7 +173,7 @@ def values_of_measurements(
 
     alone = [value([name]) for name in shown]
     pairs = [value(pair) for pair in combinations(shown, 2)]
-    several = [[name for name in one.shows if name in shown] for one in instruments.all] + [list(shown)]
+    several = [[name for name in shown if name in one.shows] for one in instruments.all] + [list(shown)]
     larger = {tuple(names): value(names) for names in several if len(names) > 2}
     best_first = sorted(alone, key=lambda one: -one.gain)
     return [*best_first, *sorted(pairs, key=lambda one: -one.gain)[:1], *larger.values()]

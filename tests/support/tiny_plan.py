@@ -15,7 +15,10 @@ from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.plan_report import PlanReport
 from sim import parallel
+from sim.planning.axes import all_choices
+from sim.planning.candidates import Candidate, candidate_of
 from sim.planning.search import plan
+from sim.planning.search_space import SearchSpace
 
 FAST_SYNC = {
     "sync_s_per_root_gb": 0.2,
@@ -61,6 +64,20 @@ def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         planned(*overrides)
     return str(caught.value)
+
+
+def unknown_run(*overrides: str) -> RunConfig:
+    """Return the run file with GPU and model by name and nothing measured, with overrides."""
+    return parse_run(with_overrides({**TINY, "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"}}, overrides))
+
+
+@cache
+def two_arms() -> tuple[SearchSpace, list[Candidate]]:
+    """Return the search space of that run file, and a pipeline and a conventional candidate."""
+    space = SearchSpace.of(unknown_run())
+    made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
+    kinds = {one.family: one for one in made}
+    return space, [kinds["pipeline"], kinds["conventional"]]
 
 
 @cache
