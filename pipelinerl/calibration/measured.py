@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
-from pipelinerl.calibration.hardware_fit import HardwareFit
+from pipelinerl.calibration.hardware_fit import TRAINING_COEFFICIENTS, HardwareFit
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
@@ -23,7 +24,9 @@ from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import StrictModel
 
 STEP_TIMES_FILE = "step_times.csv"
-"""What ``measure`` writes into its folder."""
+"""The times in a folder of ``measure``."""
+CONDITIONS_FILE = "conditions.json"
+"""How they were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
     table = source / STEP_TIMES_FILE if source.is_dir() else source
     if table.suffix == ".csv" and table.exists():
         result = calibrate_table(table, config)
-        return _with_hardware(config, result.table, table), _doubted(measured, result)
+        found = result.table if table is source else _of_an_engine(result.table, config, source)
+        return _with_hardware(config, found, table), _doubted(measured, result)
     file = source / HARDWARE_FILE if source.is_dir() else source
     if file.suffix != ".toml" or not file.exists():
         raise ConfigError(
@@ -69,6 +73,31 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
             f"{source}"
         )
     return _with_hardware(config, _hardware_table(file), file), measured
+
+
+def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return what a folder of ``measure`` says of engines; its training is plain torch on one accelerator.
+
+    Raises:
+        ConfigError: If its engine was plain torch too.
+    """
+    file = folder / CONDITIONS_FILE
+    decode_by = json.loads(file.read_text(encoding="utf-8")).get("decode_by") if file.exists() else None
+    if decode_by != "vllm":
+        raise ConfigError(
+            f"--measured {folder} must be measured with vLLM, as `measure --model DIR` does where it is installed, got "
+            f"decode_by={decode_by!r}; its step_times.csv alone is taken as it is"
+        )
+    given, found = config.hardware, {name: value for name, value in table.items() if name != "training"}
+    if given.training is not None:
+        found["training"] = given.training.model_dump(exclude_none=True)
+    coefficients = {
+        name: value
+        for name, value in table.get("coefficients", {}).items()
+        if name not in TRAINING_COEFFICIENTS or name in given.coefficients
+    }
+    kept = {name: value for name, value in given.coefficients.items() if name in TRAINING_COEFFICIENTS}
+    return {**found, "coefficients": {**coefficients, **kept}} if given.by_name else found
 
 
 def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunConfig, Measured]:

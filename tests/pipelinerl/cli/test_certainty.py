@@ -1,0 +1,122 @@
+"""How sure a plan is, as it is printed; the commands that measure, and the plan that takes what they wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Command, assert_fails, sets
+from tiny_plan import unknown_run
+
+from pipelinerl.cli.render_certainty import certainty_lines
+from pipelinerl.config.check import CHECK_STEPS, check_config
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import dump_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport, MeasurementValue
+from sim.run import simulate
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
+
+
+def value(
+    *measured: str, gain: float, commands: tuple[str, ...] = ("do it",), minutes: float = 6.0
+) -> MeasurementValue:
+    return MeasurementValue(
+        measured=list(measured), right=0.7, regret=0.04 - gain, gain=gain, settles=gain > 0.005,
+        commands=list(commands), minutes=minutes, gpus=8,
+    )  # fmt: skip
+
+
+def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
+    made = CertaintyReport(
+        worlds=400, ways=24, tie=0.03, right=0.58, regret=0.043, on_average="conventional G=8", on_average_right=0.6,
+        on_average_regret=0.04, asynchronous=None, fits=None, unknown={}, measurements=list(measurements),
+    )  # fmt: skip
+    return made.model_copy(update=changed)
+
+
+def test_how_sure_a_plan_is_and_the_better_bet() -> None:
+    first, *rest = certainty_lines(report())
+    assert first == (
+        "certainty: the recommendation is the fastest of 24 within 3% with probability 0.58, and loses 4.3% on average "
+        "to the fastest (400 draws of what is not measured)"
+    )
+    assert rest == ["which measurement next: none, all that one would show is known"]
+    assert certainty_lines(report(regret=0.06, fits=0.876))[1:3] == [
+        "the better bet if nothing is measured: conventional G=8, with probability 0.60, and it loses 4.0%",
+        "memory suffices with probability 0.88",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("faster", "certain", "end"),
+    [
+        (0.71, False, "probability 0.71: not certain; phase switch decides most, 40% of the difference"),
+        (0.97, True, "probability 0.97"),
+        (0.01, True, "probability 0.01"),
+    ],
+)
+def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(faster: float, certain: bool, end: str) -> None:
+    odds = AsynchronousOdds(faster=faster, certain=certain, decided_by="phase switch", share=0.4)
+    assert certainty_lines(report(asynchronous=odds))[1] == (
+        f"asynchronous RL is faster than synchronous RL on these GPUs with {end}"
+    )
+
+
+def test_measurements_are_listed_with_their_gain_and_cost_and_the_command_to_run() -> None:
+    lines = certainty_lines(
+        report(
+            value("weight transfer", gain=0.02),
+            value("decode step", gain=0.001),
+            value("weight transfer", "mean answer", gain=0.024, commands=("this", "that")),
+        )
+    )
+    assert lines[1:] == [
+        "which measurement next (right with probability 0.60 before; throughput gained):",
+        "  weight transfer: 0.70, +2.0% (about 6 minutes on 8 GPUs)",
+        "  decode step: nothing",
+        "  weight transfer and mean answer: 0.70, +2.4% (about 6 minutes on 8 GPUs)",
+        "  $ do it",  # nearly as much as the most, for one command
+    ]
+    assert certainty_lines(report(value("switch", gain=0.0)))[1] == (
+        "which measurement next: none would change the plan"
+    )
+    assert certainty_lines(report(value("switch", gain=0.02, commands=())))[-1].startswith("  switch: 0.70")
+
+
+def test_train_check_makes_a_short_run_of_the_run_file(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[RunConfig] = []
+
+    def train(config: RunConfig, **_: Any) -> None:
+        seen.append(config)
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("backends.run.train", train)
+    options = sets("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=32")
+    for check in ([], ["--check"]):
+        assert_fails(command("train", EXAMPLE, *check, *options, "--out", tmp_path / "out"), 2, "that is all")
+    whole, short = seen
+    assert (whole.optimizer_steps, short.optimizer_steps) == (1000, CHECK_STEPS)
+    assert (whole.scheduler.optimizer_steps_per_rl_step, short.scheduler.optimizer_steps_per_rl_step) == (32, 1)
+    assert short.cluster == whole.cluster
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("in_this_process")
+def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path: Path) -> None:
+    path, check = tmp_path / "run.toml", tmp_path / "check"
+    path.write_text(dump_run(unknown_run()))
+    truth = "hardware.coefficients={sync_s_per_root_gb=6.0}"
+    simulate(check_config(unknown_run(truth)), out=check, trace=True)
+    plans = [
+        json.loads(command("plan", path, "--json", *options).out)["certainty"]
+        for options in ([], ["--measured", check])
+    ]
+    assert plans[1]["right"] > plans[0]["right"] + 0.1
+    assert plans[1]["unknown"]["decode step"] < plans[0]["unknown"]["decode step"]
+    (asked,) = plans[0]["measurements"][0]["commands"]
+    assert str(path) in asked
+    assert_fails(command("plan", path, "--measured", tmp_path / "none"), 2, "--measured must be a folder of `measure`")
