@@ -165,10 +165,7 @@ class Scheduler(ABC):
         commands: list[Command] = []
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
-            self._pool.finish(event.rollout_id, event.engine, event.spans)
-            self._fill(commands)  # all that a free slot can change
-            if event.reward is not None:
-                self._scored(event.rollout_id, event.reward, commands)
+            self._finished(event, commands)
             return commands
         if isinstance(event, RolloutScored):
             self._scored(event.rollout_id, event.reward, commands)
@@ -272,6 +269,19 @@ class Scheduler(ABC):
         commands.append(Stop(reason))
 
     # ------------------------------------------------------------------------------------------ state
+
+    def _finished(self, event: RolloutFinished, commands: list[Command]) -> None:
+        """Record a rollout that has all its tokens; with its score, if it takes no time."""
+        pool, rollout_id, reward = self._pool, event.rollout_id, event.reward
+        group = pool.leave_engine(rollout_id, event.engine, event.spans)
+        if reward is not None and not group.cancelled and len(group.scored) + 1 < pool.group_size:
+            pool.score(group, rollout_id, reward, commands)  # its siblings are awaited: it only frees places
+            self._fill(commands)
+            return
+        pool.await_score(group, rollout_id)
+        self._fill(commands)  # all that a free slot can change
+        if reward is not None:
+            self._scored(rollout_id, reward, commands)
 
     def _scored(self, rollout_id: int, reward: float, commands: list[Command]) -> None:
         """Record a score; queue the group if it was its last one, or discard it."""

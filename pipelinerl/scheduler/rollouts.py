@@ -37,6 +37,8 @@ NEVER_REPORTED = 2**62
 
 NOWHERE = -1
 """Engine of a rollout that is not in flight."""
+SCORING = -2
+"""Engine of a rollout that is being scored."""
 
 
 class RolloutGroup:
@@ -63,7 +65,7 @@ class RolloutGroup:
         self.oldest_bound = oldest_bound  # no token of the group is older than this version
         self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
         self.num_started = 0
-        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight
+        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight, or SCORING
         self.num_scoring = 0
         self.scored: list[int] = []
         self.scored_reward = 0.0
@@ -89,7 +91,7 @@ class RolloutPool:
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
         self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
         self.num_in_flight = 0  # rollouts in progress on the engines
-        self._scoring: set[int] = set()
+        self.num_scoring = 0  # rollouts being scored, those of cancelled groups included
         self._next_group_id = 0
         self._next_prompt_id = 0
         self._prompts_to_retry: deque[int] = deque()
@@ -142,7 +144,7 @@ class RolloutPool:
         """Record that a rollout has left its engine, and return its group."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
-        if group is None or group.engines[member] != engine or engine == NOWHERE:
+        if group is None or group.engines[member] != engine or engine < 0:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id} on engine {engine}: it is not there")
         if spans.versions:
             oldest, newest = spans.versions[0], spans.versions[-1]
@@ -158,15 +160,11 @@ class RolloutPool:
         self.slots.free(engine)
         return group
 
-    def finish(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
-        """Record that a rollout has all its tokens and is being scored."""
-        self.leave_engine(rollout_id, engine, spans).num_scoring += 1
-        self._scoring.add(rollout_id)
-
-    @property
-    def num_scoring(self) -> int:
-        """Rollouts being scored, those of cancelled groups included (count)."""
-        return len(self._scoring)
+    def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
+        """Record that a rollout that has just left its engine has all its tokens and is being scored."""
+        group.engines[rollout_id % self.group_size] = SCORING
+        group.num_scoring += 1
+        self.num_scoring += 1
 
     def awaited(self, rollout_id: int) -> RolloutGroup:
         """Record that a rollout is not being scored any more; if it has a score, call ``score`` next.
@@ -174,10 +172,12 @@ class RolloutPool:
         Returns:
             Its group.
         """
-        if rollout_id not in self._scoring:
+        group_id, member = divmod(rollout_id, self.group_size)
+        group = self.groups.get(group_id)
+        if group is None or group.engines[member] != SCORING:
             raise SchedulerError(f"cannot handle the score of rollout {rollout_id}: it is not being scored")
-        self._scoring.remove(rollout_id)
-        group = self.groups[rollout_id // self.group_size]
+        group.engines[member] = NOWHERE
+        self.num_scoring -= 1
         group.num_scoring -= 1
         return group
 
@@ -241,7 +241,7 @@ class RolloutPool:
         ended = list(group.scored)
         first = group.group_id * self.group_size
         for rollout_id, engine in enumerate(group.engines, start=first):
-            if engine != NOWHERE:
+            if engine >= 0:
                 commands.append(AbortRollout(rollout_id, engine))
             elif self.interrupted.pop(rollout_id, None) is not None:
                 ended.append(rollout_id)
@@ -265,7 +265,7 @@ class RolloutPool:
         """Return whether a rollout is in progress on an engine."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
-        return group is not None and group.engines[member] == engine != NOWHERE
+        return group is not None and group.engines[member] == engine >= 0
 
     def oldest(self, group: RolloutGroup) -> int:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""

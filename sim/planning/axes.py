@@ -22,6 +22,8 @@ BATCH_SIZES = tuple(size for k in range(4, 11) for size in (2**k, 3 * 2 ** (k - 
 """H tried by default: 16, 24, 32, 48, ... 1024 (sequences per engine)."""
 ENGINE_SIZES = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
+LARGER_ENGINES = (16, 32, 64, 128, 256)
+"""Sizes of which the two smallest that fit are tried where none of ``ENGINE_SIZES`` holds the model (accelerators)."""
 RL_STEPS = (2, 4, 8, 16, 32, 64)
 """G tried by default (optimizer steps per RL step)."""
 PUBLISH_EVERY = (1, 2, 3, 4, 8)
@@ -91,7 +93,15 @@ def engine_sizes(space: SearchSpace) -> Sequence[int]:
         return plan.tensor_parallel
     if hardware.decode is not None or hardware.kv_cache_tokens is not None:
         return [own]
-    return sorted({own, *(n for n in ENGINE_SIZES if space.accelerators % n == 0 and space.memory.heads_divide(n))})
+    memory = space.memory
+
+    def whole(sizes: Sequence[int]) -> list[int]:
+        return [size for size in sizes if space.accelerators % size == 0 and memory.heads_divide(size)]
+
+    sizes = whole(ENGINE_SIZES)
+    if not any(memory.engine_fits(size) for size in sizes):
+        sizes = [size for size in whole(LARGER_ENGINES) if memory.engine_fits(size)][:2] or sizes
+    return sorted({own, *sizes})
 
 
 def _engine_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:

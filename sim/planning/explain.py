@@ -15,7 +15,7 @@ from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.limits import MOST_ROLLOUTS
-from sim.planning.axes import Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
+from sim.planning.axes import ENGINE, Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
 from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Outcome
@@ -258,7 +258,10 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
         case Reason.TRAINER_MEMORY:
             fewest = next((n for n in range(1, MOST_ACCELERATORS + 1) if memory.trainer_fits(n)), None)
             if fewest:
-                return f"fits from {fewest} training accelerators on"
+                colocated = schedule_of(mine[0].choice).colocated
+                engine = min(one.choice[ENGINE.name] for one in mine)
+                least = engine * (math.ceil(fewest / engine) + (not colocated))
+                return f"fits from {fewest} training accelerators on, cluster.accelerators={least} at least"
             packs = "smaller packs or activation_checkpointing in [train.trainer] may help"
             return f"no number of accelerators would do{'' if space.config.train is None else f'; {packs}'}"
         case Reason.ROLLOUTS:

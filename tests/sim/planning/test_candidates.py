@@ -1,5 +1,6 @@
 """Candidates: each is a valid run file; those that do not fit or break a limit are rejected with the reason."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from tiny_plan import planned, refused, tiny_run
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
-from sim.planning.axes import all_choices
+from sim.planning.axes import all_choices, engine_sizes
 from sim.planning.candidates import Candidate, Rejected, candidate_of, own_candidate
 from sim.planning.search_space import Limits, Reason, SearchSpace
 from sim.run import simulate
@@ -73,6 +74,44 @@ def test_engines_get_whole_heads() -> None:
     assert {one.reason for one in made(*some, "plan.tensor_parallel=[8]") if isinstance(one, Rejected)} == {
         Reason.HEADS
     }
+
+
+DEEPSEEK = ("hardware.model=DeepSeek-V3", "plan={}", "plan.publish_every=[1]", "plan.generation_batch_size=[8]")
+
+
+def test_a_model_that_no_node_holds_gets_engines_over_several_nodes() -> None:
+    """1342 GB of weights: 17 to 24 H100s of 80 GB hold them, whatever is kept free, 10 to 14 H200s of 141 GB."""
+    assert list(engine_sizes(SearchSpace.of(tiny_run(*DEEPSEEK, "cluster.accelerators=256")))) == [1, 32, 64]
+    seven = ("hardware.model=Qwen2.5-7B", "plan={}", "cluster.accelerators=256")
+    assert list(engine_sizes(SearchSpace.of(tiny_run(*seven)))) == [1, 2, 4]
+    assert list(engine_sizes(SearchSpace.of(tiny_run(*DEEPSEEK, "hardware.gpu=H200", "cluster.accelerators=64")))) == [
+        1, 16, 32,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "engines_besides"), [("pipeline", 1), ("conventional", 0)])
+def test_a_trainer_that_does_not_fit_is_refused_with_the_least_cluster_that_would_do(
+    kind: str, engines_besides: int
+) -> None:
+    """The states alone, 16 bytes of each of 671e9 parameters, need 135 GPUs of 80 GB. Engines are of 32."""
+    some = (*DEEPSEEK, f"plan.schedulers=['{kind}']")
+    told = re.search(
+        r"fits from (\d+) training accelerators on, cluster.accelerators=(\d+) at",
+        refused("cluster.accelerators=64", *some),
+    )
+    assert told is not None
+    training, least = int(told[1]), int(told[2])
+    memory = SearchSpace.of(tiny_run(*some)).memory
+    assert training >= 135
+    assert memory.trainer_fits(training)
+    assert not memory.trainer_fits(training - 1)
+    assert least - 32 < training + 32 * engines_besides <= least
+    kept = {
+        number: [one for one in made(f"cluster.accelerators={number}", *some) if isinstance(one, Candidate)]
+        for number in (least - 32, least)
+    }
+    assert not kept[least - 32]
+    assert kept[least]
 
 
 def test_partial_rollouts_keep_a_bound_by_waiting_whatever_the_run_file_does() -> None:
