@@ -94,7 +94,7 @@ CONVENTIONAL = "plan.schedulers=['conventional']"
             "(tensor_parallel of 1, 2, 4, 7, 14 would do)", id="heads"),
         pytest.param(("hardware.model='Qwen2.5-32B'", CONVENTIONAL, "plan.tensor_parallel=[2]"),
             "plan: no feasible conventional among 6: 6 by training does not fit into the memory of the accelerators "
-            "that train (fits from 7 training accelerators on)", id="training memory"),
+            "that train (fits from 7 training accelerators on, cluster.accelerators=8 at least)", id="training memory"),
         pytest.param(("plan.mean_lag_limit=0.01", PIPELINE),
             "plan: no feasible pipeline among 9: 9 by mean_lag_limit (mean_lag_limit=3.4 would do)", id="mean lag"),
         pytest.param(("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2"),
