@@ -22,7 +22,7 @@ from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
 from pipelinerl.config.resolve import named_hardware, run_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, in_engine
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
@@ -231,7 +231,7 @@ class HardwareFit:
 
     def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
         """Return the seconds of stretches of decode by the hardware model."""
-        gpu, model = self._gpu_and_model()
+        gpu, model = in_engine(*self._gpu_and_model(), self.given.engine_weights, self.given.kv_cache)
         seconds = np.zeros(len(times.seconds))
         for size in np.unique(tensor_parallel):
             of, tp = tensor_parallel == size, int(size)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
 from pipelinerl.hardware.coefficients import Coefficients, coefficients, sync_coefficient
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
@@ -53,7 +53,8 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
         longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
         values = run_coefficients(config, gpu, model, training_accelerators=trainers, longest=longest)
         if given.kv_cache_tokens is None:
-            check_fits(gpu, model, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
+            engine = in_engine(gpu, model, given.engine_weights, given.kv_cache)
+            check_fits(*engine, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
         try:
             derived = derive_hardware(
                 gpu,
@@ -63,6 +64,10 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
                 colocated=config.colocated,
                 coefficients=values,
                 zero_stage=zero_stage_of(config),
+                weights=given.engine_weights,
+                cache=given.kv_cache,
+                sequences=config.scheduler.generation_batch_size,
+                longest=longest,
             )
         except ValidationError as error:
             raise ConfigError(

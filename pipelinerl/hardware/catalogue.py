@@ -6,6 +6,7 @@ import functools
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -53,6 +54,13 @@ def _check_ranges(entry: Gpu | LanguageModel, ranges: Mapping[str, tuple[float, 
         value = getattr(entry, key)
         if value and not least <= value <= most:
             raise ValueError(f"{key} must be from {least:g} to {most:g} {unit}, got {value:g}; did you mean {example}?")
+
+
+class Precision(StrEnum):
+    """Format of numbers."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
 
 
 class Named(StrictModel):
@@ -117,6 +125,8 @@ class LanguageModel(Named):
     without a gate, where half as many numbers are kept for the backward pass."""
     vocabulary: int = Field(default=0, ge=0)
     """Entries of the output head (count)."""
+    weight_bytes: float = Field(default=2.0, gt=0)
+    """Bytes of one weight in an engine."""
     kv_bytes_per_token: float = Field(gt=0)
     """KV cache of one token in bf16 (bytes)."""
     state_bytes: float = Field(default=0.0, ge=0)
@@ -160,6 +170,20 @@ class LanguageModel(Named):
     def cached_bytes(self, tensor_parallel: int) -> float:
         """Return the KV cache of one token on all accelerators of an engine (bytes): with fewer heads, copies."""
         return self.kv_bytes_per_token * (max(1.0, tensor_parallel / self.kv_heads) if self.kv_heads else 1.0)
+
+
+def in_engine(gpu: Gpu, model: LanguageModel, weights: Precision, cache: Precision) -> tuple[Gpu, LanguageModel]:
+    """Return accelerator and model as an engine of these formats has them.
+
+    fp8 weights take half the bytes and are multiplied at the fp8 peak, or where there is none at that of bf16.
+    A cache in fp8 takes half the bytes. States of linear attention stay as they are.
+    """
+    if weights is Precision.FP8:
+        gpu = gpu.model_copy(update={"bf16_flops": gpu.fp8_flops or gpu.bf16_flops})
+        model = model.model_copy(update={"weight_bytes": model.weight_bytes / 2})
+    if cache is Precision.FP8:
+        model = model.model_copy(update={"kv_bytes_per_token": model.kv_bytes_per_token / 2})
+    return gpu, model
 
 
 Entry = TypeVar("Entry", bound=Named)

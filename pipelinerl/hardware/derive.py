@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, Precision, in_engine
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, kept_numbers, kv_cache_tokens, training_memory
 from pipelinerl.hardware.tables import (
@@ -29,24 +29,35 @@ def derive_hardware(
     colocated: bool,
     coefficients: Coefficients,
     zero_stage: int = ZERO_STAGE,
+    weights: Precision = Precision.BF16,
+    cache: Precision = Precision.BF16,
+    sequences: int = 1,
+    longest: int = 0,
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
     Args:
         gpu: The accelerator, of engines and trainer.
-        model: The language model, in bf16.
+        model: The language model, trained in bf16.
         tensor_parallel: Accelerators of one engine (count).
         training_accelerators: Accelerators that train (count).
         colocated: Whether the same accelerators generate and train in turn.
         coefficients: The empirical numbers.
         zero_stage: What the trainer spreads, as far as the phase switch moves it; its steps are those of stage 3.
+        weights: Format of the weights in an engine.
+        cache: Format of the KV cache.
+        sequences: Sequences of one engine, at most (count).
+        longest: Tokens of the longest rollout, which has room whatever ``sequences`` need.
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
-    fits = kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients)
+    engine = in_engine(gpu, model, weights, cache)
+    fits = kv_cache_tokens(
+        *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
+    )
     return ResolvedHardware(
-        decode=derive_decode(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
-        prefill=derive_prefill(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        decode=derive_decode(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
+        prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
         weights=derive_weights(model, colocated=colocated, coefficients=coefficients),
@@ -71,6 +82,7 @@ def derive_decode(
         bandwidth=gpu.bandwidth,
         parameters_read=dense,
         parameters_active=model.active_parameters - model.embedding_parameters,
+        bytes_per_parameter=model.weight_bytes,
         kv_bytes_per_token=model.cached_bytes(tensor_parallel),
         experts=model.experts or None,
         experts_per_token=model.experts_per_token or None,

@@ -136,11 +136,30 @@ def trainer_fits(
     return memory.total <= coefficients.memory_share * gpu.memory_bytes * (1 + ROUNDING)
 
 
-def kv_cache_tokens(gpu: Gpu, model: LanguageModel, *, tensor_parallel: int, coefficients: Coefficients) -> int:
-    """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit."""
+def kv_cache_tokens(
+    gpu: Gpu,
+    model: LanguageModel,
+    *,
+    tensor_parallel: int,
+    coefficients: Coefficients,
+    sequences: int = 1,
+    longest: int = 0,
+) -> int:
+    """Return the tokens that the KV cache of one engine holds; 0 or less: the weights do not fit.
+
+    Args:
+        gpu: The accelerator.
+        model: As an engine has it (``in_engine``).
+        tensor_parallel: Accelerators of the engine (count).
+        coefficients: The empirical numbers.
+        sequences: Sequences whose states of linear attention lie in the same memory (count).
+        longest: Tokens that are left even if that many states take more; fewer slots can then be filled.
+    """
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
-    free = usable * tensor_parallel - model.parameters * BF16_BYTES
-    return math.floor(free / model.cached_bytes(tensor_parallel))
+    free = usable * tensor_parallel - model.parameters * model.weight_bytes
+    cached = model.cached_bytes(tensor_parallel)
+    of_all, of_one = ((free - count * model.state_bytes) / cached for count in (sequences, 1))
+    return math.floor(max(of_all, min(of_one, longest)))
 
 
 def check_fits(
@@ -149,11 +168,12 @@ def check_fits(
     """Raise ConfigError if weights and the KV cache of one rollout of ``longest`` tokens do not fit into an engine."""
     if kv_cache_tokens(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients) >= longest:
         return
-    weights = model.parameters * BF16_BYTES
-    needed = weights + longest * model.cached_bytes(tensor_parallel)
+    weights = model.parameters * model.weight_bytes
+    kept = weights + model.state_bytes
+    needed = kept + longest * model.cached_bytes(tensor_parallel)
     usable = coefficients.memory_share * gpu.memory_bytes - coefficients.memory_reserve_bytes
     sizes = (2**power for power in range(17))
-    fits = (size for size in sizes if size * usable >= weights + longest * model.cached_bytes(size))
+    fits = (size for size in sizes if size * usable >= kept + longest * model.cached_bytes(size))
     least = next((f"the smallest that fits is tensor_parallel={size}" for size in fits), "none is large enough")
     raise ConfigError(
         f"cluster.tensor_parallel={tensor_parallel} is too small for {model.name} on {gpu.name}: weights of "

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from pipelinerl.hardware.catalogue import Precision
 from pipelinerl.hardware.coefficients import Level, WeightSync, checked_coefficients
 from pipelinerl.util.limits import CachedTokens, Count, PositiveSeconds, Seconds
 from pipelinerl.util.strict_model import StrictModel
@@ -213,6 +214,10 @@ class HardwareConfig(StrictModel):
     """The value of every coefficient that the derived tables use."""
     weight_sync: WeightSync | None = Field(default=None, strict=False)
     """Method of the weight synchronization. None: not known, the middle of all methods with a wide band."""
+    engine_weights: Precision = Field(default=Precision.BF16, strict=False)
+    """Format of the weights in the engines; training and the transfer are in bf16."""
+    kv_cache: Precision = Field(default=Precision.BF16, strict=False)
+    """Format of the KV cache."""
     coefficients: dict[str, float] = {}
     """Coefficients that replace those of the level, by name."""
     decode: Decode | None = None
@@ -247,6 +252,9 @@ class HardwareConfig(StrictModel):
             raise ValueError("weight_sync is read only with hardware.gpu and hardware.model, which are missing")
         if self.coefficients and not self.by_name:
             raise ValueError("coefficients are read only with hardware.gpu and hardware.model, which are missing")
+        for name in ("engine_weights", "kv_cache"):
+            if getattr(self, name) is not Precision.BF16 and not self.by_name:
+                raise ValueError(f"{name} is read only with hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.coefficients)
         return self
 

@@ -121,9 +121,9 @@ class SpeedUpSummary(Report):
     constant_median_error: float
     """The same of the naive rule ``constant`` (no unit)."""
     within_band: float
-    """Share of the ratios inside their 80 % band (no unit)."""
+    """Share of the ratios inside their 80 % band, the mean of the families (no unit)."""
     brier: float
-    """Mean squared distance of the probability from what happened, 0 or 1 (no unit)."""
+    """Squared distance of the probability from what happened, 0 or 1: mean of the means of the families (no unit)."""
     always_brier: float
     """The same of the naive rule "asynchronous is always faster" (no unit)."""
     certain: int

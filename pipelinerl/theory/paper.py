@@ -343,7 +343,8 @@ def staleness_applied_compute(
     """Return Applied Compute's closed form for the mean staleness of groups, PQS + IQS.
 
     PQS = C·M/(B·max(1, ρ)). IQS = ρ for ρ < 1, and (2q + ρ - 1)/(2ρ) for ρ > 1. The form jumps by q - 1 at
-    ρ = 1, where it says nothing; the value of the lower side is returned there.
+    ρ = 1, where it says nothing; the value of the lower side is returned there. For ρ < 1 groups that come evenly wait
+    for ρ whatever q is; how much q adds by their fluctuations is in ``theory/ready_queue.py``.
     Source: appliedcompute.com/research/staleness-in-fully-async-rl (2026); see ``docs/analytic.md`` for its fit.
 
     Args:

@@ -138,9 +138,10 @@ def _generation_batch_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]
     schedule, engine = schedule_of(choice), choice[ENGINE.name]
     sizes: Sequence[int] | None = space.plan.generation_batch_size
     if sizes is None:
-        held, context = space.memory.cache_tokens(engine), space.answers.context
+        held, context = space.memory.cache_tokens, space.answers.context
         own = space.config.scheduler.generation_batch_size
-        sizes = sorted(size for size in {*BATCH_SIZES, own} if size * context <= held or size == BATCH_SIZES[0])
+        fit = (size for size in {*BATCH_SIZES, own} if size * context <= held(engine, size) or size == BATCH_SIZES[0])
+        sizes = sorted(fit)
     if not schedule.has_rl_steps or schedule.carries_over:
         return sizes
     generating = space.accelerators if schedule.colocated else choice[SPLIT.name]

@@ -14,7 +14,7 @@ from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.resolve import least_memory, named_hardware, run_trainer_fits
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel, in_engine
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
@@ -118,14 +118,19 @@ class Memory:
             self.gpu, self.model = named
             self._coefficients = coefficients(hardware.level, hardware.coefficients)
 
-    def cache_tokens(self, tensor_parallel: int) -> float:
-        """Return the KV cache of an engine (tokens)."""
+    def cache_tokens(self, tensor_parallel: int, sequences: int = 1) -> float:
+        """Return the KV cache of an engine with so many sequences (tokens)."""
         given = self._config.hardware.kv_cache_tokens
         if given is not None:
             return given
         if self.gpu is None or self.model is None:
             return math.inf
-        return kv_cache_tokens(self.gpu, self.model, tensor_parallel=tensor_parallel, coefficients=self._coefficients)
+        return kv_cache_tokens(
+            *in_engine(self.gpu, self.model, self._config.hardware.engine_weights, self._config.hardware.kv_cache),
+            tensor_parallel=tensor_parallel,
+            coefficients=self._coefficients,
+            sequences=sequences,
+        )
 
     def engine_fits(self, tensor_parallel: int) -> bool:
         """Return whether weights and the longest rollout fit into an engine."""

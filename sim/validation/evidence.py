@@ -17,7 +17,19 @@ from pipelinerl.util.explain import explain
 from pipelinerl.util.table import Table
 from sim.validation.records import PublishedRun, Schedule
 
-TEXTS = ("id", "source", "url_or_path", "evidence", "hw", "model", "algo", "mode", "staleness_setting", "note")
+TEXTS = (
+    "id",
+    "source",
+    "url_or_path",
+    "evidence",
+    "hw",
+    "model",
+    "algo",
+    "mode",
+    "precision",
+    "staleness_setting",
+    "note",
+)
 """Columns that keep their text."""
 COUNTS = (
     "gpus_total", "gpus_train", "gpus_gen", "gen_tensor_parallel", "prompts_per_step", "n_per_prompt", "max_len",

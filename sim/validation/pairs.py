@@ -107,12 +107,20 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
         faster=int(faster.sum()),
         median_error=float(np.median([abs(one.predicted / one.measured - 1) for one in made])),
         constant_median_error=float(np.median([abs(one.constant / one.measured - 1) for one in made])),
-        within_band=float(np.mean([one.low <= one.measured <= one.high for one in made])),
-        brier=float(((probability - faster) ** 2).mean()),
-        always_brier=float(((1 - faster) ** 2).mean()),
+        within_band=_family_mean(made, [float(one.low <= one.measured <= one.high) for one in made]),
+        brier=_family_mean(made, (probability - faster) ** 2),
+        always_brier=_family_mean(made, (1 - faster) ** 2),
         certain=int(sure.sum()),
         certain_right=int(((probability > 0.5) == (faster > 0.5))[sure].sum()),
     )
+
+
+def _family_mean(made: Sequence[SpeedUp], values: Iterable[float]) -> float:
+    """Return a mean in which every family counts as much, however many pairs it has."""
+    families: dict[str, list[float]] = {}
+    for one, value in zip(made, values, strict=True):
+        families.setdefault(one.family, []).append(value)
+    return float(np.mean([np.mean(family) for family in families.values()]))
 
 
 def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:

@@ -135,14 +135,15 @@ def _predicted(
     grid = grids.get((run.id, run.training_is_input))
     if grid is None:
         return UnusableRow(id=run.id, reason=reasons[run.id])
-    if measured_seconds(run) is None:
+    if measured_seconds(grid.run.published) is None:
         reason = "neither seconds per step nor hours and steps nor tokens/s are published"
         return UnusableRow(id=run.id, reason=reason)
     references = [
         _with_rest(grids[other.id, False], others)
         for other in others
-        if other.family == run.family and (other.id, False) in grids and measured_seconds(other) is not None
+        if other.family == run.family and (other.id, False) in grids
     ]
+    references = [one for one in references if measured_seconds(one.run.published) is not None]
     alike = [one for one in references if one.run.scale_is_known is grid.run.scale_is_known]
     if not alike and run.gpus is not None and not grid.run.scale_is_known:
         # Hours alone: their steps stand for seconds, as nothing else is there.

@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, gpu_names, model_names
+from pipelinerl.hardware.catalogue import (
+    Gpu,
+    LanguageModel,
+    Precision,
+    find_gpu,
+    find_model,
+    gpu_names,
+    in_engine,
+    model_names,
+)
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import loading_s
 from pipelinerl.hardware.derive import derive_hardware
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.hardware.tables import ResolvedHardware
-from sim.validation.records import PublishedRun, Schedule
+from sim.validation.records import DEFAULT_GROUP_SIZE, PublishedRun, Schedule
+from sim.validation.words import precisions, unknown_words
 
 PROMPT_TOKENS = 150
 """Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
@@ -57,6 +67,10 @@ class ReconstructedRun:
     optimizer_steps: int
     """Optimizer steps of the simulation per RL step (count)."""
     tensor_parallel: int
+    weights: Precision
+    """Format of the weights in an engine."""
+    cache: Precision
+    """Format of the KV cache."""
     mean_tokens: float
     """Published, or the centre of the likely range."""
     mean_is_known: bool
@@ -96,23 +110,23 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         where = " with generation and training on separate GPUs" if published.apart else ""
         raise ConfigError(f"mode {published.mode!r} names no schedule that is simulated{where}")
     row = _filled_from_family(published, family)
-    if row.max_len is None:
-        raise ConfigError("max_len is not published: lengths are unknown")
+    row = _with_limit(row, assumed)
     sequences = row.sequences_per_step
     if sequences is None:
         raise ConfigError("prompts_per_step is not published: the batch is unknown")
-    if row.n_per_prompt is None and row.prompts_per_step is not None and row.prompts_per_step != sequences:
-        assumed.append(f"{sequences // row.prompts_per_step} answers per prompt")
+    if row.n_per_prompt is None:
+        assumed.append(f"{math.gcd(DEFAULT_GROUP_SIZE, sequences)} answers per prompt")
     gpu, model = _hardware_of(row, assumed)
+    weights, cache = precisions(row, assumed)
     has_rate = any(one is not None for one in (row.step_s, row.tok_s_total, row.tok_s_per_gpu))
     accelerators = row.gpus or DEFAULT_GPUS
     if row.gpus is None:
         assumed.append(f"{accelerators} GPUs")
+    assert row.max_len is not None
     mean = _mean_tokens(row, row.max_len, assumed)
     generating = _generating(row, schedule, accelerators, assumed)
     tensor_parallel = row.gpus_per_engine or _tensor_parallel(
-        gpu,
-        model,
+        *in_engine(gpu, model, weights, cache),
         generating=generating,
         in_flight=_in_flight(row, sequences),
         longest=PROMPT_TOKENS + row.max_len,
@@ -133,11 +147,28 @@ def reconstruct_run(published: PublishedRun, family: Sequence[PublishedRun]) -> 
         # Apart, a pipeline that trains on the first batch at once would overlap what a synchronous run does not.
         optimizer_steps=1 if schedule is Schedule.SYNC_APART else row.optimizer_steps_per_rl_step,
         tensor_parallel=tensor_parallel,
+        weights=weights,
+        cache=cache,
         mean_tokens=min(mean, LARGEST_MEAN * row.max_len),
         mean_is_known=row.avg_len is not None,
         scale_is_known=row.gpus is not None and has_rate,
-        assumed=tuple(assumed),
+        assumed=(*assumed, *(f"no effect of {word!r}" for word in unknown_words(row))),
     )
+
+
+def _with_limit(row: PublishedRun, assumed: list[str]) -> PublishedRun:
+    """Return a row with the longest answer, from its mean where that alone is published.
+
+    Raises:
+        ConfigError: If neither is.
+    """
+    if row.max_len is not None:
+        return row
+    if row.avg_len is None:
+        raise ConfigError("neither max_len nor avg_len is published: lengths are unknown")
+    longest = math.ceil(row.avg_len / MEAN_OVER_LONGEST)
+    assumed.append(f"limit of {longest:,} tokens")
+    return row.model_copy(update={"max_len": longest})
 
 
 def rest_s(row: PublishedRun, level: Level) -> float:
@@ -292,11 +323,14 @@ def _tensor_parallel(
     for size in (1, 2, 4, 8, 16, 32, 64):
         if size > generating or (fitting and size > gpu.gpus_per_node):
             break
-        capacity = kv_cache_tokens(gpu, model, tensor_parallel=size, coefficients=central)
+        slots = min(MAX_SLOTS, in_flight / (generating // size))
+        capacity = kv_cache_tokens(
+            gpu, model, tensor_parallel=size, coefficients=central, sequences=math.ceil(slots), longest=longest
+        )
         if capacity < longest:
             continue
         fitting = size
-        if capacity >= min(MAX_SLOTS, in_flight / (generating // size)) * (PROMPT_TOKENS + mean):
+        if capacity >= slots * (PROMPT_TOKENS + mean):
             return size
     if not fitting:
         raise ConfigError(f"{model.name} with its KV cache does not fit on the {generating} {gpu.name} that generate")

@@ -74,6 +74,8 @@ class PublishedRun(StrictModel):
     """Evidence: the RL algorithm."""
     mode: str = ""
     """Evidence: the schedule in the source's words."""
+    precision: str = ""
+    """Formats of numbers in words, such as "bf16" or "bf16 training, fp8 generation"."""
     schedule: Schedule | None = None
     """The schedule that is simulated. None: none of ours."""
     gpus_total: int | None = Field(default=None, ge=1)

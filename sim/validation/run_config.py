@@ -58,6 +58,8 @@ def run_config(
     accelerators, generating = run.accelerators // divisor, run.generating // divisor
     sequences, steps = run.sequences // divisor, run.optimizer_steps
     colocated = run.schedule.colocated
+    engines = max(1, generating // run.tensor_parallel)
+    slots = max(1, min(MAX_SLOTS, math.ceil(run.in_flight / divisor / engines)))
     hardware = _hardware(
         run,
         generation=generation,
@@ -67,8 +69,8 @@ def run_config(
         trained_by=accelerators if colocated else accelerators - generating,
         training_given=training_given,
         weights=weights,
+        slots=slots,
     )
-    engines = max(1, generating // run.tensor_parallel)
     cluster = {"accelerators": accelerators, "tensor_parallel": run.tensor_parallel}
     if not colocated:
         cluster["generation_accelerators"] = generating
@@ -77,7 +79,7 @@ def run_config(
         "cluster": cluster,
         "scheduler": {
             "train_batch_size": sequences // steps,
-            "generation_batch_size": max(1, min(MAX_SLOTS, math.ceil(run.in_flight / divisor / engines))),
+            "generation_batch_size": slots,
             "optimizer_steps_per_rl_step": steps,
             **_scheduler(run, sequences),
         },
@@ -133,6 +135,7 @@ def _hardware(
     trained_by: int,
     training_given: bool,
     weights: bool,
+    slots: int,
 ) -> dict[str, Any]:
     """Return the hardware table: derived from GPU and model, times multiplied, training replaced where published."""
     row = run.published
@@ -142,6 +145,10 @@ def _hardware(
         tensor_parallel=run.tensor_parallel,
         training_accelerators=trained_by * divisor,
         colocated=run.schedule.colocated,
+        weights=run.weights,
+        cache=run.cache,
+        sequences=slots,
+        longest=PROMPT_TOKENS + run.longest_tokens,
         coefficients=coefficients(
             Level.CENTRAL,
             {

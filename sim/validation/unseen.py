@@ -72,14 +72,14 @@ class AloneRun:
 def truly_simulated(row: PublishedRun) -> ReconstructedRun | None:
     """Return a row as it is predicted alone: from nothing but its own inputs. None if they do not decide its seconds.
 
-    A mean answer or a cluster's size that is not published leaves the seconds open. So do hours of a whole run, which
-    hold evaluation, checkpoints and restarts.
+    A mean answer, a limit or a cluster's size that is not published leaves the seconds open. So do hours of a
+    whole run, which hold evaluation, checkpoints and restarts.
     """
     try:
         run = reconstruct_run(row, [row])
     except ConfigError:
         return None
-    known = run.mean_is_known and run.scale_is_known and measured_seconds(row) is not None
+    known = row.max_len is not None and run.mean_is_known and run.scale_is_known and measured_seconds(row) is not None
     return run if known else None
 
 

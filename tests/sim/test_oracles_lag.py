@@ -13,6 +13,7 @@ from played_run import fixed, play, trains_in, uniform
 
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining, TrainingFinished
 from pipelinerl.theory.paper import staleness_applied_compute
+from pipelinerl.theory.ready_queue import poisson_queue_staleness
 
 # -------------------------------------------------------------------------------------- Little's law
 
@@ -245,6 +246,10 @@ def test_staleness_is_that_of_applied_compute(in_flight, queue_batches, rate_rat
     ).total
     assert closed_form == pytest.approx(formula, abs=0.011)
     assert abs(closed_form - staleness) <= abs(formula - simulated) + 0.02 * simulated
+    if rate_ratio < 1:  # generation fluctuates, but less than a Poisson process
+        uneven = poisson_queue_staleness(rate_ratio=rate_ratio, queue_batches=queue_batches, groups_per_batch=16)
+        ends = sorted((closed_form, closed_form - rate_ratio + uneven))
+        assert ends[0] - 0.02 * simulated <= staleness <= ends[1] + 0.02 * simulated
 
 
 # ------------------------------------------------------------------------------- lag of a few slots

@@ -1,14 +1,16 @@
 """The hardware model by hand, and its band."""
 
+import math
+
 import pytest
 from derived import H100, QWEN7B, derived, plain, step_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.hardware.catalogue import find_gpu, find_model, gpu_names, model_names
+from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_switch, derive_training, derive_weights
-from pipelinerl.hardware.memory import kept_numbers
+from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_weights
+from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
 from pipelinerl.hardware.tables import PhaseSwitchConfig
 
 
@@ -208,3 +210,33 @@ def test_a_trainer_apart_lasts_longer_by_what_it_does_besides():
     values = coefficients(Level.CENTRAL, {"training_rest_share": 0.25})
     apart, alone = (derived(values=values, colocated=colocated).training for colocated in (False, True))
     assert apart == alone.on_slower_accelerators(1.25)
+
+
+@pytest.mark.parametrize(("gpu", "peak"), [("H100", 1979e12), ("A100", 312e12)])
+def test_an_engine_in_fp8_reads_half_the_bytes_at_the_peak_of_fp8(gpu, peak):
+    """Weights and cache by a key of their own; the trainer and the transfer stay in bf16. An A100 has no fp8."""
+    known = {"tensor_parallel": 1, "training_accelerators": 8, "colocated": False, "coefficients": plain()}
+    model = find_model("Qwen2.5-7B")
+    bf16 = derive_hardware(find_gpu(gpu), model, **known)
+    weights = derive_hardware(find_gpu(gpu), model, **known, weights=Precision.FP8)
+    cache = derive_hardware(find_gpu(gpu), model, **known, cache=Precision.FP8)
+    assert (weights.decode.bytes_per_parameter, weights.decode.peak_flops) == (1.0, peak)
+    assert (weights.training, weights.weights, cache.decode.bytes_per_parameter) == (bf16.training, bf16.weights, 2.0)
+    assert cache.decode.kv_bytes_per_token == model.kv_bytes_per_token / 2
+    more = weights.kv_cache_tokens - bf16.kv_cache_tokens
+    assert more == pytest.approx(model.parameters / model.kv_bytes_per_token, abs=1)
+    assert cache.kv_cache_tokens == pytest.approx(2 * bf16.kv_cache_tokens, abs=1)
+
+
+def test_states_of_linear_attention_leave_less_for_the_cache():
+    """By hand: 256 states of 151 MB beside the weights of Qwen3.5-27B, two H100 without losses; room for one rollout of
+    the longest stays, and more than one state's is not asked of a model without them.
+    """
+    model = find_model("Qwen3.5-27B")
+    known = {"tensor_parallel": 2, "coefficients": plain()}
+    free = 2 * H100.memory_bytes - 2 * model.parameters
+    for sequences in (1, 256):
+        left = (free - sequences * model.state_bytes) / model.kv_bytes_per_token
+        assert kv_cache_tokens(H100, model, **known, sequences=sequences) == math.floor(left)
+    assert kv_cache_tokens(H100, model, **known, sequences=10**4, longest=5000) == 5000
+    assert kv_cache_tokens(H100, QWEN7B, **known, sequences=10**4) == kv_cache_tokens(H100, QWEN7B, **known)

@@ -124,7 +124,7 @@ def test_hours_of_a_whole_run_stand_for_its_steps_where_nothing_else_is_there():
     (one,) = predicted([row("a", "async", gpus_gen=4, total_h=5.0, steps=100)])
     assert isinstance(one, PredictedRow)
     assert one.measured == 180.0
-    assert one.assumed == ("no time outside the steps",)
+    assert one.assumed == ("bf16", "no time outside the steps")
 
 
 @pytest.mark.parametrize("changes", [{"step_s": 10.03}, {"gpus_total": None, "step_s": 10.0}])
@@ -142,7 +142,7 @@ def test_a_rounded_copy_of_a_row_is_the_row(changes):
         ({"schedule": None, "mode": "who knows"}, "mode 'who knows' names no schedule"),
         ({"schedule": None, "gpus_gen": 1, "gpus_train": 1}, "with generation and training on separate GPUs"),
         ({"prompts_per_step": None}, "the batch is unknown"),
-        ({"max_len": None}, "lengths are unknown"),
+        ({"max_len": None, "avg_len": None}, "lengths are unknown"),
         ({"gpus_total": None}, "the cluster's size is not published"),
         ({"gpus_gen": None, "gpus_train": 8}, "no GPU is left to generate"),
         ({"gpus_gen": 8}, "gpus_gen must be below gpus_total=8, got 8"),

@@ -21,12 +21,12 @@ def test_missing_workload_is_taken_from_the_family():
     nothing = {"max_len": None, "prompts_per_step": None}
     alone = run(schedule=Schedule.ASYNC, gpus_total=16, **nothing)
     sibling = run(id="b", gpus_total=16, avg_len=900.0, n_per_prompt=16, prompts_per_optimizer_step=16)
-    with pytest.raises(ConfigError, match="max_len is not published"):
+    with pytest.raises(ConfigError, match="neither max_len nor avg_len is published"):
         reconstruct_run(alone, [alone])
     rebuilt = reconstruct_run(alone, [alone, sibling])
     assert (rebuilt.longest_tokens, rebuilt.mean_tokens, rebuilt.sequences) == (4096, 819.2, 1024)
     assert rebuilt.optimizer_steps == 4
-    assert (rebuilt.generating, rebuilt.assumed) == (8, ("mean length", "half of the GPUs generate"))
+    assert (rebuilt.generating, rebuilt.assumed) == (8, ("bf16", "mean length", "half of the GPUs generate"))
 
 
 def test_a_stated_number_of_answers_needs_no_prompts_of_the_family():
@@ -90,7 +90,7 @@ def test_a_model_of_unknown_size_says_so(model, reason):
 def test_seconds_from_tokens_per_s_name_the_mean_length_behind_them():
     by_tokens = run(max_len=5000, tok_s_total=9000.0)
     assert reconstruct_run(by_tokens, []).assumed == (
-        "8 answers per prompt", "mean length of 1,000 tokens, by which tokens/s become seconds"
+        "8 answers per prompt", "bf16", "mean length of 1,000 tokens, by which tokens/s become seconds"
     )  # fmt: skip
     assert "mean length" in reconstruct_run(run(step_s=90.0), []).assumed
     assert "mean length" not in reconstruct_run(run(tok_s_total=9e3, avg_len=900.0), []).assumed[-1]
