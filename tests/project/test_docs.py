@@ -15,7 +15,7 @@ import pipelinerl
 from pipelinerl.cli import app as cli
 from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware import utilisation
-from pipelinerl.theory import lengths, paper
+from pipelinerl.theory import lengths, paper, ready_queue
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://|mailto:)([^)\s]+)\)")
 FOLDERS = "pipelinerl|sim|analysis|backends|docs|examples|tests|scripts|benchmarks"
@@ -106,7 +106,8 @@ def test_make_knows_the_targets_that_are_named():
 def test_functions_named_on_the_analytic_page_exist():
     names = re.findall(r"`(\w+)` \|$", section("docs/analytic.md", "From equation to function"), re.MULTILINE)
     assert len(set(names)) > 8
-    assert [name for name in names if not any(hasattr(module, name) for module in (paper, lengths, utilisation))] == []
+    modules = (paper, lengths, ready_queue, utilisation)
+    assert [name for name in names if not any(hasattr(module, name) for module in modules)] == []
 
 
 def test_changelog_has_the_version_of_the_package_and_dates():
