@@ -30,6 +30,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import assert_never
 
+from backends.busy import busy_s
 from backends.engines import EnginePool
 from backends.interface import Sample, Trainer
 from backends.preprocessing import Preprocessing
@@ -226,6 +227,8 @@ class EventLoop:
         if self.frozen:
             return
         data.extend(generated)
+        state.metrics.busy(command.engine, generated.front_end_s)
+        state.metrics.busy(None, busy_s())
         if generated.aborted:
             self._aborted(rollout_id, command.engine)
             return

@@ -64,6 +64,8 @@ class Generated:
     """Which weight version sampled which token, as the engine reports it; ends at T."""
     aborted: bool
     """Whether it ended early, by ``abort`` or by an update of kind ``abort``."""
+    front_end_s: float = 0.0
+    """Time that the engine's front end has been busy with requests since its start (seconds); 0: not known."""
 
 
 @dataclass(frozen=True, slots=True)

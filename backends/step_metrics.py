@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
@@ -30,6 +32,7 @@ class StepMetrics:
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
+        self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
 
     def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
         """Add a rollout: log pi - log mu of its tokens (nats) and their lag (optimizer steps), both of shape [T]."""
@@ -55,6 +58,23 @@ class StepMetrics:
         """Add time that the driver spent on an event (s), and the rollouts that ended with it (count)."""
         self._driver_s += seconds
         self._num_rollouts += num_rollouts
+
+    def busy(self, engine: int | None, seconds: float) -> None:
+        """Add a rollout to the time that its engine's front end, or the driver, has been busy.
+
+        Args:
+            engine: The engine. None: the driver.
+            seconds: All of that time since it began, with all rollouts.
+        """
+        last_s, busy_s, num = self._busy.get(engine, (math.inf, 0.0, 0))
+        if seconds >= last_s:  # else it is the first, or began anew
+            busy_s, num = busy_s + seconds - last_s, num + 1
+        self._busy[engine] = (seconds, busy_s, num)
+
+    def _busy_s_per_rollout(self, *, driver: bool) -> float | None:
+        both = [(busy_s, num) for engine, (_, busy_s, num) in self._busy.items() if (engine is None) is driver]
+        busy_s, num = (sum(parts) for parts in zip(*both, strict=True)) if both else (0.0, 0)
+        return busy_s / num if busy_s else None
 
     def take(self, row: StepRow, ledger: RunLedger) -> dict[str, float]:
         """End an optimizer step; return its metrics to log, by name.
@@ -106,6 +126,8 @@ class StepMetrics:
             ),
             engine_restarts=self._num_restarts,
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
+            driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
+            front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
             ess=ess,
             mismatch=mismatch,
         )

@@ -7,8 +7,8 @@ handled one after the other.
 ==================  ======================================================  ==============================
 command             simulated by                                            answered after
 ==================  ======================================================  ==============================
-``StartRollout``    the engine, from arrival on                             dispatch + generation, then
-                                                                            reward + preprocessing
+``StartRollout``    the engine's front end, one rollout after the other;    dispatch + generation + report,
+                    the engine, from arrival on                             then reward + preprocessing
 ``AbortRollout``    the engine, at its next step boundary                   the running step
 ``StartTraining``   a wait (with a phase switch before it, if colocated)    ``training`` seconds
 ``PublishWeights``  a wait; the engines get an update                       ``publish_s``; transfer, running
@@ -156,6 +156,10 @@ class SimulatedCluster:
             group_size=config.workload.group_size,
             seed=config.seed,
         )
+        self._request_ticks = to_ticks(hardware.latency.request_s)
+        self._report_ticks = to_ticks(hardware.latency.report_s)
+        self._front_end_free = dict.fromkeys(self._engines, 0)  # tick from which it takes the next rollout
+        self._reports: dict[int, tuple[int, Request, VersionSpans]] = {}  # on their way: engine, request, its tokens
         weights = hardware.weights
         self._publish_ticks = to_ticks(weights.publish_s)
         self._transfer_ticks = to_ticks(weights.transfer_s)
@@ -189,7 +193,8 @@ class SimulatedCluster:
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
-            for rollout_id, spans in engine.end():
+            reports = [(one, spans) for one, (at, _, spans) in self._reports.items() if at == engine_id]
+            for rollout_id, spans in sorted([*engine.end(), *reports], key=lambda pair: pair[0]):
                 self._recorder.event(now_s, RolloutAborted(rollout_id, engine_id, spans))
         if self._failure is not None:
             raise self._failure
@@ -208,6 +213,18 @@ class SimulatedCluster:
     # ---------------------------------------------------------------------------------- from engines
 
     def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """Have a finished rollout reported."""
+        if not self._report_ticks:
+            self._report(engine, request, spans)
+            return
+        rollout_id = request.rollout_id
+        self._reports[rollout_id] = (engine, request, spans)
+        Wake(self._clock, self._report_ticks, CLUSTER_PRIORITY, rollout_id, self._reported)
+
+    def _reported(self, wake: Wake) -> None:
+        self._report(*self._reports.pop(wake.tag))
+
+    def _report(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
         rollout_id = request.rollout_id
         if self._aborting:
@@ -298,7 +315,11 @@ class SimulatedCluster:
                 request.finish_at(self._grown(request.length, engine.version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
-        engine.submit(request, self._now + self._drawn_delays[member])
+        at = self._now
+        if self._request_ticks:
+            at = max(at, self._front_end_free[command.engine]) + self._request_ticks
+            self._front_end_free[command.engine] = at
+        engine.submit(request, at + self._drawn_delays[member])
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Draw the requests and delays of a group; its rollouts mostly start one after the other."""

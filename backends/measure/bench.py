@@ -10,6 +10,7 @@ measured, so that Ctrl-C keeps it.
                    paper's U(h)); the peak is the catalogue's for a GPU that is in it, else the best that was reached
 ``decode``         one decode step of ``batch`` sequences with ``ctx`` tokens of context each: in vLLM, the difference
                    of two generations over the difference of their lengths; without it, of a plain model in torch
+``request``        the rest of the shorter of these generations: what vLLM does once for each request, and prefill
 ``prefill``        one forward pass over prompts
 ``train``          forward and backward passes, and a step of Adam, on ``tokens`` tokens in ``batch`` sequences
 =================  =====================================================================================================
@@ -243,6 +244,7 @@ def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
 def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
     """Yield decode steps of vLLM: the difference of a long and a short generation, over their further tokens.
 
+    What the short one takes besides its decode steps is that of its requests.
     Prompts are ``ctx`` tokens long less half of the further ones, so that ``ctx`` is the mean context while these are
     sampled.
     """
@@ -265,10 +267,14 @@ def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
             for number in range(1 + bench.sizes.repeats):
                 short_s, long_s = (engine.generate_s(batch, prompt_tokens, tokens) for tokens in (few, many))
                 if number:  # the first is a warm-up
-                    times.append((long_s - short_s) / (many - few))
-            seconds = statistics.median(times)
+                    step_s = (long_s - short_s) / (many - few)
+                    times.append((step_s, short_s - few * step_s))
+            seconds, request_s = (statistics.median(some) for some in zip(*times, strict=True))
             if seconds > 0:
                 yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{seconds:.6g}"}
+            if request_s > 0:
+                tokens = batch * prompt_tokens
+                yield {"kind": "request", "batch": batch, "tokens": tokens, "seconds": f"{request_s:.6g}"}
     finally:
         engine.shutdown()
 

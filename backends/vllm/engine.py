@@ -26,11 +26,13 @@ import asyncio
 import multiprocessing
 import time
 from collections.abc import Awaitable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 
+from backends.busy import busy_s
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.process import VLLMSettings, check_model, end_processes, make_llm, process_tree
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
@@ -56,6 +58,7 @@ class VLLMEngine:
         self._updating = asyncio.Lock()
         self._running: dict[int, asyncio.Event] = {}
         self._checksums: dict[str, str] = {}
+        self._outputs_s = 0.0  # busy with the outputs of decode steps
 
     # ------------------------------------------------------------------------------------ life
 
@@ -92,6 +95,16 @@ class VLLMEngine:
     def _launch(self) -> None:
         # Returns nothing: imports of optional packages that failed in here keep this thread's frames for ever.
         self._llm = make_llm(self._settings)
+        outputs = self._llm.output_processor
+        process = outputs.process_outputs
+
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            begin_s = busy_s()
+            processed = process(*arguments, **keywords)
+            self._outputs_s += busy_s() - begin_s
+            return processed
+
+        outputs.process_outputs = timed
 
     async def shutdown(self) -> None:
         """End all processes, and with them what is in progress; a second call does nothing."""
@@ -216,7 +229,7 @@ class VLLMEngine:
         finally:
             del self._running[rollout_id]
             ended.set()
-        return as_generated(output)
+        return replace(as_generated(output), front_end_s=busy_s() - self._outputs_s)
 
     async def abort(self, rollout_id: int) -> None:
         """See ``interface.Engine``."""

@@ -18,7 +18,8 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.tables import HardwareConfig
-from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.reports import RunReport
+from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.util.arrays import FloatArray
 
@@ -43,16 +44,38 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
         raise ConfigError(f"{source} must hold an optimizer step and a finished rollout, got a run that ended before")
     run = times.config if run is None else run
     result = HardwareFit(run.hardware, fixed_coefficients(run))
-    fit_decode(result, times)
+    half_step_s = fit_decode(result, times, front_end_s=_front_end_s(source, times.config))
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
-    _take_waits(result, times)
+    _take_waits(result, times, half_step_s)
     return result
 
 
-def fit_decode(result: HardwareFit, times: TraceTimes) -> None:
-    """Fit the decode step, prefill and the dispatch latency."""
+def _front_end_s(source: Path, config: RunConfig) -> float | None:
+    """Return the seconds per rollout of what takes one rollout after the other; None: not measured.
+
+    That is the front end of each engine, or the driver, which serves all engines: whichever is slower.
+    """
+    summary = source / SUMMARY_FILE
+    if not summary.is_file():
+        return None
+    report = RunReport.read(summary)
+    if report.front_end_busy_s_per_rollout is None or report.driver_busy_s_per_rollout is None:
+        return None
+    return max(report.front_end_busy_s_per_rollout, report.driver_busy_s_per_rollout * config.num_engines)
+
+
+def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | None = None) -> float:
+    """Fit the decode step, prefill and the way of a rollout to its engine and back; return half a step (seconds).
+
+    Args:
+        result: Takes what is found.
+        times: The trace.
+        front_end_s: Measured seconds of an engine's front end per rollout. None: those of the run file.
+    """
     size = float(times.config.cluster.tensor_parallel)
+    request_s = result.given.latency.request_s if front_end_s is None else front_end_s
+    always_full = not times.config.scheduler.schedule.has_rl_steps
 
     def step_s(batch: FloatArray, context: FloatArray) -> FloatArray:
         one = DecodeTimes(np.ones_like(batch), batch, context, *np.zeros((6, len(batch))))
@@ -64,37 +87,66 @@ def fit_decode(result: HardwareFit, times: TraceTimes) -> None:
         result.decode(times.windows, np.full(num_windows, size), data)
         if not times.windows.prefills.any():
             result.notes.append("prefill is not determined: no stretch holds one")
-        way_s = 0.0
+        way_s, per_step = 0.0, 0.0 if always_full else None
         for _ in range(4):
-            lives = times.lives(max(0.0, way_s), step_s)
-            rest_s = lives.seconds - result.decode_s(lives, np.full(len(lives.seconds), size))
+            lives = times.lives(max(0.0, way_s), step_s, request_s=request_s, num_per_step=per_step)
+            rest_s = lives.seconds - lives.front_end - result.decode_s(lives, np.full(len(lives.seconds), size))
             # Nobody is longer on the way than the shortest life; without that, errors in the rest can grow by turns.
             way_s = min(times.shortest_life_s, float(rest_s.sum() / lives.lives.sum()))
+            if always_full:
+                per_step = times.ends_per_s * _mean_step_s(result, lives, size)
     else:
         table = dict(result.table)
         for together in (False, True):
-            way_s, speed = 0.0, None
+            way_s, speed, per_step = 0.0, None, 0.0 if always_full else None
             for _ in range(4):
-                lives = times.lives(max(0.0, way_s), speed, together=together)
+                lives = times.lives(
+                    max(0.0, way_s), speed, request_s=request_s, num_per_step=per_step, together=together
+                )
                 result.table, result.parts = dict(table), []
                 data = f"{lives.lives.sum():.0f} lives of rollouts"
-                way_s = result.decode(lives, np.full(len(lives.seconds), size), data, with_dispatch=True)
+                sizes = np.full(len(lives.seconds), size)
+                way_s = result.decode(lives, sizes, data, with_dispatch=True, always_full=always_full)
                 speed = step_s
+                if always_full:
+                    per_step = times.ends_per_s * _mean_step_s(result, lives, size)
             if result.parts[-1].fit.mean_error < QUIET:
                 break
-    # A rollout that meets a busy engine waits for the running step to end: half a step in the mean.
-    half_step_s = float((lives.seconds / lives.steps * lives.waits).sum() / lives.lives.sum()) / 2
+    half_step_s = _mean_step_s(result, lives, size) / 2
+    _take_way(result, times, way_s, half_step_s, request_s)
+    return half_step_s
+
+
+def _mean_step_s(result: HardwareFit, lives: DecodeTimes, size: float) -> float:
+    return float(result.decode_s(lives, np.full(len(lives.seconds), size)).sum() / lives.steps.sum())
+
+
+def _take_way(result: HardwareFit, times: TraceTimes, way_s: float, half_step_s: float, request_s: float) -> None:
+    """Keep what a rollout's time holds besides its steps: the front end, the way back, and the rest is the way there.
+
+    Args:
+        result: Takes what is found.
+        times: The trace.
+        way_s: The way there and back, without the front end (seconds).
+        half_step_s: Half a decode step (seconds).
+        request_s: The front end (seconds).
+    """
     latency = result.given.latency.model_dump(exclude={"dispatch_jitter_s"}, exclude_defaults=True)
-    result.table["latency"] = {**latency, "dispatch_s": rounded(max(0.0, way_s - half_step_s))}
+    if times.late_s is not None:
+        # When the pause begins a step is running, and those whose last it is are counted, too: half a step too much.
+        latency["report_s"] = rounded(min(max(0.0, times.late_s - half_step_s), max(0.0, way_s)))
+    if request_s:
+        latency["request_s"] = rounded(request_s)
+    result.table["latency"] = {**latency, "dispatch_s": rounded(max(0.0, way_s - latency.get("report_s", 0.0)))}
 
 
-def _take_waits(result: HardwareFit, times: TraceTimes) -> None:
+def _take_waits(result: HardwareFit, times: TraceTimes, half_step_s: float) -> None:
     """Keep what a trace tells directly: publication, pause, transfer, phase switch, scoring."""
     if times.publish_s and times.pause_s:
         weights = {"publish_s": _mean(times.publish_s), "pause_s": _mean(times.pause_s)}
         if times.transfer_s:
-            # The wait for the running step is in it, and is nothing in the luckiest of all updates.
-            weights["transfer_s"] = rounded(max(0.0, min(times.transfer_s)))
+            # The wait for the running step to end is in it: half a step in the mean.
+            weights["transfer_s"] = rounded(max(0.0, _mean(times.transfer_s) - half_step_s))
         result.table["weights"] = weights
     else:
         result.notes.append("weights: no publication in the trace")
@@ -130,7 +182,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
     table = read_step_times(source, series=series)
     if table.series is not None:
         result.notes.append("series: {} on {}".format(*table.series))
-    for kind, rows in table.kinds.items():
+    for kind, rows in sorted(table.kinds.items(), key=lambda one: one[0] == "request"):  # these need the prefill's fit
         data = f"{len(rows.batch)} rows of {source.name}"
         nothing, ones = np.zeros(len(rows.batch)), np.ones(len(rows.batch))
         if kind == "matmul":
@@ -157,7 +209,7 @@ def calibrate_table(source: Path, run: RunConfig | None = None) -> HardwareFit:
                 passes = DecodeTimes(
                     nothing, nothing, nothing, rows.batch, rows.tokens, squares, rows.seconds, nothing, nothing
                 )
-                result.prefill(passes, sizes, data)
+                (result.prefill if kind == "prefill" else result.requests)(passes, sizes, data)
     if result.model is None:
         for name in ("decode", "training"):
             if name not in result.table:

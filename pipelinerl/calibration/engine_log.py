@@ -31,6 +31,8 @@ class Life:
     """Tokens that it had before."""
     pieces: list[tuple[int, int, int]]
     """Version, first and end position of the tokens sampled in this life."""
+    number: int
+    """Which of the rollouts sent to the engine it was."""
 
     @property
     def tokens(self) -> int:
@@ -42,9 +44,20 @@ class Life:
 class EngineLog:
     """The rollouts and the weight updates of one engine."""
 
+    sent_s: list[float] = field(default_factory=list)
+    """Times of the commands to start rollouts."""
     lived: list[Life] = field(default_factory=list)
     loads: list[tuple[float, float, int]] = field(default_factory=list)
     """Time at which the engine went on, seconds of the pause, version."""
+
+    def late_reports(self) -> list[int]:
+        """Return, per weight update, the rollouts with their last token before the pause and their report after it."""
+        reports_L2 = np.array(sorted((life.end_s, life.pieces[-1][0]) for life in self.lived))
+        numbers = []
+        for (loaded_s, pause_s, version), (next_s, _, _) in pairwise([*self.loads, (math.inf, 0.0, 0)]):
+            first, last = np.searchsorted(reports_L2[:, 0], (loaded_s - pause_s, next_s), side="right")
+            numbers.append(int((reports_L2[first:last, 1] < version).sum()))
+        return numbers
 
     def windows(self, prompt_tokens: int, *, recompute: bool) -> list[list[float]]:
         """Return the rows between two updates during all of which a rollout was in progress."""
@@ -93,12 +106,30 @@ class EngineLog:
                     row = [0.0] * 7
         return rows
 
-    def lives(self, prompt_tokens: int, dispatch_s: float, step_s: StepSeconds | None) -> FloatArray:
-        """Return the rows of all lives, shape [lives, 9]."""
+    def front_end_s(self, request_s: float, num_per_step: float | None) -> FloatArray:
+        """Return how long each life was at the front end, which takes one rollout after the other (seconds).
+
+        Args:
+            request_s: Seconds per rollout.
+            num_per_step: Rollouts that come at once, in the mean, as decode steps free their slots (count). None: those
+                that came at once, as with the begin of an RL step, are known by their commands.
+        """
+        if num_per_step is not None:
+            return np.full(len(self.lived), request_s * (1 + max(0.0, num_per_step - 1) / 2))
+        taken_s, free_s = [], -math.inf
+        for sent_s in self.sent_s:
+            free_s = max(sent_s, free_s) + request_s
+            taken_s.append(free_s)
+        return np.array([taken_s[life.number] - life.start_s for life in self.lived])
+
+    def lives(
+        self, prompt_tokens: int, dispatch_s: float, step_s: StepSeconds | None, front_end_L: FloatArray
+    ) -> FloatArray:
+        """Return the rows of all lives, shape [lives, columns]."""
         lived = self.lived
         start_L = np.array([life.start_s for life in lived])
         end_L = np.array([life.end_s for life in lived])
-        join_L = np.minimum(start_L + dispatch_s, end_L - 1e-9)
+        join_L = np.minimum(start_L + front_end_L + dispatch_s, end_L - 1e-9)
         pauses = [(loaded_s - pause_s, loaded_s) for loaded_s, pause_s, _ in self.loads]
         loaded_s = {version: time_s for time_s, _, version in self.loads}
         time_T = np.unique(np.concatenate([join_L, end_L, np.array(pauses).ravel()]))
@@ -130,14 +161,18 @@ class EngineLog:
         ]
         before_L = np.searchsorted(joins_L, join_L, side="left")
         until_L = np.searchsorted(joins_L, end_L, side="left")
+        waits_L = (first_L > 0) & (batch_I[first_L - 1] > 0)
+        steps_L = np.array([life.tokens for life in lived], dtype=np.float64)
+        # A rollout that meets a busy engine waits for its running step to end: half a step in the mean.
+        longer_L = 1 + waits_L / (2 * steps_L)
         rows = [
-            np.array([life.tokens for life in lived], dtype=np.float64),
-            tokens_T[last_L] - tokens_T[first_L],
-            context_T[last_L] - context_T[first_L],
+            steps_L * longer_L,
+            (tokens_T[last_L] - tokens_T[first_L]) * longer_L,
+            (context_T[last_L] - context_T[first_L]) * longer_L,
             *(total[until_L] - total[before_L] for total in sums),
             end_L - start_L - (paused_T[last_L] - paused_T[first_L]),
             np.ones(len(lived)),
-            (first_L > 0) & (batch_I[first_L - 1] > 0),
+            front_end_L,
         ]
         return np.stack(rows, axis=1)
 

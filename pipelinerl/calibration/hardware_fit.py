@@ -48,6 +48,8 @@ LEAST_STEP_S = 1e-9
 """Least time of a decode step: time must advance (seconds)."""
 MUCH_BETTER = 0.8
 """Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
+QUIET_SHARE = 0.2
+"""The same for engines that are always full: only times free of noise fall so far (no unit)."""
 MOST_TIMES = 100.0
 """Factor between measured and derived seconds from which on one of them is taken for a mistake (no unit)."""
 PROBE = 1e-4
@@ -96,7 +98,13 @@ class HardwareFit:
         return coefficients(self.given.level, {**self._trainer, **self.table.get("coefficients", {})})
 
     def decode(
-        self, times: DecodeTimes, tensor_parallel: FloatArray, data: str, *, with_dispatch: bool = False
+        self,
+        times: DecodeTimes,
+        tensor_parallel: FloatArray,
+        data: str,
+        *,
+        with_dispatch: bool = False,
+        always_full: bool = False,
     ) -> float:
         """Fit the decode step, and prefill where the times hold some.
 
@@ -104,13 +112,14 @@ class HardwareFit:
             times: What was measured.
             tensor_parallel: Accelerators of the engine of each row (count).
             data: What reports call the measurements.
-            with_dispatch: Whether to fit the dispatch latency.
+            with_dispatch: Whether to fit the dispatch latency; the times are lives of rollouts.
+            always_full: Whether the engines are: then lives do not tell what a sequence or its context takes.
 
         Returns:
             The dispatch latency (seconds).
         """
         if self.model is None:
-            return self._decode_table(times, data, with_dispatch=with_dispatch)
+            return self._decode_table(times, data, with_dispatch=with_dispatch, always_full=always_full)
         names = [name for name in DECODE_COEFFICIENTS if name != "allreduce_s" or (tensor_parallel > 1).any()]
         tables = ["decode"]
         if times.prefill_tokens.any():
@@ -118,16 +127,20 @@ class HardwareFit:
             tables.append("prefill")
         self._check_unit("decode", times.seconds, self._named_s(self._values, tensor_parallel, times))
         way = [Column("dispatch_s", times.lives, self.given.latency.dispatch_s)] if with_dispatch else []
-        model_s = partial(self._named_s, tensor_parallel=tensor_parallel, times=times)
+
+        def model_s(values: Coefficients) -> FloatArray:
+            return self._named_s(values, tensor_parallel, times) + times.front_end
+
         found = fit_coefficients(names, self._values, times.seconds, model_s, way)
         if with_dispatch:
             sure = ["step_overhead_s"]
-            found = _simpler(fit_coefficients(sure, self._values, times.seconds, model_s, way), found, sure)
+            simple = fit_coefficients(sure, self._values, times.seconds, model_s, way)
+            found = _simpler(simple, found, sure, always_full=always_full)
         way_s = found.values.get("dispatch_s", 0.0)
         self._take("decode", data, found, tables)
         return way_s
 
-    def _decode_table(self, times: DecodeTimes, data: str, *, with_dispatch: bool) -> float:
+    def _decode_table(self, times: DecodeTimes, data: str, *, with_dispatch: bool, always_full: bool) -> float:
         given = self.given.decode if isinstance(self.given.decode, AffineDecode) else None
         prefill = self.given.prefill or PrefillConfig()
         columns = [Column("step_s", times.steps, given.step_s if given else 0.0)]
@@ -137,7 +150,7 @@ class HardwareFit:
             Column("sequence_s", times.sequences, given.sequence_s if given else 0.0),
             Column("context_token_s", times.context, given.context_token_s if given else 0.0),
         ]
-        base = prefill.sequence_s * times.prefills + prefill.token_squared_s * times.prefill_squares
+        base = prefill.sequence_s * times.prefills + prefill.token_squared_s * times.prefill_squares + times.front_end
         if times.prefill_tokens.any():
             columns.append(Column("prefill.token_s", times.prefill_tokens, prefill.token_s))
         found = fit(columns, times.seconds, base)
@@ -145,7 +158,8 @@ class HardwareFit:
             known = base + sum(column.kept * column.factors for column in columns[2:])
             simple = fit(columns[:2], times.seconds, known)
             kept = {column.name: column.kept for column in columns[2:]}
-            found = _simpler(replace(simple, values={**simple.values, **kept}), found, list(simple.values))
+            simple = replace(simple, values={**simple.values, **kept})
+            found = _simpler(simple, found, [column.name for column in columns[:2]], always_full=always_full)
         values = {name: rounded(value) for name, value in found.values.items()}
         self.table["decode"] = {
             "kind": "affine",
@@ -175,6 +189,20 @@ class HardwareFit:
         found = fit(columns, times.seconds)
         self.table["prefill"] = {name: rounded(value) for name, value in found.values.items()}
         self.parts.append(Part("prefill", data, found))
+
+    def requests(self, times: DecodeTimes, tensor_parallel: FloatArray, data: str) -> None:
+        """Fit the front end's cost per request to what requests take besides their decode steps, prefill included."""
+        column = Column("request_s", times.prefills, self.given.latency.request_s)
+        if self.model is not None:
+            prefill_R = self._named_s(self.coefficients, tensor_parallel, times)
+        else:
+            prefill = PrefillConfig.model_validate(self.table.get("prefill", {}))
+            prefill_R = prefill_s(
+                prefill, sequences=times.prefills, tokens=times.prefill_tokens, squares=times.prefill_squares
+            )
+        found = fit([column], times.seconds, prefill_R)
+        self.table["latency"] = {**self.table.get("latency", {}), "request_s": rounded(found.values["request_s"])}
+        self.parts.append(Part("requests", data, found))
 
     def training(self, times: TrainingTimes, accelerators: FloatArray, data: str) -> None:
         """Fit the trainer's step.
@@ -372,13 +400,14 @@ def fit_coefficients(
     return replace(found, values={**found.values, **fitted})
 
 
-def _simpler(simple: Fit, full: Fit, fitted: Sequence[str]) -> Fit:
+def _simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool) -> Fit:
     """Return the fit of fewer coefficients unless the error is much larger.
 
     On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
-    whatever the cause of the time. So lives of rollouts alone must not attribute time to the others without need.
+    whatever the cause of the time: where times are noisy the error falls and nothing is learned. So lives of rollouts
+    alone must not attribute time to the others, and without need not on other engines either.
     """
-    if full.mean_error < MUCH_BETTER * simple.mean_error:
+    if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
         return full
     kept = {*fitted, "dispatch_s"}
     others = {name: "the times are explained as well without it" for name in full.values if name not in kept}

@@ -3,16 +3,18 @@
 =================  =========================================================================  ==================
 column             meaning                                                                    kinds
 =================  =========================================================================  ==================
-``kind``           ``decode``, ``prefill``, ``train`` or ``matmul``                           all
-``accelerators``   accelerators that work together (count); 1 if left out                     decode, prefill, train
-``batch``          sequences in the step (count)                                              all
+``kind``           ``decode``, ``prefill``, ``request``, ``train`` or ``matmul``              all
+``accelerators``   accelerators that work together (count); 1 if left out                     all but matmul
+``batch``          sequences in the step, or requests (count)                                 all
 ``ctx``            tokens of context of each sequence                                         decode
-``tokens``         tokens of all sequences together, prompts included                         prefill, train
-``seconds``        how long it took (seconds)                                                 decode, prefill, train
+``tokens``         tokens of all sequences together, prompts included                         all but decode, matmul
+``seconds``        how long it took (seconds)                                                 all but matmul
 ``utilisation``    share of the peak, in (0, 1] (no unit)                                     matmul
 =================  =========================================================================  ==================
 
-A row of ``train`` is one whole optimizer step of one micro-batch on all ``accelerators``, of sequences of equal length.
+A row of ``request`` is what so many requests at a time, with ``tokens`` of prompts together, take in an engine besides
+their decode steps: prefill, and what engine and front end do once for each of them. A row of ``train`` is one whole
+optimizer step of one micro-batch on all ``accelerators``, of sequences of equal length.
 The columns ``model, system, tp, batch, ctx, tpot_ms`` of NVIDIA AIConfigurator's exports are read, too: ``decode``
 rows with ``tp`` accelerators, in milliseconds.
 """
@@ -37,13 +39,14 @@ KERNELS = "tpot_ms"
 NEEDED = {
     "decode": ("batch", "ctx", "seconds"),
     "prefill": ("batch", "tokens", "seconds"),
+    "request": ("batch", "tokens", "seconds"),
     "train": ("batch", "tokens", "seconds"),
     "matmul": ("batch", "utilisation"),
 }
 """Cells that a row of each kind must have."""
-LEAST_ROWS = {"decode": 4, "prefill": 3, "train": 3, "matmul": 2}
+LEAST_ROWS = {"decode": 4, "prefill": 3, "request": 3, "train": 3, "matmul": 2}
 """Rows of a kind that a fit needs (count)."""
-PLAUSIBLE_S = {"decode": (1e-5, 2.0), "prefill": (1e-5, 600.0), "train": (1e-4, 3600.0)}
+PLAUSIBLE_S = {"decode": (1e-5, 2.0), "prefill": (1e-5, 600.0), "request": (1e-6, 600.0), "train": (1e-4, 3600.0)}
 """Range of the median of the seconds of each kind (seconds)."""
 TIMES_SLOWER = 300.0
 """A step that is no larger than another takes at most so many times as long (no unit)."""
@@ -52,7 +55,7 @@ TIMES_SLOWER = 300.0
 class StepRow(StrictModel):
     """A row of the table; see the top of this module."""
 
-    kind: Literal["decode", "prefill", "train", "matmul"]
+    kind: Literal["decode", "prefill", "request", "train", "matmul"]
     """The work that was timed."""
     accelerators: int = Field(default=1, ge=1)
     """Accelerators that work together (count)."""

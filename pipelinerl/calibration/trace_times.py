@@ -53,7 +53,7 @@ class DecodeTimes:
     """Stretches of an engine's work; all arrays have shape [rows]."""
 
     steps: FloatArray
-    """Decode steps (count)."""
+    """Decode steps, half of one included for every rollout that met a busy engine and waited for its step to end."""
     sequences: FloatArray
     """Sum over the steps of the sequences in them: tokens sampled (count)."""
     context: FloatArray
@@ -68,8 +68,8 @@ class DecodeTimes:
     """Duration without pauses (seconds)."""
     lives: FloatArray
     """Rollouts sent by the scheduler: the seconds hold the delay to the engine so many times (count)."""
-    waits: FloatArray
-    """Of these, rollouts that met a busy engine and waited for its running step to end (count)."""
+    front_end: FloatArray
+    """Seconds of them at the front end, known from its cost per rollout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,12 +127,37 @@ class TraceTimes:
     engines: list[EngineLog] = field(default_factory=list)
 
     @property
+    def late_s(self) -> float | None:
+        """Mean time from the last token of a rollout to its report, the rest of a step included (seconds).
+
+        By Little's law: how many are on their way when a pause begins, over how many end per second of work. None: no
+        weights are loaded while rollouts are in progress, so nothing tells when a last token was sampled.
+        """
+        in_flight = self.config.scheduler.weight_update in (WeightUpdate.KEEP, WeightUpdate.RECOMPUTE)
+        late = [number for log in self.engines if log.lived for number in log.late_reports()]
+        if self.config.colocated or not in_flight or not late:
+            return None
+        return sum(late) / len(late) / self.ends_per_s
+
+    @property
+    def ends_per_s(self) -> float:
+        """Rollouts that end on an engine per second in which it does not stand still to load."""
+        ends_s = [life.end_s for log in self.engines for life in log.lived]
+        return len(ends_s) / (len(self.engines) * max(ends_s) - sum(self.pause_s))
+
+    @property
     def shortest_life_s(self) -> float:
         """Shortest time from a command to start a rollout until it left its engine (seconds)."""
         return min(life.end_s - life.start_s for log in self.engines for life in log.lived)
 
     def lives(
-        self, dispatch_s: float = 0.0, step_s: StepSeconds | None = None, *, together: bool = True
+        self,
+        dispatch_s: float = 0.0,
+        step_s: StepSeconds | None = None,
+        *,
+        request_s: float = 0.0,
+        num_per_step: float | None = None,
+        together: bool = True,
     ) -> DecodeTimes:
         """Return the lives of rollouts on engines.
 
@@ -142,16 +167,24 @@ class TraceTimes:
         Args:
             dispatch_s: Seconds from the command to the arrival at the engine.
             step_s: Seconds of a step, for the interpolation; None: the same for all steps.
+            request_s: Seconds of an engine's front end per rollout.
+            num_per_step: Rollouts that end with a decode step of an engine that is always full, in the mean (count).
             together: Whether rows hold several lives.
         """
         prompt_tokens = self.config.workload.prompt_tokens
-        rows_L9 = np.concatenate([log.lives(prompt_tokens, dispatch_s, step_s) for log in self.engines if log.lived])
-        rows_L9 = np.random.default_rng(0).permutation(rows_L9)  # else a row would hold lives of one slow period
-        rows_L9 = rows_L9[np.argsort(rows_L9[:, 0], kind="stable")]
+        rows_LC = np.concatenate(
+            [
+                log.lives(prompt_tokens, dispatch_s, step_s, log.front_end_s(request_s, num_per_step))
+                for log in self.engines
+                if log.lived
+            ]
+        )
+        rows_LC = np.random.default_rng(0).permutation(rows_LC)  # else a row would hold lives of one slow period
+        rows_LC = rows_LC[np.argsort(rows_LC[:, 0], kind="stable")]
         if not together:
-            return DecodeTimes(*rows_L9[:: max(1, len(rows_L9) // MOST_SINGLE)].T)
-        num_rows = min(MOST_ROWS, max(1, len(rows_L9) // LIVES_PER_ROW))
-        return DecodeTimes(*np.array([some.sum(axis=0) for some in np.array_split(rows_L9, num_rows)]).T)
+            return DecodeTimes(*rows_LC[:: max(1, len(rows_LC) // MOST_SINGLE)].T)
+        num_rows = min(MOST_ROWS, max(1, len(rows_LC) // LIVES_PER_ROW))
+        return DecodeTimes(*np.array([some.sum(axis=0) for some in np.array_split(rows_LC, num_rows)]).T)
 
 
 def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
@@ -165,7 +198,7 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     config = trace.config
     prompt_tokens = config.workload.prompt_tokens
     logs: dict[int, EngineLog] = defaultdict(EngineLog)
-    started: dict[int, tuple[float, int]] = {}
+    started: dict[int, tuple[int, float, int]] = {}
     finished_s: dict[int, float] = {}
     length: dict[int, int] = {}
     training: list[tuple[float, ...]] = []
@@ -177,8 +210,9 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     for record in trace.records():
         now_s = record.time_s
         match record.event or record.command:
-            case StartRollout(rollout_id=one, kept_tokens=kept):
-                started[one] = (now_s, kept)
+            case StartRollout(rollout_id=one, engine=engine, kept_tokens=kept):
+                started[one] = (len(logs[engine].sent_s), now_s, kept)
+                logs[engine].sent_s.append(now_s)
             case RolloutFinished(rollout_id=one, engine=engine, spans=spans) as event:
                 if event.reward is None:
                     finished_s[one] = now_s
@@ -197,10 +231,12 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
             case TrainingFinished(train_s=seconds) if batch is not None:
                 sizes = [prompt_tokens + length.pop(one) for one in batch.rollout_ids]
                 squares, ends = sum(size**2 for size in sizes), (max(sizes), min(sizes))
-                training.append((sum(sizes), squares, len(sizes), *ends, float(batch.completes_step), seconds))
                 if phase_begins:
                     result.to_training_s.append(now_s - batch_s - seconds)
                     phase_begins = False
+                else:
+                    seconds = max(seconds, now_s - batch_s)  # its way to the trainer and back is time, too
+                training.append((sum(sizes), squares, len(sizes), *ends, float(batch.completes_step), seconds))
             case PublishWeights():
                 command_s = now_s
             case WeightsPublished(publish_s=seconds):
@@ -224,10 +260,10 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     return result
 
 
-def _end_life(log: EngineLog, started: tuple[float, int] | None, end_s: float, spans: VersionSpans) -> None:
-    if started is None or end_s <= started[0]:
+def _end_life(log: EngineLog, started: tuple[int, float, int] | None, end_s: float, spans: VersionSpans) -> None:
+    if started is None or end_s <= started[1]:
         return
-    start_s, kept = started
+    number, start_s, kept = started
     pieces = []
     begin = 0
     for version, end in zip(spans.versions, spans.ends, strict=True):
@@ -235,7 +271,7 @@ def _end_life(log: EngineLog, started: tuple[float, int] | None, end_s: float, s
             pieces.append((version, max(begin, kept), end))
         begin = end
     if pieces:
-        log.lived.append(Life(start_s, end_s, kept, pieces))
+        log.lived.append(Life(start_s, end_s, kept, pieces, number))
 
 
 def _decode_times(rows: Iterable[Iterable[float]]) -> DecodeTimes:

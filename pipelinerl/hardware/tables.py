@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -194,6 +195,10 @@ class LatencyConfig(StrictModel):
     """Seconds from the scheduler's decision to the arrival of a rollout at its engine, at least."""
     dispatch_jitter_s: Seconds = 0.0
     """Mean of the exponential delay on top of ``dispatch_s``, drawn per rollout (seconds)."""
+    request_s: Seconds = Field(default=0.0, exclude_if=not_)
+    """Seconds of an engine's front end per rollout sent to it, one rollout after the other, before ``dispatch_s``."""
+    report_s: Seconds = Field(default=0.0, exclude_if=not_)
+    """Seconds from the last token of a rollout until the scheduler hears of it; its slot is taken meanwhile."""
     reward_s: Seconds = 0.0
     """Seconds to score a finished rollout."""
     preprocess_s: Seconds = 0.0

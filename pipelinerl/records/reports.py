@@ -232,6 +232,10 @@ class RunMeasurements(Report):
     """Engines that were lost and started again (times)."""
     driver_s_per_rollout: float | None = None
     """Time that scheduler and driver spent on events, per finished rollout (s)."""
+    driver_busy_s_per_rollout: float | None = None
+    """Time that the driver worked or waited for a processor, per rollout (s). Absent in a simulation."""
+    front_end_busy_s_per_rollout: float | None = None
+    """The same of an engine's front end, per rollout of it, without the outputs of decode steps (s)."""
     ess: EssReport | None = None
     """Effective sample size. Absent without importance weights."""
     mismatch: MismatchReport | None = None

@@ -77,7 +77,15 @@ class _Engines:
     prompt_s: float
     """Prefill of a prompt."""
     dispatch_s: float
+    request_s: float
+    """Front end of an engine, per answer: one after the other."""
+    report_s: float
     answers: LengthStatistics
+
+    @property
+    def front_end_s(self) -> float:
+        """Seconds of an answer before its engine and after its last token, besides the dispatch."""
+        return self.request_s + self.report_s
 
     def step_s(self, batch: float) -> float:
         """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
@@ -85,15 +93,31 @@ class _Engines:
 
     def answer_s(self, batch: float) -> float:
         """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
-        return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s
+        return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s + self.front_end_s
 
     def busy(self, slots: float) -> float:
         """Return how many of an engine's slots are decoding on average."""
-        return slots * (1 - (self.step_s(slots) + self.dispatch_s) / self.answer_s(slots))
+        at_front_end_s, answer_s = self._at_front_end_s(slots)
+        return slots * (1 - (self.step_s(slots) + self.dispatch_s + at_front_end_s) / answer_s)
+
+    def sampling(self, slots: float) -> float:
+        """Return how many of an engine's slots are not at its front end on average."""
+        at_front_end_s, answer_s = self._at_front_end_s(slots)
+        return slots * (1 - at_front_end_s / answer_s)
+
+    def _at_front_end_s(self, slots: float) -> tuple[float, float]:
+        """Return an answer's seconds at the front end, queue included where that is the slowest, and all its own."""
+        answer_s = self.answer_s(slots)
+        queue_s = max(0.0, slots * self.request_s - answer_s)
+        return self.front_end_s + queue_s, answer_s + queue_s
 
     def batch_s(self, number: float, slots: float) -> float:
         """Return seconds for so many answers of all engines, each with so many slots full."""
         return number * self.answer_s(self.busy(slots)) / (self.number * slots)
+
+    def sent_s(self, number: float) -> float:
+        """Return seconds in which the front ends of all engines take so many answers, one after the other."""
+        return number * self.request_s / self.number
 
     def phase_s(self, number: int) -> float:
         """Return seconds from the start of so many answers to the end of the last."""
@@ -108,8 +132,9 @@ class _Engines:
             context = answers.prompt_tokens + answers.rest_context / np.maximum(answers.rest, 1e-300)
             last = self._drain_s(self.slots * answers.rest, round(self.slots * self.number), answers.rest, context)
             drain_s = max(drain_s, full + last)
+            drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
             each = self.slots  # the prefill of the others is in ``answer_s``
-        return drain_s + each * self.prompt_s + self.dispatch_s
+        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s
 
     def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
         """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
@@ -142,6 +167,8 @@ def screen(
         decode_step=decode_step,
         prompt_s=_prefill_s(hardware.prefill, answers.prompt_tokens),
         dispatch_s=hardware.latency.dispatch_s + hardware.latency.dispatch_jitter_s,
+        request_s=hardware.latency.request_s,
+        report_s=hardware.latency.report_s,
         answers=answers,
     )
     training_s = answers.training_s(
@@ -164,7 +191,8 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
     carried = 0.0
     if config.scheduler.schedule.carries_over:
         # Slots stay full, and their KV caches are computed again after the RL step.
-        phase_s = engines.batch_s(number, engines.slots) + engines.slots * _prefill_s(hardware.prefill, answers.context)
+        phase_s = max(engines.batch_s(number, engines.slots), engines.sent_s(number))
+        phase_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
         wait = answers.group_wait * engines.step_s(engines.busy(engines.slots)) / phase_s
         carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
     else:
@@ -212,9 +240,9 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
     pause_s /= scheduler.publish_every
     publishing_s = weights.publish_s / scheduler.publish_every
     trainer_s = training_s + publishing_s
-    generation_s = engines.batch_s(batch, engines.slots) + pause_s
+    generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch))
     step_s = max(trainer_s, generation_s)
-    wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s
+    wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s + engines.report_s
 
     def filled(step_s: float) -> float:
         """Slots of an engine that are full when it is asked for a batch per step."""
@@ -231,10 +259,10 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
                 break
             step_s = max(trainer_s, generation_s, (step_s + life_s / most) / 2)
             full = filled(step_s)
-    in_flight = engines.number * full
+    in_flight = engines.number * engines.sampling(full)
     queued = 0.0
     if full < engines.slots:
-        queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - in_flight
+        queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - engines.number * full
     decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s)
     after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
     late = (scheduler.publish_every - 1) / 2  # optimizer steps that the engines are behind, on average

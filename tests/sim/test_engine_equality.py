@@ -275,6 +275,13 @@ RUNS = {
     },
     "trainer waits for max_lag": {"scheduler": {"max_lag": 2}, "workload": FIXED},
     "lengths grow": {"workload": {"prompt_tokens": 0, "length": {"kind": "uniform", "max": 40, "growth": 0.5}}},
+    **{
+        f"front end, weight update {kind}": {
+            "scheduler": {"weight_update": kind, "max_lag": 1, "on_stale": "drop"},
+            "hardware": {"latency": {"request_s": 0.013, "report_s": 0.05}},
+        }
+        for kind in WeightUpdate
+    },
     "rollouts move to other engines": {
         "cluster": {"accelerators": 5, "generation_accelerators": 4},
         "scheduler": {"train_batch_size": 2, "generation_batch_size": 1, "weight_update": "abort"},

@@ -1,6 +1,7 @@
 """Tables of step times: known coefficients come back, nonsense is refused."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calibrated import GRID, NAMED, decode_rows, decode_s, numbers_of, run_of, table_of, undetermined
@@ -12,7 +13,9 @@ from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
+from pipelinerl.hardware.costs import prefill_s
 from pipelinerl.hardware.derive import derive_decode, derive_training
+from pipelinerl.hardware.tables import PrefillConfig
 
 
 def test_equal_short_contexts_do_not_make_the_cache_slow(tmp_path: Path) -> None:
@@ -81,6 +84,21 @@ def test_prefill_rows_give_the_share_of_the_peak(tmp_path: Path) -> None:
     assert result.table["coefficients"] == pytest.approx({"prefill_mfu": 0.5})
 
 
+@pytest.mark.parametrize("data", [None, NAMED], ids=["tables", "names"])
+def test_what_requests_take_besides_prefill_is_the_front_ends(tmp_path: Path, data: dict[str, Any] | None) -> None:
+    """1.5 ms for each request, and prefill as in the rows of prefill."""
+    prefill = PrefillConfig(token_s=2e-5)
+    run = None if data is None else run_of(data, "hardware.coefficients.prefill_mfu=0.5")
+    if run is not None:
+        prefill = resolved_hardware(run).prefill
+    rows = prefill_rows(prefill.token_s, prefill.token_squared_s)
+    for batch, tokens in ((1, 512), (8, 256), (32, 1024)):
+        filled_s = prefill_s(prefill, sequences=batch, tokens=batch * tokens, squares=batch * tokens**2)
+        rows.append(f"request,1,{batch},,{batch * tokens},{batch * 1.5e-3 + filled_s!r},")
+    result = calibrate_table(table_of(tmp_path / "t.csv", *rows), run)
+    assert result.table["latency"] == pytest.approx({"request_s": 1.5e-3}, rel=1e-3)
+
+
 def test_products_are_reported_and_not_fitted(tmp_path: Path) -> None:
     result = calibrate_table(table_of(tmp_path / "t.csv", "matmul,,1,,,,0.1", "matmul,,64,,,,0.8"))
     assert "matmul: utilisation 0.80 at most, with 64 rows" in result.notes[0]
@@ -128,7 +146,10 @@ def test_the_export_of_aiconfigurator_is_read_in_milliseconds(tmp_path: Path) ->
 HEADER = "kind,batch,ctx,tokens,seconds\n"
 WRONG_TABLES = {
     "no kind": ("batch,ctx,seconds\n1,512,0.1\n", "line 1: column kind is missing"),
-    "unknown kind": (HEADER + "dekode,1,512,,1\n", "line 2: kind must be one of decode, prefill, train, matmul"),
+    "unknown kind": (
+        HEADER + "dekode,1,512,,1\n",
+        "line 2: kind must be one of decode, prefill, request, train, matmul",
+    ),
     "more sequences than tokens": (HEADER + "train,8,,4,1\n", "line 2: tokens are those of all sequences"),
     "missing cell": (HEADER + "decode,1,,,0.1\n", "line 2: a decode row needs ctx"),
     "too few rows": (HEADER + "decode,1,512,,0.1\n", "decode needs at least 4 rows, got 1"),

@@ -152,6 +152,32 @@ def test_publishing_every_4_steps_costs_a_quarter_and_adds_a_lag_of_one_and_a_ha
     assert behind == pytest.approx(0.5 + 1.5)
 
 
+def test_a_report_lengthens_an_answer_and_ages_its_tokens() -> None:
+    """101 steps and 0.5 s per answer. Nothing ages on the way there; on the way back all 0.5 s count."""
+    reported, dispatched = (screened(run(FIXED, f"hardware.latency.{name}=0.5")) for name in ("report_s", "dispatch_s"))
+    assert reported.step_s == pytest.approx(dispatched.step_s)
+    in_flight = 0.5 / reported.step_s / 2  # slots at the front end, times half a step
+    assert reported.lag_mean == pytest.approx(dispatched.lag_mean + 0.5 / reported.step_s - in_flight, abs=0.01)
+
+
+def test_a_front_end_that_is_the_slowest_takes_a_batch_one_by_one() -> None:
+    """8 answers on 2 engines, 0.5 s each; conventional: 4 on each of 4 engines, and then the last one's 100 steps."""
+    slow = "hardware.latency.request_s=0.5"
+    assert screened(run(FIXED, slow)).step_s == pytest.approx(4 * 0.5)
+    conventional = ("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=2")
+    assert screened(run(FIXED, slow, *conventional)).generation_s == pytest.approx((4 * 0.5 + 100 * 0.014) / 2)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
+@pytest.mark.parametrize("request_s", [0.01, 0.1, 0.4])
+def test_the_front_end_of_the_closed_form_is_that_of_the_simulator(kind: str, request_s: float) -> None:
+    """Idle, busy about half of the time, and the slowest of all."""
+    changes = (f"scheduler.kind={kind}", f"hardware.latency.request_s={request_s}", "hardware.latency.report_s=0.5")
+    config = run(SPREAD, *changes)
+    report = simulate(config)
+    assert screened(config).step_s == pytest.approx(report.duration_s / report.optimizer_steps, rel=0.15)
+
+
 # ----------------------------------------------------------------------------------------- identities
 
 
