@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from backends.engines import EngineHandle, EnginePool
@@ -24,13 +25,15 @@ from backends.state import DriverState, Keeper, fresh_state
 from backends.task_client import TaskClient
 from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
+from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
 from pipelinerl.rl.tasks import Task
 from pipelinerl.scheduler.events import StopReason
 
 LOG = logging.getLogger("pipelinerl")
+LOST_POLL_S = 1.0
+"""Seconds between two looks at what all parts need; what is gone twice running is lost."""
 TRAINER_POLL_S = 0.1
 """Seconds between two looks at whether the run has failed while the trainer is waited for."""
 
@@ -65,7 +68,7 @@ class Driver:
         assert sorted(parts.engines) == list(range(config.num_engines))
         assert (parts.reference is not None) is (config.train.loss.kl_coefficient > 0)
         self._config, self._train_config = config, config.train
-        self._trainer, self._keeper = parts.trainer, keeper
+        self._trainer, self._keeper, self._lost = parts.trainer, keeper, parts.lost
         self._resumed = state is not None
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
@@ -117,6 +120,8 @@ class Driver:
                 f"interrupted before anything new, after {state.version} optimizer steps; --resume goes on from there"
             )
         try:
+            if self._lost is not None:
+                self._tasks.spawn(self._watch(self._lost))
             await self._tasks.unless_ended(self._bring_up(), before)
             if self._train_config.evaluation.problems and not self._resumed:
                 state.evaluation["success_before"] = await self._tasks.unless_ended(
@@ -143,6 +148,16 @@ class Driver:
         rates = self._state.evaluation
         evaluation = EvaluationReport(**rates) if rates else None
         return self.metrics.summary().model_copy(update={"evaluation": evaluation})
+
+    async def _watch(self, lost: Callable[[], str | None]) -> None:
+        """End the run when what all parts need is gone."""
+        before = None
+        while True:
+            await asyncio.sleep(LOST_POLL_S)
+            why = await asyncio.to_thread(lost)
+            if why is not None and before is not None:
+                raise BackendError(f"{why}; --resume goes on from the last checkpoint, if there is one")
+            before = why
 
     # ------------------------------------------------------------------------------------- start
 

@@ -18,7 +18,7 @@ All calls on engines, trainer and reference model are coroutines: the driver wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -351,6 +351,8 @@ class Parts:
     """The model at the start; there if ``loss.kl_coefficient`` is above 0."""
     group: GroupMembers | None = None
     """Trainer and engines where weights are sent through a group; None: weights lie where engines find them."""
+    lost: Callable[[], str | None] | None = None
+    """Says what all parts need and is gone, if something is; called again and again, in a thread. None: nothing."""
 
 
 class Backend(Protocol):

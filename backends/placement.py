@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -27,62 +26,34 @@ from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts
 from backends.preflight import trainer_ranks
+from backends.ray_cluster import lost
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
-SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
-"""Environment variable: Ray ends what a dead actor has started."""
 PLACEMENT_TIMEOUT_S = 600.0
 """Seconds to wait for accelerators that exist and are in use."""
-OBJECT_STORE_BYTES = 512 * 2**20
-"""Shared memory of a Ray of our own (bytes): holds the samples on their way to the ranks."""
 
 
 @contextlib.contextmanager
-def ray_cluster(config: RunConfig) -> Iterator[PlacementGroup]:
-    """Join or start a Ray cluster and set the run's accelerators aside.
+def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
+    """Set the run's accelerators aside in the Ray cluster that this process is connected to.
 
     Raises:
-        ConfigError: If the cluster cannot be reached, or has too few accelerators.
+        ConfigError: If the cluster has too few, or they are not free.
     """
-    assert config.train is not None
-    address = config.train.ray_address
-    subreaper_before = os.environ.get(SUBREAPER)
-    if address is None:
-        # What a killed actor has started must not outlive it: vLLM's processes are children of their actor.
-        os.environ.setdefault(SUBREAPER, "true")
-        own: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
-        own["num_cpus"] = os.cpu_count()
-    else:
-        own = {"address": address}
+    _check_capacity(config)
+    group = placement_group(_bundles(config), strategy="PACK")
     try:
-        ray.init(log_to_driver=False, configure_logging=False, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"train.ray_address must lead to a running Ray cluster, got {address!r}: {error}") from None
-    finally:
-        if subreaper_before is None:  # the next cluster of this process has its own choice
-            os.environ.pop(SUBREAPER, None)
-    # Ray prints on stdout that an actor died, whatever its settings: the summary goes there, and the loss is logged.
-    ray._private.worker._worker_logs_enabled = False
-    with contextlib.suppress(ValueError):  # not the main thread
-        # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        _check_capacity(config)
-        group = placement_group(_bundles(config), strategy="PACK")
-        try:
-            ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
-        except ray.exceptions.GetTimeoutError:
-            raise ConfigError(
-                f"cluster.accelerators={config.cluster.accelerators} are not free in the Ray cluster, "
-                f"after {PLACEMENT_TIMEOUT_S:.0f} s"
-            ) from None
-        yield group
-        remove_placement_group(group)
-    finally:
-        ray.shutdown()
+        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ConfigError(
+            f"cluster.accelerators={config.cluster.accelerators} are not free in the Ray cluster, "
+            f"after {PLACEMENT_TIMEOUT_S:.0f} s"
+        ) from None
+    yield group
+    remove_placement_group(group)
 
 
 def _resource(config: RunConfig) -> str:
@@ -146,6 +117,7 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path) -> Parts
         codec=load_codec(config.train.model.path),
         reference=_make_reference(config, places),
         group=None if transport(config) == "file" else members,
+        lost=lost,
     )
 
 

@@ -39,9 +39,12 @@ class VLLMDeepSpeed:
     @contextlib.contextmanager
     def open(self, config: RunConfig) -> Iterator[Parts]:
         """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
-        from backends.placement import make_parts, ray_cluster, weights_folder
+        from backends.placement import accelerators, make_parts, weights_folder
+        from backends.ray_cluster import ray_cluster
 
-        with ray_cluster(config) as places, weights_folder(config) as folder:
+        assert config.train is not None
+        address = config.train.ray_address
+        with ray_cluster(address), accelerators(config) as places, weights_folder(config) as folder:
             yield make_parts(config, places, folder)
 
 

@@ -36,7 +36,8 @@ from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
 from backends.interface import TRANSFER_ATTEMPTS, Weights
-from backends.transfer.broadcast import BroadcastGroup, described, open_store, own_address
+from backends.transfer.broadcast import BroadcastGroup, described
+from backends.transfer.meeting import MeetingStore, own_address
 from backends.transfer.weights_check import checksums
 from backends.transfer.weights_file import write_weights
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
@@ -100,9 +101,9 @@ class TrainerRank:
 
     def free_address(self) -> tuple[str, int]:
         """Return this machine's address and a port that is free now, for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return own_address(), probe.getsockname()[1]
+        address = own_address()
+        with socket.create_server((address, 0)) as probe:
+            return address, probe.getsockname()[1]
 
     def start(self, master_address: str, master_port: int) -> None:
         """Meet the other ranks and load the model, at version 0.
@@ -152,13 +153,17 @@ class TrainerRank:
         """
         if torch.distributed.is_initialized():
             return
-        settings = self._settings
+        settings, timeout_s = self._settings, self._settings.trainer.step_timeout_s
+        if settings.rank == 0:
+            store: Any = MeetingStore(master_address, master_port, timeout_s=timeout_s)
+        else:
+            store = torch.distributed.TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
         torch.distributed.init_process_group(
             "gloo" if settings.device == "cpu" else "nccl",
-            init_method=f"tcp://{master_address}:{master_port}",
+            store=store,
             rank=settings.rank,
             world_size=settings.num_ranks,
-            timeout=timedelta(seconds=settings.trainer.step_timeout_s),
+            timeout=timedelta(seconds=timeout_s),
         )
 
     def _optimizer(self, model: PolicyModel) -> torch.optim.Optimizer:
@@ -297,7 +302,7 @@ class TrainerRank:
             self._group.leave()
             self._group = None
         address = own_address()
-        self._store = open_store(address, timeout_s=timeout_s)
+        self._store = MeetingStore(address, timeout_s=timeout_s)
         return address, self._store.port
 
     def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:

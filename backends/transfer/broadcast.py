@@ -24,7 +24,6 @@ for until the GPU is done with it.
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
 from backends.transfer.checksum64 import as_bytes
+from backends.transfer.meeting import MeetingStore
 from pipelinerl.errors import BackendError
 
 BUCKET_BYTES = 256 * 2**20
@@ -106,17 +106,6 @@ def seen_as(row: torch.Tensor, place: Place) -> torch.Tensor:
     return row[place.begin : place.end].view(place.dtype).reshape(place.shape)
 
 
-def open_store(address: str, *, timeout_s: float) -> TCPStore:
-    """Return what a group meets at: a store on this machine, at a port that was free (``store.port``).
-
-    Args:
-        address: Of this machine, as the others reach it.
-        timeout_s: Longest wait for an answer of it (seconds).
-    """
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(address, 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
-
-
 class BroadcastGroup:
     """One member of a group. Joining returns when all members have joined.
 
@@ -152,6 +141,8 @@ class BroadcastGroup:
         try:
             self._group: Any = _process_group(store, rank, num_members, device, self._timeout)
             self._vote(refused=False)  # NCCL connects the members at the first collective
+            if isinstance(store, MeetingStore):
+                store.close_to_others()
         except Exception as error:
             raise BackendError(self._failure("join", "join", began, error)) from error
 
@@ -324,13 +315,3 @@ def _process_group(
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device(kind), backend_type, backend)
     return group
-
-
-def own_address() -> str:
-    """Return the address that other machines reach this one at; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-        except OSError:  # no network
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])

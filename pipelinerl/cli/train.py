@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.interrupts import said_if_interrupted
 from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, needs_extra, print_json
 from pipelinerl.errors import ConfigError
 
@@ -22,6 +24,11 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
+    with said_if_interrupted():
+        _train(run, overrides, seed, out, resume=resume, as_json=as_json)
+
+
+def _train(run: Path, overrides: list[str], seed: int | None, out: Path | None, *, resume: bool, as_json: bool) -> None:
     from analysis.plot import draw
     from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.check import check_config

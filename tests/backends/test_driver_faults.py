@@ -22,6 +22,7 @@ from in_memory import (
     run_checked,
 )
 
+import backends.driver
 from backends.fake import FakeTrainer
 from pipelinerl.errors import BackendError, RunFailedError
 from pipelinerl.rl.tasks import Problem
@@ -150,3 +151,13 @@ def test_a_prompt_without_a_token_fails(out, caplog):
     task.problem = lambda index, *, held_out: Problem("" if index % 2 else "some", index)
     assert run_checked(config, out, parts_of(config, task=task)).rollouts.failed > 0
     assert "its prompt has 0 tokens" in caplog.text
+
+
+def test_a_run_ends_when_what_all_parts_need_is_gone_and_not_at_the_first_doubt(out, monkeypatch):
+    monkeypatch.setattr(backends.driver, "LOST_POLL_S", 0.01)
+    answers = iter([None, "a hiccup", None, "the head is gone: no route"])
+    config = config_of(steps=1000)
+    parts = parts_of(config, trainer=FakeTrainer(train_batch_size=8, train_s=0.01))
+    parts.lost = lambda: next(answers, "the head is gone: refused")
+    with pytest.raises(BackendError, match=r"^the head is gone: refused; --resume goes on from the last checkpoint"):
+        run(config, out, parts)

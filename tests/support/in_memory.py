@@ -6,6 +6,7 @@ import json
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -90,6 +91,7 @@ class Parts:
     task: Letters
     reference: FakeReference | None = None
     group: GroupMembers | None = None
+    lost: Callable[[], str | None] | None = None
 
 
 def parts_of(config, *, trainer=None, task=None, step_s=0.0):
@@ -110,6 +112,7 @@ def run(config, out, parts, *, resume=False):
         codec=FakeCodec(),
         reference=parts.reference,
         group=parts.group,
+        lost=parts.lost,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's

@@ -23,10 +23,10 @@ from backends.transfer.broadcast import (  # noqa: E402
     described,
     fill,
     layout,
-    open_store,
     seen_as,
 )
 from backends.transfer.checksum64 import as_bytes  # noqa: E402
+from backends.transfer.meeting import MeetingStore  # noqa: E402
 from backends.transfer.weights_check import checksum, checksums, verified  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
@@ -98,7 +98,7 @@ def weights() -> Tensors:
 
 def sender(num_members: int, *, timeout_s: float = 20.0) -> tuple[Any, Callable[[], BroadcastGroup]]:
     """Return the store, and what joins as rank 0."""
-    store = open_store("127.0.0.1", timeout_s=timeout_s)
+    store = MeetingStore("127.0.0.1", timeout_s=timeout_s)
     names = ["trainer", *(f"engine {number}" for number in range(num_members - 1))]
     return store, lambda: BroadcastGroup(
         store, rank=0, num_members=num_members, device=CPU, timeout_s=timeout_s, names=names

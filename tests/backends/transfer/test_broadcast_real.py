@@ -28,7 +28,7 @@ from tiny_trainer import samples, settings  # noqa: E402
 
 from backends.deepspeed.trainer import DeepSpeedTrainer  # noqa: E402
 from backends.interface import GenerateRequest, GroupMembers, UpdateTimes, Weights  # noqa: E402
-from backends.placement import SUBREAPER  # noqa: E402
+from backends.ray_cluster import SUBREAPER  # noqa: E402
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.group import WeightSyncGroup  # noqa: E402
 from backends.transfer.weights_check import checksums  # noqa: E402

@@ -219,9 +219,10 @@ class Sender:
     async def meet(self, engine: VLLMEngine) -> None:
         import torch
 
-        from backends.transfer.broadcast import BroadcastGroup, open_store
+        from backends.transfer.broadcast import BroadcastGroup
+        from backends.transfer.meeting import MeetingStore
 
-        store = open_store("127.0.0.1", timeout_s=30)
+        store = MeetingStore("127.0.0.1", timeout_s=30)
         options = {"rank": 0, "num_members": 2, "device": torch.device("cpu"), "timeout_s": 30}
         joining = asyncio.to_thread(BroadcastGroup, store, **options)
         self.group, _ = await asyncio.gather(

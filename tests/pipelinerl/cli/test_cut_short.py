@@ -11,8 +11,11 @@ import pytest
 from command_line import TINY, Command, assert_fails, has_rows, program, started, wait_for
 from run_folders import rows_of
 
+from pipelinerl.cli.interrupts import said_if_interrupted
 from pipelinerl.config.run_file import load_run
+from pipelinerl.errors import ConfigError, RunInterruptedError
 
+ARITHMETIC = Path(__file__).parents[3] / "examples" / "tiny_arithmetic.toml"
 ENDLESS = ("--set", "optimizer_steps=1000000")
 
 
@@ -90,16 +93,47 @@ def test_the_workers_of_a_killed_comparison_end_too(tmp_path: Path, tiny: Path) 
     assert steps.stat().st_size == size
 
 
-CTRL_C_AT_IMPORT = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "finder = type('Finder', (), {'find_spec': staticmethod("
-    "lambda name, *_: signal.raise_signal(signal.SIGINT) if name == 'typer' else None)}); "
-    "sys.meta_path.insert(0, finder)"
-)
+def ctrl_c_at_import_of(module: str) -> str:
+    return (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "finder = type('Finder', (), {'find_spec': staticmethod("
+        f"lambda name, *_: signal.raise_signal(signal.SIGINT) if name == '{module}' else None)}}); "
+        "sys.meta_path.insert(0, finder)"
+    )
 
 
 def test_ctrl_c_while_the_program_is_still_being_loaded_is_one_line() -> None:
     done = subprocess.run(
-        [*program(CTRL_C_AT_IMPORT), "--help"], capture_output=True, text=True, timeout=60, check=False
+        [*program(ctrl_c_at_import_of("typer")), "--help"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "pipelinerl: interrupted\n")
+
+
+INTERRUPTED = "interrupted; --resume goes on from the last checkpoint if there is one"
+
+
+@pytest.mark.parametrize("module", ["analysis.plot", "backends.run"])
+def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(tmp_path: Path, module: str) -> None:
+    command = [*program(ctrl_c_at_import_of(module)), "train", str(ARITHMETIC), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"pipelinerl: {INTERRUPTED}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_whatever_a_library_makes_of_ctrl_c_it_is_that_line() -> None:
+    def load() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("libsomething could not be initialised") from None
+
+    with pytest.raises(RunInterruptedError, match=INTERRUPTED), said_if_interrupted():
+        load()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_errors_are_not_interruptions() -> None:
+    with pytest.raises(ImportError), said_if_interrupted():
+        raise ImportError("libsomething is not there")
+    with pytest.raises(ConfigError), said_if_interrupted():
+        raise ConfigError("key must be another")
