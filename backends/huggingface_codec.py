@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.errors import ConfigError
@@ -30,7 +31,8 @@ def load_codec(path: str) -> HuggingFaceCodec:
     """Load the tokenizer of the model in a folder.
 
     Raises:
-        ConfigError: If it cannot be loaded, or has no end token among the model's embeddings.
+        ConfigError: If it cannot be loaded, its files are not there or know no text (transformers makes up an empty
+            one then), or it has no end token among the model's embeddings.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -38,6 +40,11 @@ def load_codec(path: str) -> HuggingFaceCodec:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:
         raise ConfigError(f"train.model.path: its tokenizer cannot be loaded: {first_line(error)}") from None
+    files = sorted(set(tokenizer.vocab_files_names.values()))
+    if not any((Path(path) / name).is_file() for name in files):
+        raise ConfigError(f"train.model.path must hold the tokenizer, {' or '.join(files)}, got {path!r}")
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise ConfigError(f"train.model.path must hold a tokenizer that knows text, got {path!r}")
     num_embeddings = AutoConfig.from_pretrained(path).vocab_size
     if tokenizer.eos_token_id is None or tokenizer.eos_token_id >= num_embeddings:  # beyond: made up by transformers
         raise ConfigError(f"train.model.path must have a tokenizer with an end token (eos_token), got {path!r}")

@@ -34,7 +34,15 @@ import numpy as np
 
 from backends.busy import busy_s
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
-from backends.vllm.process import VLLMSettings, check_model, end_processes, make_llm, process_tree
+from backends.vllm.process import (
+    VLLMSettings,
+    check_model,
+    end_processes,
+    make_llm,
+    process_tree,
+    remove_shared_memory,
+    shared_memory_of,
+)
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from pipelinerl.util.user_code import kind_and_line
@@ -52,6 +60,7 @@ class VLLMEngine:
         self._settings = settings
         self._llm: Any = None
         self._processes: list[Any] = []
+        self._before: set[multiprocessing.process.BaseProcess] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._loss: str | None = None
         self._lost = asyncio.Event()
@@ -73,17 +82,16 @@ class VLLMEngine:
         check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()
-        before = set(multiprocessing.active_children())
+        self._before = set(multiprocessing.active_children())
         try:
             async with asyncio.timeout(settings.start_timeout_s):
                 await asyncio.to_thread(self._launch)
-                self._processes = process_tree(before)
+                self._processes = process_tree(self._before)
                 self._watcher = asyncio.create_task(self._watch())
                 warm_up = GenerateRequest(-1, prompt_tokens=(0,), max_new_tokens=1, seed=0, temperature=1.0)
                 await self.generate(warm_up)
         except BaseException as error:
             seconds = time.perf_counter() - began
-            self._processes = self._processes or process_tree(before)
             await self.shutdown()
             if isinstance(error, ConfigError) or not isinstance(error, Exception):
                 raise
@@ -115,8 +123,17 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.shutdown()
-        processes, self._processes = self._processes, []
+        before, self._before = self._before, None
+        if before is None:
+            return
+        processes, self._processes = self._processes or process_tree(before), []
+        shared = await asyncio.to_thread(shared_memory_of, processes)
         await asyncio.to_thread(end_processes, processes)
+        remove_shared_memory(shared)
+
+    async def shared_memory(self) -> set[str]:
+        """Return the files of shared memory that would be left if this process were killed."""
+        return await asyncio.to_thread(shared_memory_of, self._processes)
 
     async def sleep(self) -> None:
         """Move the weights to main memory and drop the KV cache; nothing is in progress. Not colocated: nothing."""

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from pipelinerl.errors import ConfigError
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Python's shared memory (psm_*) and semaphores (sem.mp-*) are; of a killed process nobody removes them."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes have to end before they are killed."""
 MIN_BATCHED_TOKENS = 8192
@@ -119,6 +121,32 @@ def process_tree(before: set[multiprocessing.process.BaseProcess]) -> list[Any]:
             process = psutil.Process(child.pid)
             tree += [process, *process.children(recursive=True)]
     return tree
+
+
+def shared_memory_of(processes: list[Any]) -> set[str]:
+    """Return the files of shared memory and semaphores that processes, and this one, have in use (Linux).
+
+    They are known by their inodes: that of a semaphore is mapped under another name.
+    """
+    mapped = set()
+    for pid in (os.getpid(), *(process.pid for process in processes)):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped |= {line.split()[4] for line in lines if f" {SHARED_MEMORY}/" in line}
+    files = [*SHARED_MEMORY.glob("psm_*"), *SHARED_MEMORY.glob("sem.mp-*")]
+    found = set()
+    for path in files:
+        with contextlib.suppress(OSError):
+            if str(path.stat().st_ino) in mapped:
+                found.add(str(path))
+    return found
+
+
+def remove_shared_memory(paths: set[str]) -> None:
+    """Remove what the processes that used it, which have ended, have left."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def end_processes(processes: list[Any]) -> None:

@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
-from backends.vllm.process import VLLMSettings
+from backends.vllm.process import VLLMSettings, remove_shared_memory
 from pipelinerl.errors import EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate
 
@@ -30,6 +30,7 @@ class RayEngine:
     def __init__(self, settings: VLLMSettings, options: dict[str, Any]) -> None:
         self._settings, self._options = settings, options
         self._actor: Any = None
+        self._shared_memory: set[str] = set()
         self.num_started = 0
 
     async def start(self) -> None:
@@ -37,6 +38,7 @@ class RayEngine:
         self.num_started += 1
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
         await self._call("start")
+        self._shared_memory = await self._call("shared_memory")
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Generate one answer; see ``interface.Engine``."""
@@ -79,6 +81,8 @@ class RayEngine:
                 await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
         finally:  # also when cancelled: no other object holds the actor
             ray.kill(actor)
+            remove_shared_memory(self._shared_memory)  # on another machine it is not, and what a kill left there stays
+            self._shared_memory = set()
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         actor = self._actor

@@ -66,6 +66,17 @@ def copied(model, folder, name, change):
         path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
+def without_tokenizer(model, folder):
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").unlink()
+
+
+def without_words(data):
+    special = {one["content"] for one in data["added_tokens"]}
+    words = {word: number for word, number in data["model"]["vocab"].items() if word in special}
+    return data | {"model": data["model"] | {"vocab": words}}
+
+
 def without_end(data):
     return {key: value for key, value in data.items() if key != "eos_token"}
 
@@ -87,6 +98,8 @@ def without_weights(_, folder):
         (lambda *_: None, "must be a folder with a model (config.json), got"),
         (without_weights, "must hold weights as *.safetensors"),
         (of_unknown_kind, "its config.json cannot be used"),
+        (without_tokenizer, "must hold the tokenizer, merges.txt or tokenizer.json or vocab.json, got"),
+        (lambda *at: copied(*at, "tokenizer.json", without_words), "must hold a tokenizer that knows text, got"),
         (lambda *at: copied(*at, "*token*.json", without_end), "must have a tokenizer with an end token (eos_token)"),
         (
             lambda *at: copied(*at, "config.json", lambda data: data | {"tie_word_embeddings": True}),
