@@ -44,6 +44,7 @@ from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
+from pipelinerl.util.user_code import kind_and_line
 
 KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""
@@ -350,8 +351,15 @@ class TrainerRank:
         return f"version {version} was refused {TRANSFER_ATTEMPTS} times (workers: {num_refusing})"
 
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer and schedule; every rank writes its own part."""
-        self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        """Write parameters, optimizer and schedule; every rank writes its own part.
+
+        Raises:
+            BackendError: With the folder, if it cannot be written: neither Python's nor torch's own error names a path.
+        """
+        try:
+            self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        except (OSError, RuntimeError) as error:
+            raise BackendError(f"cannot write {folder}: {kind_and_line(error)}") from error
 
     def load(self, folder: Path) -> None:
         """Go on from what ``save`` wrote with as many ranks and the same ZeRO stage.

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from backends.transfer.weights_check import checksums, verified
 from pipelinerl.errors import BackendError
+from pipelinerl.util.user_code import kind_and_line
 
 
 def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -30,7 +31,7 @@ def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[st
         Checksum of each parameter.
 
     Raises:
-        OSError: If the file cannot be written; nothing is left behind then.
+        BackendError: If the file cannot be written; nothing is left behind then.
     """
     path = Path(path)
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -38,6 +39,8 @@ def write_weights(path: Path | str, tensors: dict[str, torch.Tensor]) -> dict[st
     try:
         save_file(on_cpu, str(partial), metadata={"format": "pt"})
         partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise BackendError(f"cannot write {path}: {kind_and_line(error)}") from error
     finally:
         partial.unlink(missing_ok=True)
     return checksums(on_cpu.items())

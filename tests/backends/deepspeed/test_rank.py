@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,19 @@ def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
 def test_a_missing_checkpoint_is_named(model_path: Path, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"checkpoint cannot be loaded: .*nothing"):
         started(model_path).load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_a_checkpoint_that_cannot_be_written_is_named(model_path: Path, tmp_path: Path, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    rank = TrainerRank(settings(model_path))
+    rank._engine = SimpleNamespace(save_checkpoint=fail)
+    with pytest.raises(
+        BackendError, match=f"cannot write {tmp_path}: (OSError: .*No space left|RuntimeError: file write)"
+    ):
+        rank.save(tmp_path)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -58,6 +58,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     assert (tmp_path / "weights").read_bytes() == before
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "weights"
+    with pytest.raises(BackendError, match=rf"^cannot write {path}: .*No such file"):
+        write_weights(path, tensors())
+
+
 def test_every_fault_of_a_file_is_named(tmp_path: Path) -> None:
     path, written = tmp_path / "weights", tensors()
     expected = write_weights(path, written)
