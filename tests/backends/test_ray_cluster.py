@@ -1,0 +1,117 @@
+"""A Ray of our own under a run of parts in memory: who reaches it, and what is left when it ends, or is ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from command_line import program
+
+psutil = pytest.importorskip("psutil")
+pytest.importorskip("ray")
+pytest.importorskip("tensorboard")
+
+pytestmark = pytest.mark.real
+ROOT = Path(__file__).parents[2]
+STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+LIMIT_S = 60.0
+
+
+class Run:
+    """`pipelinerl train` in a process group of its own, that heeds Ctrl-C."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "out"
+        first = (
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import on_ray; on_ray.install()"
+        )
+        sets = ["optimizer_steps=1000000", "train.evaluation.problems=0"]
+        self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short, for sockets
+        self.process = subprocess.Popen(
+            [*program(first), "train", str(ROOT / "examples" / "tiny_arithmetic.toml"), "--out", str(self.out)]
+            + [part for one in sets for part in ("--set", one)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))}
+            | {"TMPDIR": str(self.temporary)},
+        )
+        self.seen: set[psutil.Process] = set()
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The processes it has started, by name."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.seen |= set(found)
+        return {one.name(): one for one in found if one.is_running()}
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        over = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < over
+            time.sleep(0.02)
+
+    def runs(self) -> None:
+        self.until(lambda: (self.out / "metrics.jsonl").exists() and (self.out / "metrics.jsonl").stat().st_size > 0)
+        self.children()
+
+    def ends_in_one_line(self, within_s: float) -> str:
+        """Wait until it has ended, with status 1 and without leaving anything; return what it said."""
+        began = time.monotonic()
+        stdout, stderr = self.process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - began < within_s
+        assert (self.process.returncode, stdout) == (1, ""), stderr
+        assert [one for one in self.seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+        assert list(self.temporary.iterdir()) == []
+        (line,) = stderr.splitlines()
+        return line
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    started = Run(tmp_path)
+    yield started
+    for one in started.seen:
+        if one.is_running():
+            one.kill()
+    started.process.kill()
+    started.process.communicate()
+    shutil.rmtree(started.temporary)
+
+
+def test_it_listens_on_loopback_and_wants_a_token_and_its_lost_head_ends_the_run(run: Run) -> None:
+    run.runs()
+    ports = {
+        (one.laddr.ip.removeprefix("::ffff:"), one.laddr.port): name
+        for name, process in [*run.children().items(), ("driver", psutil.Process(run.process.pid))]
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert {ip for ip, _ in ports} == {"127.0.0.1"}, ports
+    (head,) = (f"{ip}:{port}" for (ip, port), name in ports.items() if name == "gcs_server")
+    stranger = subprocess.run(
+        [sys.executable, "-c", STRANGER, head], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert stranger.returncode != 0
+    assert "AuthenticationError" in stranger.stderr
+    run.children()["gcs_server"].kill()
+    line = run.ends_in_one_line(within_s=30)
+    assert line.startswith(f"pipelinerl: Ray's head (GCS) at {head} is gone: ")
+    assert line.endswith("--resume goes on from the last checkpoint, if there is one")
+
+
+def test_ctrl_c_while_ray_starts(run: Run) -> None:
+    run.until(lambda: "gcs_server" in run.children())
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends_in_one_line(within_s=15).startswith("pipelinerl: interrupted; --resume goes on from the last")
+    assert not run.out.exists()
