@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +11,7 @@ from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOptio
 from pipelinerl.errors import ConfigError
 
 
+@said_if_interrupted()
 def train(
     run: RunArgument,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
@@ -24,11 +24,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
-    with said_if_interrupted():
-        _train(run, overrides, seed, out, resume=resume, as_json=as_json)
-
-
-def _train(run: Path, overrides: list[str], seed: int | None, out: Path | None, *, resume: bool, as_json: bool) -> None:
     from analysis.plot import draw
     from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.check import check_config
