@@ -26,8 +26,8 @@ class PlanConfig(StrictModel):
     """Accelerators that generate, where others train. None: about 32 even splits."""
     tensor_parallel: Values | None = None
     """Accelerators of one engine. None: 1, 2, 4, 8, or if none of these holds the model, the two smallest of 16, 32,
-    64, ... that do; the run file's alone where it gives ``decode`` or ``kv_cache_tokens`` as numbers, which hold for one
-    size of engine."""
+    64, ... that do; the run file's alone where it gives ``decode`` or ``kv_cache_tokens`` as numbers, which hold for
+    one size of engine."""
     generation_batch_size: Values | None = None
     """Sequences in progress per engine. None: 16, 24, 32, 48, ... 1024, as far as the KV cache holds them."""
     optimizer_steps_per_rl_step: Values | None = None

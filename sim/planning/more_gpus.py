@@ -14,6 +14,8 @@ from sim.planning.simulate import Outcome
 
 NOTHING = 0.005
 """Gain in throughput that counts for nothing (relative)."""
+FEW_SEQUENCES = 4
+"""Sequences per rank below which a trainer's time is decided by the longest of them (count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     given = f"{more} more GPU{'s give' if more > 1 else ' gives'}"
     limit = _broken(outcome, free.screened, screener, limits)
     if limit is None and free.gain <= NOTHING:
-        return f"{given} nothing: {_what_stays(free, outcome)}"
+        return f"{given} nothing: {_what_stays(free, screener)}"
     if limit is None:
         return f"{given} {_in_words(free, outcome, more)}"
     reason = limit.value
@@ -109,17 +111,37 @@ def _in_words(grown: _Grown, outcome: Outcome, more: int) -> str:
     return f"{grown.gain:+.0%}{slots}, {sides.get(grown.generating, f'{grown.generating} of them to generate')}"
 
 
-def _what_stays(grown: _Grown, outcome: Outcome) -> str:
+def _what_stays(grown: _Grown, screener: Screener) -> str:
     """Return why more GPUs give nothing."""
-    estimate = grown.screened.estimate
-    if outcome.candidate.config.colocated:
-        return f"the longest answers and the switches take {estimate.generation_s:.3g} s of a step with them too"
+    config, estimate = grown.screened.candidate.config, grown.screened.estimate
+    if config.colocated:
+        sequences, slots = config.rl_step_rollouts, config.scheduler.generation_batch_size
+        each = sequences / config.num_engines
+        few = f"the {sequences} sequences of an RL step are {each:.3g} for each engine with {slots} slots, "
+        return (
+            f"{few if each < slots else ''}the longest answers and the switches take {estimate.generation_s:.3g} s of "
+            f"a step of {estimate.step_s:.3g} s with them too"
+        )
     if estimate.generation_s > estimate.training_s + estimate.publishing_s:
-        return f"generation takes {estimate.generation_s:.3g} s per step with them too"
+        lag, free = config.scheduler.max_lag, _without_bound(grown.screened.candidate, screener)
+        bound = f", as max_lag={lag} keeps slots free ({free:+.0%} without a bound)" if free > NOTHING else ""
+        return f"generation takes {estimate.generation_s:.3g} s per step with them too{bound}"
     return (
-        f"training takes {estimate.training_s:.3g} s and publishing {estimate.publishing_s:.3g} s per step with "
-        "them too"
+        f"training takes {estimate.training_s:.3g} s{_why_training_stays(config, estimate.training_s, screener)} and "
+        f"publishing {estimate.publishing_s:.3g} s per step with them too"
     )
+
+
+def _why_training_stays(config: RunConfig, training_s: float, screener: Screener) -> str:
+    """Return why a trainer of more GPUs is not faster, if that is known: fixed costs, or too few sequences."""
+    training, scheduler = screener.resolved(config).training, config.scheduler
+    fixed_s = training.step_s + training.micro_batch_s * scheduler.train_batch_size / scheduler.micro_batch
+    if fixed_s > training_s / 2:
+        return f" ({fixed_s:.3g} s of it whatever the number of GPUs)"
+    if training.sequence_accelerators is None:
+        return ""
+    each = scheduler.train_batch_size * training.sequence_accelerators / config.training_accelerators
+    return f" (B={scheduler.train_batch_size} is {each:.2g} sequences for each rank)" if each < FEW_SEQUENCES else ""
 
 
 def _best(outcome: Outcome, screener: Screener, more: int, limits: Limits | None) -> _Grown | None:

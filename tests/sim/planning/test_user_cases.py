@@ -89,12 +89,31 @@ def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
     assert free.endswith(f"; 1 more GPU gives +{without}%, all to generate")
 
 
-def test_more_gpus_that_give_nothing_are_explained() -> None:
-    """Publication is most of a step, whatever the number of GPUs."""
-    slow = ("hardware.training={token_s=0.0, step_s=10.0}", "hardware.weights={publish_s=5}", "plan.publish_every=[1]")
-    small = ("plan.generation_accelerators=[8]", "plan.generation_batch_size=[32]", "plan.mean_lag_limit=50")
-    verdict = planned(*SIXTEEN, PIPELINE, *slow, *small).recommended.verdict
-    assert verdict.endswith("1 more GPU gives nothing: training takes 10 s and publishing 5 s per step with them too")
+ONE_SIZE = ("plan.generation_accelerators=[8]", "plan.generation_batch_size=[32]", "plan.mean_lag_limit=50")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        pytest.param((PIPELINE, "hardware.training={token_s=0.0, step_s=10.0}", "hardware.weights={publish_s=5}"),
+            "training takes 10 s (10 s of it whatever the number of GPUs) and publishing 5 s per step with them too",
+            id="fixed costs"),
+        pytest.param((PIPELINE, "hardware.training={token_s=0.1, sequence_accelerators=1}", "workload.group_size=2",
+            "scheduler.train_batch_size=8", "plan.max_lag=[50]", "workload.length={kind='fixed', max=100}"),
+            "training takes 12 s (B=8 is 0.89 sequences for each rank) and publishing 0 s per step with them too",
+            id="a sequence of 120 tokens for each rank, and one rank without"),
+        pytest.param(("plan.schedulers=['conventional']", "plan.optimizer_steps_per_rl_step=[1]",
+            "workload.length={kind='fixed', max=100}", "scheduler.train_batch_size=8", "workload.group_size=2",
+            "hardware.decode={kind='affine', step_s=1.0}", "hardware.training={token_s=1e-9}", "hardware.switch={}"),
+            "the 8 sequences of an RL step are 0.471 for each engine with 32 slots, the longest answers and the "
+            "switches take 101 s of a step of 101 s with them too", id="8 sequences on 17 engines"),
+    ],
+)  # fmt: skip
+def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], why: str) -> None:
+    verdict = planned(
+        *SIXTEEN, "plan.publish_every=[1]", *ONE_SIZE, "hardware.weights={}", *overrides
+    ).recommended.verdict
+    assert verdict.partition("1 more GPU ")[2] == f"gives nothing: {why}"
 
 
 def test_where_too_few_gpus_are_there_for_both_sides_the_plan_warns() -> None:
