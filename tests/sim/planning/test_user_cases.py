@@ -106,7 +106,7 @@ ONE_SIZE = ("plan.generation_accelerators=[8]", "plan.generation_batch_size=[32]
             "workload.length={kind='fixed', max=100}", "scheduler.train_batch_size=8", "workload.group_size=2",
             "hardware.decode={kind='affine', step_s=1.0}", "hardware.training={token_s=1e-9}", "hardware.switch={}"),
             "the 8 sequences of an RL step are 0.471 for each engine with 32 slots, the longest answers and the "
-            "switches take 101 s of a step of 101 s with them too", id="8 sequences on 17 engines"),
+            "switches take 100 s of a step of 100 s with them too", id="8 sequences on 17 engines"),
     ],
 )  # fmt: skip
 def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], why: str) -> None:
