@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +46,7 @@ def plan(
             ray_address=ray,
             on_progress=on_progress,
             measured=measured,
-            run_file=str(run),
+            run_file=_as_given(run, overrides),
         )
     if as_json:
         print_json(report.to_dict())
@@ -62,3 +63,9 @@ def plan(
         for failure in report.search.failures or ["interrupted; the simulations that had ended are kept"]:
             complain(failure)
     raise typer.Exit(0 if report.search.complete else 1)
+
+
+def _as_given(run: Path, overrides: list[str]) -> str:
+    """Return the run file with its overrides as a command line has them, but for those of ``[plan]``."""
+    sets = (word for one in overrides if not one.startswith("plan.") for word in ("--set", one))
+    return shlex.join([str(run), *sets])

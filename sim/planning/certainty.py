@@ -32,7 +32,7 @@ def certainty(
         others: Of an arm that the plan does not have, to compare with.
         factors: Simulated over screened throughput as things are, by label.
         screener: Gives steady states as things are.
-        run_file: Its path, for commands.
+        run_file: Its path and overrides, as words of a command.
     """
     config, answers, best = space.config, space.answers, ways[0]
     worlds = draw(config, space.measured, seed=config.seed)

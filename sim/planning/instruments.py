@@ -45,7 +45,7 @@ class Instruments:
 
     Args:
         config: The run file.
-        run_file: Its path, as commands name it.
+        run_file: Its path, and the overrides it was read with, as words of a command.
         arms: The best way of each arm, colocated or not.
         screener: Gives its steady state.
         one_gpu: Whether the model runs on one GPU.
@@ -54,7 +54,7 @@ class Instruments:
     def __init__(
         self, config: RunConfig, run_file: str, arms: dict[bool, Candidate], screener: Screener, *, one_gpu: bool
     ) -> None:
-        self._config, self._file = config, shlex.quote(run_file)
+        self._config, self._file = config, run_file
         self.all = [self._measure()] if one_gpu else []
         if config.train is None:
             self.all += [

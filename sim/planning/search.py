@@ -88,7 +88,7 @@ def plan(
         ray_address: Simulate on this Ray cluster instead.
         on_progress: Called with the stage, the number of simulations done, and their number.
         measured: Measurements to merge into the run file (``pipelinerl.calibration.measured``).
-        run_file: Its path, as the commands have it that measure what is not known.
+        run_file: Its path and overrides, as words of the commands that measure what is not known.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.

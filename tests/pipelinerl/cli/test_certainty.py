@@ -112,11 +112,11 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
     truth = "hardware.coefficients={sync_s_per_root_gb=6.0}"
     simulate(check_config(unknown_run(truth)), out=check, trace=True)
     plans = [
-        json.loads(command("plan", path, "--json", *options).out)["certainty"]
+        json.loads(command("plan", path, "--json", *sets("seed=1", "plan.simulate=5"), *options).out)["certainty"]
         for options in ([], ["--measured", check])
     ]
     assert plans[1]["right"] > plans[0]["right"] + 0.1
     assert plans[1]["unknown"]["decode step"] < plans[0]["unknown"]["decode step"]
     (asked,) = plans[0]["measurements"][0]["commands"]
-    assert str(path) in asked
+    assert f"{path} --set seed=1 --weight-sync-s SECONDS" in asked
     assert_fails(command("plan", path, "--measured", tmp_path / "none"), 2, "--measured must be a folder of `measure`")
