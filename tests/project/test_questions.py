@@ -1,0 +1,28 @@
+"""The page of questions: each command gives the answer that stands there."""
+
+import re
+import shlex
+
+import pytest
+from in_this_process import InThisProcess
+from pages import PAGES, section
+from typer.testing import CliRunner
+
+from pipelinerl.cli import app
+from sim import parallel
+
+COMMAND, ANSWER = (re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL) for language in ("sh", "text"))
+QUESTIONS = re.findall(r"^## (.+)$", PAGES["docs/questions.md"], re.MULTILINE)
+
+
+@pytest.mark.slow  # seconds each
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_question_has_its_answer(question, monkeypatch):
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", InThisProcess)
+    text = section("docs/questions.md", question)
+    commands, answers = COMMAND.findall(text), ANSWER.findall(text)
+    words = shlex.split(commands[0].replace("\\\n", " "))
+    printed = CliRunner().invoke(app.app, [*words[1:], "--workers", "1"]).stdout
+    assert answers
+    assert [line for line in answers[0].splitlines() if line not in printed.splitlines()] == []
