@@ -26,7 +26,6 @@ from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts
 from backends.preflight import trainer_ranks
-from backends.ray_cluster import lost
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.run import RunConfig
@@ -117,7 +116,6 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path) -> Parts
         codec=load_codec(config.train.model.path),
         reference=_make_reference(config, places),
         group=None if transport(config) == "file" else members,
-        lost=lost,
     )
 
 

@@ -1,11 +1,11 @@
 """A Ray of our own, or the one that the run file names: started, closed to strangers, watched, and ended.
 
 Theory of operation. A Ray of our own listens on this machine's loopback address only, and everything that speaks to it
-shows a token that is made for this process. What it and its processes write for themselves goes into one temporary
-folder. In the end the processes that have been started since are ended, whatever has become of Ray, and the folder is
-removed. Ray reads most of this from the environment, which is then as it was.
+shows a token that is made for this run. What it and its processes write for themselves goes into one temporary
+folder. In the end its processes, and theirs, are ended, whatever has become of it, and the folder is removed. Ray reads
+most of this from the environment, which is then as it was.
 
-Ray ends this process without a word a minute after its head, the GCS, is gone. So ``lost`` looks after it.
+Ray ends this process without a word a minute after its head, the GCS, is gone. So it is looked after.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,19 @@ GCS_TIMEOUT_S = 2.0
 
 
 @contextlib.contextmanager
-def ray_cluster(address: str | None) -> Iterator[None]:
+def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
     """Join the Ray cluster at an address; None: start one of our own, on this machine, and end it.
+
+    Yields:
+        Says that the head of the cluster is gone, if it is; ``Parts.lost``.
 
     Raises:
         ConfigError: If the cluster cannot be reached, or ours not be started.
     """
     with contextlib.ExitStack() as stack:
+        processes = _RaysProcesses()
         if address is None:
-            stack.enter_context(_all_ended())
+            stack.callback(processes.end)
             folder = stack.enter_context(_temporary_folder())
             environment, options = _own(folder)
             stack.enter_context(_environment(environment))
@@ -70,17 +74,25 @@ def ray_cluster(address: str | None) -> Iterator[None]:
             raise ConfigError(
                 f"train.ray_address must lead to a running Ray cluster, got {address!r}: {kind_and_line(error)}"
             ) from None
-        if address is not None and _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
+        if address is None:
+            processes.started()
+            stack.callback(processes.look)
+        elif _raylet.get_authentication_mode() != _raylet.AuthenticationMode.TOKEN:
             LOG.warning("train.ray_address=%r asks for no token: whoever reaches it can run code there", address)
         # Ray prints on stdout that an actor died, whatever its settings: the summary goes there, the loss is logged.
         ray._private.worker._worker_logs_enabled = False
         with contextlib.suppress(ValueError):  # not the main thread
             # With the subreaper Ray has this process, too, ignore SIGCHLD: every subprocess would seem to end well.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        yield
+
+        def lost() -> str | None:
+            processes.look()
+            return _lost_head()
+
+        yield lost
 
 
-def lost() -> str | None:
+def _lost_head() -> str | None:
     """Say that the head of the Ray cluster is gone, if it is; blocks for ``GCS_TIMEOUT_S`` at most."""
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
@@ -151,19 +163,33 @@ def _temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _all_ended() -> Iterator[None]:
-    """End the processes that have been started since, and theirs. Those that tidy up after others end by themselves."""
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
-    try:
-        yield
-    finally:
-        left = set(me.children(recursive=True)) - before
-        _, left = psutil.wait_procs(left, timeout=END_TIMEOUT_S)
-        for once_more in (False, True):
+class _RaysProcesses:
+    """The processes of a Ray of our own, and all that they start; this process may have other children."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._before = set(self._me.children(recursive=True))
+        self._first: set[Any] = set()
+        self._seen: set[Any] = set()
+
+    def started(self) -> None:
+        """Note Ray's first processes, once it has started; until then whatever has been started is Ray's."""
+        self._first = set(self._me.children(recursive=True)) - self._before
+
+    def look(self) -> None:
+        """Note what they have started since: when they are gone, it is nobody's child."""
+        for process in self._first:
+            with contextlib.suppress(psutil.Error):
+                self._seen |= set(process.children(recursive=True))
+
+    def end(self) -> None:
+        """End those that do not end by themselves, first those that others tidy up after."""
+        if not self._first:
+            self.started()
+        _, left = psutil.wait_procs(self._first | self._seen, timeout=END_TIMEOUT_S)
+        for all_of_them in (False, True):
             for process in left:
                 with contextlib.suppress(psutil.Error):
-                    if once_more or not any("resource_tracker" in word for word in process.cmdline()):
+                    if all_of_them or not any("resource_tracker" in word for word in process.cmdline()):
                         process.kill()
             _, left = psutil.wait_procs(left, timeout=END_TIMEOUT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,8 @@ class VLLMDeepSpeed:
 
         assert config.train is not None
         address = config.train.ray_address
-        with ray_cluster(address), accelerators(config) as places, weights_folder(config) as folder:
-            yield make_parts(config, places, folder)
+        with ray_cluster(address) as lost, accelerators(config) as places, weights_folder(config) as folder:
+            yield replace(make_parts(config, places, folder), lost=lost)
 
 
 def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,12 +19,20 @@ class OnRay(FakeBackend):
 
     @contextmanager
     def open(self, config: RunConfig) -> Iterator[Parts]:
-        from backends.ray_cluster import lost, ray_cluster
+        from backends.ray_cluster import ray_cluster
 
-        with ray_cluster(None), super().open(config) as parts:
-            slots = config.scheduler.generation_batch_size
-            engines = {engine_id: FakeEngine(num_slots=slots, step_s=0.01) for engine_id in parts.engines}
-            yield replace(parts, engines=engines, lost=lost)
+        bystander = None
+        try:
+            with ray_cluster(None) as lost, super().open(config) as parts:
+                bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                slots = config.scheduler.generation_batch_size
+                engines = {engine_id: FakeEngine(num_slots=slots, step_s=0.01) for engine_id in parts.engines}
+                yield replace(parts, engines=engines, lost=lost)
+        finally:
+            if bystander is not None:
+                assert bystander.poll() is None  # a child of this process that is not Ray's
+                bystander.kill()
+                bystander.wait()
 
 
 def install() -> None:
