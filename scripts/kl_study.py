@@ -1,9 +1,13 @@
-"""The KL study of the paper's section 5.1 on a recorded run that learned: a table on stdout.
+r"""The KL study of the paper's section 5.1 on recorded runs that learned: a table on stdout.
 
-    pipelinerl simulate examples/learning.toml --out runs/learning --trace full
-    python scripts/kl_study.py runs/learning --start 0 70 140 --updates 8 --length 24 --sequences 600
+    for seed in 0 1 2; do
+        pipelinerl simulate examples/learning.toml --seed $seed --out runs/kl/$seed --set optimizer_steps=40 \
+            --trace full
+    done
+    python scripts/kl_study.py runs/kl/* --start 0 30 --updates 8 --length 12 --sequences 300
 
-All sequences are of problems whose right answer by steps is longer than ``--length``, so that most reach it.
+All sequences are of problems whose right answer by steps is longer than ``--length``, so that most reach it. Numbers
+are geometric means over the runs, and with three or more of them ratios have a 95 % interval over them.
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import argparse
 from itertools import count, islice
 from pathlib import Path
 
+import numpy as np
+from learning_intervals import print_table, ratio
+
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-from sim.learning.kl_study import kl_study
+from sim.learning.kl_study import KlPoint, kl_study
 from sim.learning.loop import one_thread
 from sim.learning.relearn import relearn
 from sim.learning.sampling import Sampler
@@ -22,19 +29,16 @@ from sim.learning.tasks import BLANK, checked_task, problem
 from sim.learning.warm_start import policy_shape
 
 SEED = 12345
-"""Seed of prompts and answers: not one of the run's, whose prompts the policy has seen."""
+"""Seed of prompts and answers: not one of a run's, whose prompts the policy has seen."""
 
 
-def main() -> None:
-    """Read the arguments, learn the run again, and print a row per start and lag."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--start", type=int, nargs="+", default=[0])
-    parser.add_argument("--updates", type=int, default=8)
-    parser.add_argument("--length", type=int, default=24)
-    parser.add_argument("--sequences", type=int, default=600)
-    options = parser.parse_args()
-    trace = Trace(options.folder / TRACE_FILE)
+def measured(folder: Path, options: argparse.Namespace) -> dict[tuple[int, int], KlPoint]:
+    """Learn a run again; return its divergences by start and lag.
+
+    Raises:
+        SystemExit: If it did not publish the versions that are asked for.
+    """
+    trace = Trace(folder / TRACE_FILE)
     config = trace.config
     learner = relearn(trace)
     assert config.policy is not None
@@ -50,21 +54,40 @@ def main() -> None:
     drawn = (problem(task, seed=SEED, prompt_id=number) for number in count())
     long_enough = (one for one in drawn if len(one) - one.count(BLANK) - 1 >= options.length)
     prompts = list(islice(long_enough, options.sequences))
-    print(
-        "| start | lag | tokens | KL stale | KL recomputed | KL conventional | ESS stale | recomputed | conventional |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    points = {}
     for start in options.start:
         missing = set(range(start, start + options.updates + 1)) - learner.answers.versions
         if missing:
-            parser.error(f"--start {start} --updates {options.updates} needs version {min(missing)}, not published")
+            raise SystemExit(
+                f"{folder}: --start {start} --updates {options.updates} needs version {min(missing)}, not published"
+            )
         weights = [learner.answers.weights(start + step) for step in range(options.updates + 1)]
         with one_thread():
-            points = kl_study(weights, shape=shape, sampler=sampler, prompts=prompts, length=options.length)
-        for one in points:
-            kl = f"{one.stale_kl:.5f} | {one.recomputed_kl:.5f} | {one.conventional_kl:.5f}"
-            ess = f"{one.stale_ess:.3f} | {one.recomputed_ess:.3f} | {one.conventional_ess:.3f}"
-            print(f"| {start} | {one.lag} | {one.tokens} | {kl} | {ess} |")
+            for point in kl_study(weights, shape=shape, sampler=sampler, prompts=prompts, length=options.length):
+                points[start, point.lag] = point
+    return points
+
+
+def main() -> None:
+    """Read the arguments, measure every run, and print a row per start and lag."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="+")
+    parser.add_argument("--start", type=int, nargs="+", default=[0])
+    parser.add_argument("--updates", type=int, default=8)
+    parser.add_argument("--length", type=int, default=24)
+    parser.add_argument("--sequences", type=int, default=600)
+    options = parser.parse_args()
+    runs = [measured(folder, options) for folder in options.folder]
+    rows = []
+    for start, lag in runs[0]:
+        if lag:  # at lag 0 all three are the policy itself
+            points = [run[start, lag] for run in runs]
+            stale, recomputed, conventional = (
+                [getattr(one, name) for one in points] for name in ("stale_kl", "recomputed_kl", "conventional_kl")
+            )
+            ratios = [ratio(stale, recomputed), ratio(conventional, stale)]
+            rows.append([f"{start}", f"{lag}", f"{np.exp(np.mean(np.log(stale))):.5f}", *ratios])
+    print_table(["checkpoint", "lag", "KL stale", "stale / recomputed", "conventional / stale"], rows)
 
 
 if __name__ == "__main__":
