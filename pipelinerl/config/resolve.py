@@ -17,7 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
 from pipelinerl.hardware.coefficients import Coefficients, coefficients, sync_coefficient
 from pipelinerl.hardware.derive import derive_hardware
-from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
+from pipelinerl.hardware.memory import ZERO_STAGE, check_fits, pack_that_fits, trainer_fits, training_memory
 from pipelinerl.hardware.tables import (
     HardwareConfig,
     PhaseSwitchConfig,
@@ -168,7 +168,8 @@ def least_memory(
         recomputation=values.recomputation,
     )
     usable = values.memory_share * gpu.memory_bytes
-    held = BF16_BYTES * model.parameters + longest * model.cached_bytes(tensor_parallel)
+    _, own = in_engine(gpu, model, config.hardware.engine_weights, config.hardware.kv_cache)
+    held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)
     engine = values.memory_reserve_bytes + held / tensor_parallel
     shares = [] if config.hardware.kv_cache_tokens is not None else [engine / usable]
     return [*shares, trainer.total / usable]

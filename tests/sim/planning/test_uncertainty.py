@@ -91,6 +91,10 @@ def test_what_is_needed_of_memory_is_counted_by_hand():
     usable = 0.9 * space.memory.gpu.memory_bytes
     assert engine * usable == pytest.approx(3.76e9 + 2 * model.parameters + 320 * 28672)
     assert trainer * usable > 16 * model.parameters / 2
+    in_fp8 = SearchSpace.of(unknown_run("hardware.engine_weights=fp8", "hardware.kv_cache=fp8")).memory
+    engine, same = in_fp8.needed_shares(tensor_parallel=1, training_accelerators=2)
+    assert engine * usable == pytest.approx(3.76e9 + model.parameters + 320 * 28672 / 2)
+    assert same == trainer
     assert SearchSpace.of(in_numbers()).memory.needed_shares(tensor_parallel=1, training_accelerators=2) is None
 
 
