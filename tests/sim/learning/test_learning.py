@@ -254,8 +254,8 @@ SMALL_TASK = (
 def test_the_pipeline_learns_as_much_per_sample_as_small_rl_steps_and_sooner_and_large_ones_learn_less():
     """What docs/learning.md says of lag, on a task of a second per run; arms are paired seed by seed.
 
-    False alarms, by the spread of 14 seeds: of reward against G = 4, -0.001 ± 0.008 (standard deviation) per seed, four
-    standard errors; of G = 16, 0.065 ± 0.036, three and a half; of the time, 1.53 ± 0.03, no seed in thousands.
+    False alarms, by the spread of 14 seeds: of reward against G = 4, -0.001 ± 0.008 (standard deviation) per seed, 3.7
+    standard errors of four; of G = 16, 0.065 ± 0.036, 3.6; of the time, 1.53 ± 0.03, no seed in thousands.
     So rounding that differs from ours fails this in fewer than 1 case in 1000.
     """
     rows = {"pipeline": [], 4: [], 16: []}
