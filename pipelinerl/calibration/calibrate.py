@@ -87,38 +87,28 @@ def fit_decode(result: HardwareFit, times: TraceTimes, *, front_end_s: float | N
         result.decode(times.windows, np.full(num_windows, size), data)
         if not times.windows.prefills.any():
             result.notes.append("prefill is not determined: no stretch holds one")
-        way_s, per_step = 0.0, 0.0 if always_full else None
+        way_s = 0.0
         for _ in range(4):
-            lives = times.lives(max(0.0, way_s), step_s, request_s=request_s, num_per_step=per_step)
+            lives = times.lives(max(0.0, way_s), step_s, request_s=request_s)
             rest_s = lives.seconds - lives.front_end - result.decode_s(lives, np.full(len(lives.seconds), size))
             # Nobody is longer on the way than the shortest life; without that, errors in the rest can grow by turns.
             way_s = min(times.shortest_life_s, float(rest_s.sum() / lives.lives.sum()))
-            if always_full:
-                per_step = times.ends_per_s * _mean_step_s(result, lives, size)
     else:
         table = dict(result.table)
         for together in (False, True):
-            way_s, speed, per_step = 0.0, None, 0.0 if always_full else None
+            way_s, speed = 0.0, None
             for _ in range(4):
-                lives = times.lives(
-                    max(0.0, way_s), speed, request_s=request_s, num_per_step=per_step, together=together
-                )
+                lives = times.lives(max(0.0, way_s), speed, request_s=request_s, together=together)
                 result.table, result.parts = dict(table), []
                 data = f"{lives.lives.sum():.0f} lives of rollouts"
                 sizes = np.full(len(lives.seconds), size)
                 way_s = result.decode(lives, sizes, data, with_dispatch=True, always_full=always_full)
                 speed = step_s
-                if always_full:
-                    per_step = times.ends_per_s * _mean_step_s(result, lives, size)
             if result.parts[-1].fit.mean_error < QUIET:
                 break
-    half_step_s = _mean_step_s(result, lives, size) / 2
+    half_step_s = float(result.decode_s(lives, np.full(len(lives.seconds), size)).sum() / lives.steps.sum()) / 2
     _take_way(result, times, way_s, half_step_s, request_s)
     return half_step_s
-
-
-def _mean_step_s(result: HardwareFit, lives: DecodeTimes, size: float) -> float:
-    return float(result.decode_s(lives, np.full(len(lives.seconds), size)).sum() / lives.steps.sum())
 
 
 def _take_way(result: HardwareFit, times: TraceTimes, way_s: float, half_step_s: float, request_s: float) -> None:

@@ -106,16 +106,8 @@ class EngineLog:
                     row = [0.0] * 7
         return rows
 
-    def front_end_s(self, request_s: float, num_per_step: float | None) -> FloatArray:
-        """Return how long each life was at the front end, which takes one rollout after the other (seconds).
-
-        Args:
-            request_s: Seconds per rollout.
-            num_per_step: Rollouts that come at once, in the mean, as decode steps free their slots (count). None: those
-                that came at once, as with the begin of an RL step, are known by their commands.
-        """
-        if num_per_step is not None:
-            return np.full(len(self.lived), request_s * (1 + max(0.0, num_per_step - 1) / 2))
+    def front_end_s(self, request_s: float) -> FloatArray:
+        """Return how long each life was at the front end, which takes one rollout after the other (seconds)."""
         taken_s, free_s = [], -math.inf
         for sent_s in self.sent_s:
             free_s = max(sent_s, free_s) + request_s

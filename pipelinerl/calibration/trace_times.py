@@ -137,13 +137,9 @@ class TraceTimes:
         late = [number for log in self.engines if log.lived for number in log.late_reports()]
         if self.config.colocated or not in_flight or not late:
             return None
-        return sum(late) / len(late) / self.ends_per_s
-
-    @property
-    def ends_per_s(self) -> float:
-        """Rollouts that end on an engine per second in which it does not stand still to load."""
         ends_s = [life.end_s for log in self.engines for life in log.lived]
-        return len(ends_s) / (len(self.engines) * max(ends_s) - sum(self.pause_s))
+        working_s = len(self.engines) * max(ends_s) - sum(self.pause_s)
+        return sum(late) / len(late) * working_s / len(ends_s)
 
     @property
     def shortest_life_s(self) -> float:
@@ -156,7 +152,6 @@ class TraceTimes:
         step_s: StepSeconds | None = None,
         *,
         request_s: float = 0.0,
-        num_per_step: float | None = None,
         together: bool = True,
     ) -> DecodeTimes:
         """Return the lives of rollouts on engines.
@@ -168,13 +163,12 @@ class TraceTimes:
             dispatch_s: Seconds from the command to the arrival at the engine.
             step_s: Seconds of a step, for the interpolation; None: the same for all steps.
             request_s: Seconds of an engine's front end per rollout.
-            num_per_step: Rollouts that end with a decode step of an engine that is always full, in the mean (count).
             together: Whether rows hold several lives.
         """
         prompt_tokens = self.config.workload.prompt_tokens
         rows_LC = np.concatenate(
             [
-                log.lives(prompt_tokens, dispatch_s, step_s, log.front_end_s(request_s, num_per_step))
+                log.lives(prompt_tokens, dispatch_s, step_s, log.front_end_s(request_s))
                 for log in self.engines
                 if log.lived
             ]

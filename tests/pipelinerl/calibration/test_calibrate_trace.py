@@ -1,5 +1,6 @@
 """Traces: the hardware that made them comes back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
 from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
 from pipelinerl.calibration.trace_times import DecodeTimes, read_times
 from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.trace import Trace, TraceWriter
 from sim.run import simulate
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 BLANK = "hardware={ decode = { kind = 'affine', step_s = 1.0 }, training = { token_s = 1.0 } }"
 """Where a fit begins that knows nothing."""
 
@@ -68,6 +72,52 @@ def test_lives_come_close_with_gpu_and_model_too(tmp_path: Path) -> None:
     fit_decode(result, times)
     assert result.table["coefficients"]["step_overhead_s"] == pytest.approx(0.004, rel=0.1)
     assert result.table["latency"]["dispatch_s"] == pytest.approx(0.5, rel=0.3)  # in 8 s and more of each rollout
+
+
+def run_with_a_front_end(num_slots: int, latency: str) -> RunConfig:
+    """Answers of a few tokens, 128 at a time: the front end takes longer for them than the steps do."""
+    overrides = (
+        f"scheduler.generation_batch_size={num_slots}",
+        "optimizer_steps=40",
+        "hardware.decode={kind = 'affine', step_s = 0.02}",
+        "hardware.weights={publish_s = 0.02, transfer_s = 0.05, pause_s = 0.05}",
+        f"hardware.latency={latency}",
+    )
+    return load_run(EXAMPLES / "tiny_arithmetic.toml", [*overrides])
+
+
+def test_a_trace_of_one_h_predicts_another_if_the_front_end_is_known(tmp_path: Path) -> None:
+    """Without it its queue counts as a way that is as long at any H, and fewer slots come out half as fast."""
+    rest = "dispatch_s = 0.01, report_s = 0.03, reward_s = 0.02"
+    folder = traced(tmp_path / "run", run_with_a_front_end(128, f"{{request_s = 0.0022, {rest}}}"))
+    errors = {}
+    for request_s in (0.0022, 0.0):
+        table = calibrate_trace(folder, run_with_a_front_end(128, f"{{request_s = {request_s}}}")).table
+        for num_slots in (64, 32):
+            truth = run_with_a_front_end(num_slots, f"{{request_s = 0.0022, {rest}}}")
+            data = {**truth.model_dump(mode="json", exclude_none=True), "hardware": table}
+            speed = simulate(RunConfig.model_validate(data, strict=False)).tokens_per_s
+            errors[request_s, num_slots] = speed / simulate(truth).tokens_per_s - 1
+    assert [errors[0.0022, one] for one in (64, 32)] == pytest.approx([0.0, 0.0], abs=0.02)
+    assert max(errors[0.0, one] for one in (64, 32)) < -0.4
+
+
+def test_what_a_real_run_measured_of_its_front_end_is_taken(tmp_path: Path) -> None:
+    """2 ms per rollout of the driver, which serves both engines, is more than 3 ms of each of them."""
+    folder = traced(tmp_path / "run", run_of(RUN))
+    summary = folder / "summary.json"
+    report = json.loads(summary.read_text())
+    busy = {"driver_busy_s_per_rollout": 0.002, "front_end_busy_s_per_rollout": 0.003}
+    summary.write_text(json.dumps({**report, **busy}))
+    engines = run_of(RUN).num_engines
+    assert calibrate_trace(folder).table["latency"]["request_s"] == pytest.approx(max(0.003, 0.002 * engines))
+
+
+def test_the_way_back_comes_back(tmp_path: Path) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN, "hardware.latency.report_s=0.4"))
+    latency = calibrate_trace(folder, run_of(RUN, BLANK)).table["latency"]
+    assert latency["report_s"] == pytest.approx(0.4, rel=0.15)
+    assert latency["dispatch_s"] == pytest.approx(0.05, abs=0.07)
 
 
 @pytest.mark.parametrize("data", [RUN, NAMED], ids=["tables", "names"])
