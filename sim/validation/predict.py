@@ -74,9 +74,10 @@ def validate(
                 case AloneRun():
                     alone.append(result)
             on_progress(done, len(jobs))
-    bands = unseen_bands(alone)
+    order = {run.id: place for place, run in enumerate(known)}  # whichever process was first
+    bands = unseen_bands(sorted(alone, key=lambda one: order[one.id]))
     asked = {run.id for run in runs}
-    free = [grid for (_, given), grid in grids.items() if not given]
+    free = [grids[run.id, False] for run in known if (run.id, False) in grids]
     pairs = [one for one in speed_ups(free) if asked >= {one.synchronous, one.asynchronous}]
     return validation_report([_predicted(run, known, grids, bands, reasons) for run in runs], tuple(pairs))
 

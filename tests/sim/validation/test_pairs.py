@@ -95,6 +95,20 @@ def test_one_run_in_two_rows_makes_one_pair():
     assert len(speed_ups([arm("s", "sync", 13.0), *twins])) == 1
 
 
+def test_the_report_does_not_depend_on_which_process_is_first(monkeypatch):
+    """Results come as processes end; here in the opposite order of the rows."""
+
+    def backwards(function, jobs, *, workers):
+        yield from [function(job) for job in reversed(jobs)]
+
+    rows = [row("s", "sync", step_s=60.0), *(row(name, "async", step_s=30.0, **APART) for name in ("a", "b"))]
+    rows[2] = changed(rows[2], step_s=40.0)
+    first = validate(rows, workers=1)
+    monkeypatch.setattr("sim.validation.predict.run_all", backwards)
+    assert len(first.speed_ups) == 2
+    assert validate(rows) == first
+
+
 def test_validate_reports_pairs_of_the_rows_that_were_asked_for():
     sync = row("s", "sync", step_s=60.0)
     fast = row("a", "async", step_s=30.0, **APART)
