@@ -26,7 +26,7 @@ def test_without_the_systems_statistics_work_alone_counts(monkeypatch: pytest.Mo
 
 
 def test_busy_time_is_counted_per_rollout_and_a_restart_begins_anew() -> None:
-    """Engine 0 goes from 10 to 16 s over two rollouts and, started again, from 1 to 2 s over one; engine 1 takes 1 s."""
+    """Engine 0 goes from 10 to 16 s over two rollouts and, started again, from 1 to 2 s over one; engine 1 has 1 s."""
     metrics = StepMetrics(truncation=5.0)
     for engine, seconds in ((0, 10.0), (0, 12.0), (1, 3.0), (0, 16.0), (0, 1.0), (0, 2.0), (1, 4.0)):
         metrics.busy(engine, seconds)
