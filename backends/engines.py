@@ -106,10 +106,6 @@ class EnginePool:
             except EngineLostError as error:
                 self.lost(handle, error)
 
-    async def drained(self) -> None:
-        """Return when no rollout is in progress on any engine that may generate; nothing is started meanwhile."""
-        await asyncio.gather(*(handle.idle.wait() for handle in self if handle.may_generate.is_set()))
-
     async def update(self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> float:
         """Bring an engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
         if weight_update is WeightUpdate.WAIT and handle.may_generate.is_set():

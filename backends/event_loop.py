@@ -2,8 +2,7 @@
 
 Theory of operation. One asyncio loop. Each command that takes time becomes a task; each task ends by handing one
 event to ``_deliver``, which asks the scheduler and carries out the answer at once. Carrying out only starts tasks,
-so events are handled one after the other, as in the simulator, and no lock is needed; but where weights are sent
-through a group, tasks take turns in having the trainer do something (``weight_sync.py``).
+so events are handled one after the other, as in the simulator, and no lock is needed.
 
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
@@ -11,7 +10,9 @@ task              waits for                        bounded by                   
 ``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
 ``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
-``_publish``      the trainer; to send, engines    ``step_timeout_s``; one at a time   weights published
+``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
+a transfer        the trainer beside training,     ``update_timeout_s``; one at a time an update of each engine
+                  engines beside generation
 an update         its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
 ================  ===============================  ==================================  =========================
 
@@ -303,8 +304,7 @@ class EventLoop:
         await self._sync.to_training()
         samples = self._samples(command)
         begin_s = time.monotonic()
-        async with self._sync.turn():
-            result = await self._trainer.train(samples, completes_step=command.completes_step)
+        result = await self._trainer.train(samples, completes_step=command.completes_step)
         train_s = time.monotonic() - begin_s
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)

@@ -75,11 +75,10 @@ class Weights:
     version: int
     """Optimizer steps done."""
     location: str
-    """Where engines find it: a file, or the address of a group of processes."""
+    """Where engines find it: a file, or what they have been sent through a group of processes."""
     checksums: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each parameter's bytes by Hugging Face name, in the type they are sent in."""
-    parameters: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    """Name, type and shape of each, in the order in which they cross; empty where they lie in a file."""
+    """Of what is sent, in the type it is sent in: in a file SHA-256 of each parameter by Hugging Face name; through a
+    group of processes one for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,18 +223,20 @@ class Trainer(Protocol):
         """
 
     async def publish(self, version: int) -> Weights:
-        """Make the weights ready to be sent; engines may begin to load them when this has returned.
+        """Make the weights ready to be sent; nothing is trained meanwhile.
 
         They stay as they are until the next ``publish``, whatever is trained meanwhile.
         """
 
     async def send(self, weights: Weights) -> None:
-        """Feed the engines that are loading; returns when the trainer is free to train again.
+        """Bring the weights to where engines load them from; what is trained meanwhile goes on.
 
-        Nothing to do where ``location`` is a file; where it is a group of processes, trainer and engines meet here.
+        Nothing to do where ``location`` is a file; where weights cross a group of processes, its members have received
+        and verified them when this has returned. Engines are updated after it.
 
         Raises:
-            TransferError: If an engine was lost, does not answer, or refuses what it received, time and again.
+            TransferError: If an engine was lost, does not answer, or refuses what it received, time and again. The
+                others are well.
             TrainerLostError: If a rank has died.
         """
 
@@ -274,12 +275,8 @@ class Codec(Protocol):
 class Sender(Protocol):
     """The trainer's part in a group of processes that weights are sent through."""
 
-    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
-        """Leave the group of before; return address and port where a new one meets.
-
-        Args:
-            timeout_s: Longest wait for its members (seconds).
-        """
+    async def open_group(self) -> str:
+        """Leave the group of before; return what members of a new one have to know to join it."""
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
         """Join the new group; returns when all members have joined.
@@ -293,10 +290,10 @@ class Sender(Protocol):
         """
 
     async def send(self, weights: Weights) -> None:
-        """Send to all members.
+        """Send to all members; returns when they have the weights, verified.
 
         Raises:
-            TransferError: If they do not all have the weights.
+            TransferError: If they do not all have them.
         """
 
 
@@ -306,17 +303,15 @@ class Receiver(Protocol):
     num_started: int
     """Times it was started: afterwards it is in no group."""
 
-    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
-        """Join a group, and leave that of before; returns when all members have joined.
+    async def join_group(self, meeting: str, *, first_worker: int) -> None:
+        """Begin to join a group, and leave that of before; the sender knows when all have joined.
 
         Args:
-            address: Where the members meet: the sender's machine.
-            port: Of the store there.
-            rank_offset: Rank of this engine's first worker: 1 for the sender, plus the workers before.
-            num_members: The sender and all workers of all engines (count).
+            meeting: What ``Sender.open_group`` returned.
+            first_worker: Number of this engine's first worker among all: 1 and the workers before.
 
         Raises:
-            EngineLostError: If they do not.
+            EngineLostError: If the engine does not answer.
         """
 
 

@@ -1,8 +1,12 @@
 """Transfer of new weights from the trainer to the engines; colocated, also the turns in using the memory.
 
-Theory of operation. Publications come one at a time. The trainer makes a version ready, then every engine gets a task
-that loads it. Files are loaded while the trainer goes on. Where weights are sent through a group of processes, all
-engines receive at a time and the trainer may do nothing else: every task that uses the trainer then holds ``turn``.
+Theory of operation. The trainer stands still until it has made a version ready, a *snapshot*; then it is free. The
+snapshot is brought to where engines load it from while they generate and the trainer trains: files lie there already,
+through a group of processes it is sent. Then every engine loads it, in its own time. The scheduler publishes nothing
+before all engines have loaded, and then what is newest: there is one transfer at a time, and none that waits.
+
+Where a transfer fails, lost engines are left out and it is tried again. An engine that has not got the weights in the
+end counts as lost when it is to load them.
 
 Colocated engines and trainer share their accelerators: the engines sleep while the trainer works, and the trainer is
 offloaded while they generate.
@@ -10,7 +14,8 @@ offloaded while they generate.
 ===============  ==========================================  ==================================
 coroutine        waits for                                   bounded by
 ===============  ==========================================  ==================================
-``publish``      its turn, the trainer; to send, engines     ``step_timeout_s``; one at a time
+``publish``      the trainer; a restarted engine's transfer  ``step_timeout_s``; one at a time
+a transfer       its turn, the engines that are up           ``update_timeout_s`` per bucket
 an update        its engine, and that one's restart          ``update_timeout_s``; one a engine
 ``bring_back``   its turn, the engine that was lost          ``update_timeout_s``
 ===============  ==========================================  ==================================
@@ -24,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
-from backends.interface import GroupMembers, Trainer, Weights
+from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, Weights
 from backends.run_tasks import RunTasks
 from backends.transfer.group import WeightSyncGroup
 from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpdate
@@ -38,7 +43,7 @@ class WeightSync:
         pool: The engines.
         group: Who sends and receives; None: weights lie where engines find them.
         colocated: Whether engines and trainer share their accelerators.
-        tasks: Runs one update for each engine.
+        tasks: Runs transfers and updates.
     """
 
     def __init__(
@@ -46,11 +51,8 @@ class WeightSync:
     ) -> None:
         self._trainer, self._pool, self._colocated, self._tasks = trainer, pool, colocated, tasks
         self._group = None if group is None else WeightSyncGroup(group)
+        self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
-
-    def turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Keep the trainer from anything else while weights are sent; files are loaded whatever it does."""
-        return contextlib.nullcontext() if self._group is None else self._group.turn
 
     async def publish(self, command: PublishWeights, *, on_loaded: Callable[[WeightsLoaded], None]) -> None:
         """Publish a version and have every engine begin to load it; return when the trainer is free again.
@@ -59,18 +61,9 @@ class WeightSync:
             command: Which version, and what happens to sequences in progress.
             on_loaded: Called with the event to report for each engine, in its own time.
         """
-        async with self.turn():
-            weights = await self._trainer.publish(command.version)
-            self._pool.newest = weights
+        weights = await self._snapshot(command.version)
         await self.to_generation()
-        waits = self._group is not None and command.weight_update is WeightUpdate.WAIT
-        if waits and not await self._drained():  # all engines receive at a time
-            return
-        async with self.turn():
-            await self._form_group(weights)
-            for handle in self._pool:
-                self._tasks.spawn(self._update(handle, weights, command.weight_update, on_loaded))
-            await self._send(weights)
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded))
 
     async def load_trained(self, version: int) -> None:
         """Give all engines the trainer's weights, outside of the schedule, under the name of this version.
@@ -78,33 +71,56 @@ class WeightSync:
         A run that is resumed between two publications has no older ones: then the lag that it reports is too large.
         """
         await self.to_training()
-        async with self.turn():
-            weights = await self._trainer.publish(version)
-            self._pool.newest = weights
+        if self._bringing is not None:  # what is being loaded must stay as it is
+            await asyncio.wait({self._bringing})
+        weights = await self._snapshot(version)
         await self.to_generation()
-        async with self.turn():
-            await self._form_group(weights)
-            loading = asyncio.ensure_future(self._pool.load(weights))
-            try:
-                await self._send(weights)
-            except BaseException:
-                loading.cancel()
-                raise
-        await loading
+        await self._transfer(weights)
+        await self._pool.load(weights)
 
     async def bring_back(self, handle: EngineHandle) -> None:
         """Have an engine that has been started again load the newest weights; then it is up."""
-        async with self.turn():
+        async with self._turn():
             newest = self._pool.newest
             if newest is not None:
                 if self._group is not None:
-                    await self._group.form([handle.engine_id])
-                loading = handle.engine.update(newest, WeightUpdate.KEEP)
-                for end in await asyncio.gather(loading, self._send(newest), return_exceptions=True):
-                    if isinstance(end, BaseException):
-                        raise end
+                    for lost in (await self._group.form([handle.engine_id])).values():
+                        raise lost
+                    await self._group.send(newest)
+                await handle.engine.update(newest, WeightUpdate.KEEP)
                 handle.version = newest.version
             handle.up.set()
+
+    async def _snapshot(self, version: int) -> Weights:
+        async with self._turn():
+            weights = await self._trainer.publish(version)
+            self._pool.newest = weights
+        return weights
+
+    async def _bring(
+        self, weights: Weights, weight_update: WeightUpdate, on_loaded: Callable[[WeightsLoaded], None]
+    ) -> None:
+        await self._transfer(weights)
+        await asyncio.gather(*(self._update(handle, weights, weight_update, on_loaded) for handle in self._pool))
+
+    async def _transfer(self, weights: Weights) -> None:
+        """Bring the weights to where the engines that are up load them from.
+
+        Raises nothing where they do not get there: an engine that has not got them says so when it is to load.
+        """
+        if self._group is None:
+            await self._trainer.send(weights)
+            return
+        num_failed = 0
+        while num_failed < TRANSFER_ATTEMPTS:
+            async with self._turn():
+                takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
+                lost = await self._group.form(takers)
+                if not takers or (not lost and await self._group.send(weights)):
+                    return
+            for engine, error in lost.items():
+                self._pool.lost(self._pool[engine], error)
+            num_failed += not lost
 
     async def _update(
         self,
@@ -117,22 +133,9 @@ class WeightSync:
         handle.may_generate.set()
         on_loaded(WeightsLoaded(handle.engine_id, weights.version, pause_s))
 
-    async def _drained(self) -> bool:
-        """Wait until no engine has a rollout in progress; return whether it came to that before the run's end."""
-        drained, ended = (asyncio.ensure_future(wait) for wait in (self._pool.drained(), self._tasks.ended.wait()))
-        await asyncio.wait({drained, ended}, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        return not drained.cancel()
-
-    async def _form_group(self, weights: Weights) -> None:
-        """Have the engines that are up, and are to load these weights, form a group with the trainer."""
-        if self._group is not None:
-            takers = [one.engine_id for one in self._pool if one.up.is_set() and one.version < weights.version]
-            await self._group.form(takers)
-
-    async def _send(self, weights: Weights) -> None:
-        """Feed the engines that are loading."""
-        await (self._trainer if self._group is None else self._group).send(weights)
+    def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """Keep a snapshot as it is while it is sent; files stay as they are anyway."""
+        return contextlib.nullcontext() if self._group is None else self._group.turn
 
     # ------------------------------------------------------------------------- memory, where it is shared
 

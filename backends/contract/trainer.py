@@ -226,7 +226,8 @@ async def a_published_version_is_what_an_engine_samples_with(engine: EngineContr
         await trainer._step(5)
     weights = await trainer._publish()
     engine.version = trainer.version
-    await asyncio.gather(engine.engine.update(weights, WeightUpdate.KEEP), trainer.trainer.send(weights))
+    await trainer.trainer.send(weights)
+    await engine.engine.update(weights, WeightUpdate.KEEP)
     assert await engine.engine.checksums() == weights.checksums
     answers = await asyncio.gather(*(engine.engine.generate(request(number, 20)) for number in range(BATCH)))
     batch = [

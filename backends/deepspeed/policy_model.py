@@ -138,9 +138,6 @@ def policy_parameters(model: PolicyModel) -> dict[str, Any]:
 def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]:
     """Copy the language model's parameters into the host's memory; all ranks call it together.
 
-    Under ZeRO-3 parameters are put together from all ranks, about ``BUCKET_BYTES`` at a time. They are copied while
-    they are whole: afterwards their memory is used for something else.
-
     Args:
         model: The model, possibly partitioned by DeepSpeed.
         receive: Whether this rank wants the copy.
@@ -148,14 +145,23 @@ def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]
     Returns:
         Parameters by Hugging Face name, in the type they are trained in; empty unless ``receive``.
     """
+    copies: dict[str, torch.Tensor] = {}
+    for bucket in gathered(model):
+        if receive:
+            copies |= {name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket.items()}
+    return copies
+
+
+def gathered(model: PolicyModel) -> Iterator[dict[str, Any]]:
+    """Yield the language model's parameters by Hugging Face name, whole on every rank; all ranks do it together.
+
+    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are put together. They are whole until the next are asked for.
+    """
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
-    copies: dict[str, torch.Tensor] = {}
     for bucket in _buckets(policy_parameters(model)):
         with deepspeed.zero.GatheredParameters(list(bucket.values())):
-            if receive:
-                copies |= {name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket.items()}
-    return copies
+            yield bucket
 
 
 def _buckets(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ is marked as the boundary by hand, and the loss is multiplied by the number of r
 ========================  ==============================================================================
 policy                    DeepSpeed's: parameters, gradients and optimizer states split by ZeRO's stage
 value head                with ``value_coefficient``: trained with the policy, never published or exported
-published weights         rank 0 only: a copy in the host's memory (broadcast) or in files (file)
+published weights         rank 0 only: a row of bytes in the host's memory (broadcast) or files (file)
 ========================  ==============================================================================
 """
 
@@ -35,22 +35,16 @@ from numpy.typing import NDArray
 from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
-from backends.interface import TRANSFER_ATTEMPTS, Weights
-from backends.transfer.broadcast import BroadcastGroup, described
+from backends.deepspeed.publisher import Publisher
+from backends.interface import Weights
 from backends.transfer.meeting import MeetingStore, own_address
-from backends.transfer.weights_check import checksums
-from backends.transfer.weights_file import write_weights
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 from pipelinerl.util.user_code import kind_and_line
 
-KEPT_FILES = 2
-"""Published files kept: the newest, and the one that engines may still be reading (count)."""
 CHECKPOINT_TAG = "trainer"
-ENGINE_DTYPES = {"cpu": torch.float32, "gpu": torch.bfloat16}
-"""Type of an engine's parameters by device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +89,13 @@ class TrainerRank:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
-        self._published: list[Path] = []
-        self._store: Any = None
-        self._group: BroadcastGroup | None = None
-        self._held: tuple[Weights, dict[str, torch.Tensor]] | None = None
+        self._publisher = Publisher(
+            settings.rank,
+            device=settings.device,
+            transport=settings.transport,
+            folder=Path(settings.weights_folder),
+            model_path=settings.model_path,
+        )
 
     def free_address(self) -> tuple[str, int]:
         """Return this machine's address and a port that is free now, for the ranks to meet at."""
@@ -278,77 +275,19 @@ class TrainerRank:
         Returns:
             Where they are; None on other ranks.
         """
-        copies = copy_policy(self._engine.module, receive=self._settings.rank == 0)
-        if self._settings.rank:
-            return None
-        if self._settings.transport == "broadcast":
-            dtype = ENGINE_DTYPES[self._settings.device]
-            copies = {name: copy.to(dtype) for name, copy in copies.items()}
-            weights = Weights(version, "broadcast:", checksums(copies.items()), described(copies))
-            self._held = weights, copies
-            return weights
-        folder = Path(self._settings.weights_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"version-{version:08d}.safetensors"
-        weights = Weights(version, f"file:{path}", write_weights(path, copies))
-        self._published = [*(old for old in self._published if old != path), path]
-        for old in self._published[:-KEPT_FILES]:
-            old.unlink(missing_ok=True)
-        self._published = self._published[-KEPT_FILES:]
-        return weights
+        return self._publisher.publish(self._engine.module, version)
 
-    def open_group(self, timeout_s: float) -> tuple[str, int]:
-        """Leave the group of before, and say where engines meet this rank for a new one (``broadcast``, rank 0)."""
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
-        address = own_address()
-        self._store = MeetingStore(address, timeout_s=timeout_s)
-        return address, self._store.port
+    def open_group(self) -> str:
+        """See ``Publisher``."""
+        return self._publisher.open_group()
 
     def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:
-        """Join the group that ``open_group`` has opened; returns when all have joined (``broadcast``, rank 0).
-
-        Args:
-            names: What its members are called: rank 0, then all workers of all engines.
-            timeout_s: Longest wait for them, now and in every transfer (seconds).
-
-        Returns:
-            What went wrong, if something did; this rank is well nevertheless.
-        """
-        try:
-            self._group = BroadcastGroup(
-                self._store,
-                rank=0,
-                num_members=len(names),
-                device=self._device,
-                timeout_s=timeout_s,
-                names=names,
-            )
-        except BackendError as error:
-            return str(error)
-        return None
+        """See ``Publisher``."""
+        return self._publisher.join_group(names, timeout_s)
 
     def send(self, version: int) -> str | None:
-        """Send what was published last to all members of the group; returns when all have it (``broadcast``, rank 0).
-
-        Args:
-            version: That of what was published last.
-
-        Returns:
-            What went wrong, if something did; this rank is well nevertheless.
-        """
-        if self._group is None or self._held is None or self._held[0].version != version:
-            return f"version {version} cannot be sent: {'no group' if self._group is None else 'it is not held'}"
-        weights, tensors = self._held
-        try:
-            for _ in range(TRANSFER_ATTEMPTS):
-                num_refusing = self._group.send(weights.parameters, tensors)
-                if not num_refusing:
-                    return None
-        except BackendError as error:
-            return str(error)
-        return f"version {version} was refused {TRANSFER_ATTEMPTS} times (workers: {num_refusing})"
+        """See ``Publisher``; training goes on meanwhile."""
+        return self._publisher.send(version)
 
     def save(self, folder: Path) -> None:
         """Write parameters, optimizer and schedule; every rank writes its own part.
@@ -391,11 +330,7 @@ class TrainerRank:
 
     def shutdown(self) -> None:
         """Remove the published files and give up the model. The process is to end then."""
-        for path in self._published:
-            path.unlink(missing_ok=True)
-        self._published = []
-        if self._group is not None:
-            self._group.leave()
+        self._publisher.close()
         self._engine.destroy()
 
 

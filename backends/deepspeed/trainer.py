@@ -1,14 +1,16 @@
 """The real trainer: DeepSpeed ranks as Ray actors, called together.
 
 Theory of operation. Every call goes to all ranks at once and returns when all have returned. Ranks carry calls out
-in the order they were made, one at a time. The first rank that fails, or the time-out, ends the call for all: the
-others may hang in a collective that will never be complete. So nothing but ``shutdown`` can follow.
+in the order they were made, one at a time; but rank 0 sends weights in a thread of its own, beside training. The first
+rank that fails, or the time-out, ends the call for all: the others may hang in a collective that will never be
+complete. So nothing but ``shutdown`` can follow.
 
 ========================  ============================  =====================================
 call                      waits for                     limit
 ========================  ============================  =====================================
 every call                all ranks                     ``step_timeout_s``
-``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter
+``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter; it goes on
+                                                        beside the others
 ``shutdown``              all ranks that still answer   ``SHUTDOWN_TIMEOUT_S``; then it kills
 ========================  ============================  =====================================
 """
@@ -30,6 +32,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed.packing import pack
+from backends.deepspeed.publisher import TRANSFER_THREAD
 from backends.deepspeed.rank import RankSettings, TrainerRank
 from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.interface import Sample, TrainResult, Weights
@@ -90,7 +93,7 @@ class DeepSpeedTrainer:
         Raises:
             TrainerLostError: If a rank fails or does not answer in time.
         """
-        actor = ray.remote(TrainerRank)
+        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1})(TrainerRank)
         self._ranks = [
             actor.options(**options).remote(replace(self._settings, rank=rank))
             for rank, options in enumerate(self._options)
@@ -127,14 +130,14 @@ class DeepSpeedTrainer:
         weights: Weights = (await self._call("publish", "publish", version))[0]
         return weights
 
-    async def open_group(self, *, timeout_s: float) -> tuple[str, int]:
+    async def open_group(self) -> str:
         """See ``interface.Sender``; the group meets at rank 0.
 
         Raises:
             TrainerLostError: If rank 0 fails or does not answer in time.
         """
-        address: tuple[str, int] = (await self._call("join", "open_group", timeout_s, ranks=self._ranks[:1]))[0]
-        return address
+        meeting: str = await self._in_transfer_thread("join", "open_group")
+        return meeting
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
         """See ``interface.Sender``.
@@ -156,9 +159,14 @@ class DeepSpeedTrainer:
             await self._transfer("send", "send", weights.version)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
-        (fault,) = await self._call(phase, method, *arguments, ranks=self._ranks[:1])
+        fault = await self._in_transfer_thread(phase, method, *arguments)
         if fault is not None:
             raise TransferError(fault)
+
+    async def _in_transfer_thread(self, phase: str, method: str, *arguments: Any) -> Any:
+        """Have rank 0 do something beside training."""
+        call = getattr(self._ranks[0], method).options(concurrency_group=TRANSFER_THREAD)
+        return (await self._all(phase, [call.remote(*arguments)]))[0]
 
     async def save(self, folder: Path) -> None:
         """See ``interface.Trainer``; all ranks must reach the folder."""

@@ -1,317 +1,314 @@
-"""Weights from the trainer's rank 0 to all workers of all engines, through a group of processes.
+"""Weights from the trainer's rank 0 to all machines of all engines, host to host, while the engines generate.
 
-Theory of operation. The group is of torch.distributed's making, gloo on CPU and NCCL on GPU, and has nothing to do
-with the default group, which DeepSpeed in one process and vLLM in the other use for themselves. Rank 0 sends, all
-others receive. Parameters are laid one after the other, as bytes, into one long row, which crosses in buckets of
-``BUCKET_BYTES``; sender and receivers cut it alike, since both compute its layout from the same list.
+Theory of operation. A *group* is rank 0, which sends, and all workers of all engines. One worker of every machine
+receives, into a row of bytes that all workers of that machine see (``shared_row.py``). Every worker has a line to the
+sender, for messages; the bytes go along a chain, from the sender to one machine and on to the next, so every weight
+leaves every machine once. What the row holds is said when the group is made, not with every version.
 
-================  ==========================================  ================================================
-step              sender                                      every receiver
-================  ==========================================  ================================================
-arrival           --                                          leaves its mark in the store
-buckets           host -> bucket -> broadcast                 broadcast -> bucket -> host; hashes what is whole
-vote              all-reduce: 0                               all-reduce: 1 if it refuses, else 0
-================  ==========================================  ================================================
+==========  ===========================================  ======================================================
+step        sender                                       receiver
+==========  ===========================================  ======================================================
+join        waits for all; says who receives             makes its machine's row, or sees it
+notice      version, checksum of every parameter         waits for it, for as long as it takes
+bytes       from its row, without a copy                 into its row; hands on; verifies what is whole meanwhile
+verdict     waits for all                                right, or refused; labels its row if right
+==========  ===========================================  ======================================================
 
-The vote comes out the same for all: either every member has all weights, verified, or every member knows that some has
-not, and all try again. Where anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the
-members are out of step: then a member leaves, for good, and a new group has to be made.
+When all say that it is right the weights can be loaded everywhere. When one refuses they can be sent again. Where
+anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the group is left, and a new one made.
 
-Run on CPU. Not run on GPU: there the calls are the same, but for how the group is made, and a collective is waited
-for until the GPU is done with it.
+Plain connections, because they can be closed under whoever waits, and report the death of the other end; with several
+sends under way gloo ends the whole process then. Only the host's memory is read and written: a GPU's kernels never
+wait for a peer, beside those of decode.
 """
 
 from __future__ import annotations
 
-import math
+import os
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
-from backends.transfer.checksum64 import as_bytes
-from backends.transfer.meeting import MeetingStore
+from backends.transfer.checksum64 import checksum64
+from backends.transfer.layout import Parameters, cuts, digest, layout, row_bytes, seen_as
+from backends.transfer.lines import Door, Line, come_in, fill
+from backends.transfer.shared_row import SharedRow
+from backends.transfer.weights_check import check_names
 from pipelinerl.errors import BackendError
 
-BUCKET_BYTES = 256 * 2**20
-"""Size of what crosses at a time (bytes): what a member needs on the GPU."""
-ALIGNMENT_BYTES = 16
-"""Parameters begin at a multiple of it, so that their bytes can be seen in their own type (bytes)."""
-WATCHDOG_FACTOR = 4
-"""NCCL's own watchdog, which ends the whole process, gets so many times the time that we wait."""
-
-Parameters = Sequence[tuple[str, str, Sequence[int]]]
-"""Name, type (``float32``) and shape of each parameter, in the order in which they cross."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter lies in the row of bytes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
+BUCKET_BYTES = 4 * 2**20
+"""Size of what is handed on at a time (bytes)."""
+HASH_THREADS = 4
+"""Threads that verify what arrives, if as many cores are allowed (count)."""
+JOIN_TIMEOUT_S = 60.0
+"""Longest wait for the workers of a group: they have been told of it (seconds)."""
+BLAME_TIMEOUT_S = 2.0
+"""Time to look for the member that is to blame when a transfer has failed (seconds)."""
 
 
-def described(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """Return name, type and shape of each parameter, in the order of their names."""
-    return tuple(
-        (name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in sorted(tensors)
-    )
-
-
-def layout(parameters: Parameters) -> list[Place]:
-    """Return the place of each parameter, in the order given."""
-    places, end = [], 0
-    for name, dtype_name, shape in parameters:
-        dtype = getattr(torch, dtype_name)
-        begin = math.ceil(end / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        end = begin + math.prod(shape) * dtype.itemsize
-        places.append(Place(name, dtype, tuple(shape), begin, end))
-    return places
-
-
-def cuts(places: Sequence[Place], bucket_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each bucket."""
-    total = places[-1].end if places else 0
-    for begin in range(0, total, bucket_bytes):
-        yield begin, min(begin + bucket_bytes, total)
-
-
-def fill(bucket: torch.Tensor, places: Sequence[Place], tensors: Mapping[str, torch.Tensor], *, begin: int) -> None:
-    """Copy into a bucket the bytes that lie in it.
+class Sender:
+    """Rank 0's end. Making it returns when all workers have joined.
 
     Args:
-        bucket: Bytes from ``begin`` on, on any device; what lies between parameters is left as it is.
-        places: The layout.
-        tensors: Parameters by name.
-        begin: Where the bucket begins in the row.
-    """
-    end = begin + bucket.numel()
-    for place in places:
-        first, last = max(place.begin, begin), min(place.end, end)
-        if first < last:
-            source = as_bytes(tensors[place.name])
-            bucket[first - begin : last - begin].copy_(source[first - place.begin : last - place.begin])
-
-
-def seen_as(row: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return the parameter at a place of the row of bytes, without a copy."""
-    return row[place.begin : place.end].view(place.dtype).reshape(place.shape)
-
-
-class BroadcastGroup:
-    """One member of a group. Joining returns when all members have joined.
-
-    Args:
-        store: What the members meet at.
-        rank: 0: the sender.
-        num_members: The sender and all receivers (count).
-        device: What its buckets lie on; a GPU is also the one that NCCL uses.
-        timeout_s: Longest wait for the other members, when joining and in every collective (seconds).
-        names: What messages call the members; their numbers if not given.
+        door: What the members meet at.
+        names: What messages call them: the sender, then every worker of every engine.
+        parameters: What will be sent, every time.
+        timeout_s: Longest wait for the others, when joining and in every step of a transfer (seconds).
 
     Raises:
-        BackendError: If not all members come in time.
+        BackendError: If not all workers come in time, or one refuses the list of parameters.
     """
 
-    def __init__(
-        self,
-        store: TCPStore,
-        *,
-        rank: int,
-        num_members: int,
-        device: torch.device,
-        timeout_s: float,
-        names: Sequence[str] = (),
-    ) -> None:
-        self._store, self._rank, self._device = store, rank, device
-        self._names = names or [f"member {number}" for number in range(num_members)]
-        self._timeout = timedelta(seconds=timeout_s)
-        self._num_transfers = 0
+    def __init__(self, door: Door, *, names: Sequence[str], parameters: Parameters, timeout_s: float) -> None:
+        self._names, self._timeout_s = names, timeout_s
+        self._lines: dict[int, Line] = {}
+        self._leaders: list[int] = []
+        self._awaited: list[int] = []  # leaders that have not said whether what they received is right
+        self._chain: Line | None = None
         self._why_left = ""
         began = time.perf_counter()
-        self._mark("join")
         try:
-            self._group: Any = _process_group(store, rank, num_members, device, self._timeout)
-            self._vote(refused=False)  # NCCL connects the members at the first collective
-            if isinstance(store, MeetingStore):
-                store.close_to_others()
+            self._meet(door, parameters)
         except Exception as error:
-            raise BackendError(self._failure("join", "join", began, error)) from error
-
-    @classmethod
-    def join(
-        cls, address: str, port: int, *, rank: int, num_members: int, device: torch.device, timeout_s: float
-    ) -> BroadcastGroup:
-        """Join a meeting from another process.
-
-        Raises:
-            BackendError: If it cannot be reached, or not all members come in time.
-        """
-        try:
-            store = TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))
-        except Exception as error:
-            raise BackendError(f"transfer failed: phase=join at {address}:{port}; {_first_line(error)}") from error
-        return cls(store, rank=rank, num_members=num_members, device=device, timeout_s=timeout_s)
+            absent = [name for worker, name in enumerate(names) if worker and worker not in self._lines]
+            who = f"{', '.join(absent)} did not come; " if absent else ""
+            raise self._broken("join", began, error, who) from error
+        finally:
+            door.close()
 
     @property
     def left(self) -> bool:
-        """Whether this member has left: the group is of no use then."""
-        return self._group is None
+        """Whether the group has been left: it is of no use then."""
+        return self._chain is None
 
-    def send(self, parameters: Parameters, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Send parameters to all others.
+    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int]) -> int:
+        """Send a row of bytes to all machines.
 
         Args:
-            parameters: The list that the receivers have, too.
-            tensors: Parameters by name, in the host's memory.
+            row: Parameters as ``layout`` has them; it must stay as it is until this returns.
+            version: Optimizer steps done.
+            sums: ``checksum64`` of each parameter.
 
         Returns:
-            How many members refuse what they have received.
+            How many machines refuse what they have received.
 
         Raises:
-            BackendError: If it did not come to a vote. The group is of no use then.
+            BackendError: If a machine does not say. The group is of no use then.
         """
-        group, mark, began = self._present(), self._next_mark(), time.perf_counter()
-        try:
-            places = layout(parameters)
-            for bucket, begin in self._buckets(places):
-                fill(bucket, places, tensors, begin=begin)
-                self._wait(group.broadcast(bucket, 0))
-            return self._vote(refused=False)
-        except Exception as error:
-            raise self._broken("send", mark, began, error) from error
-
-    def receive(self, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
-        """Receive what the sender sends, into the host's memory; ``agree`` must follow.
-
-        Args:
-            parameters: What it will be.
-
-        Yields:
-            Name and parameter, in the order given, each as soon as it is whole.
-
-        Raises:
-            BackendError: If a member has died or does not answer. The group is of no use then.
-        """
-        group, mark, began = self._present(), self._next_mark(), time.perf_counter()
-        try:
-            self._mark(mark)
-            places = layout(parameters)
-            row = torch.empty(places[-1].end if places else 0, dtype=torch.uint8)
-            whole = received = 0
-            for bucket, begin in self._buckets(places):
-                self._wait(group.broadcast(bucket, 0))
-                received = begin + bucket.numel()
-                row[begin:received].copy_(bucket)
-                while whole < len(places) and places[whole].end <= received:
-                    yield places[whole].name, seen_as(row, places[whole])
-                    whole += 1
-            for place in places[whole:]:  # empty ones, where nothing has crossed
-                yield place.name, seen_as(row, place)
-        except Exception as error:
-            raise self._broken("receive", mark, began, error) from error
-
-    def agree(self, *, refused: bool) -> int:
-        """Tell all members whether this one refuses what it has received; return how many do.
-
-        Raises:
-            BackendError: If a member has died or does not answer. The group is of no use then.
-        """
-        self._present()
+        if self._chain is None:
+            raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
         began = time.perf_counter()
         try:
-            return self._vote(refused=refused)
+            self._awaited = list(self._leaders)
+            for worker in self._leaders:
+                self._lines[worker].tell(version=version, sums=sums)
+            content = memoryview(row.numpy())
+            for begin, end in cuts(row.numel(), BUCKET_BYTES):
+                self._chain.connection.sendall(content[begin:end])
+            num_refusing = 0
+            while self._awaited:
+                num_refusing += self._lines[self._awaited[0]].hear()["refused"]
+                self._awaited.pop(0)
+            return num_refusing
         except Exception as error:
-            raise self._broken("vote", "", began, error) from error
+            raise self._broken("send", began, error, self._to_blame()) from error
 
     def leave(self, why: str = "") -> None:
         """Leave the group: whatever the others wait for fails; a second call does nothing."""
-        group, self._group = self._group, None
-        if group is not None:
+        if self._chain is not None:
             self._why_left = why
-            group.abort()
+        for line in (*self._lines.values(), *([] if self._chain is None else [self._chain])):
+            line.close()
+        self._chain = None
 
-    # ------------------------------------------------------------------------------------ collectives
+    def _meet(self, door: Door, parameters: Parameters) -> None:
+        until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
+        hellos: dict[int, dict[str, Any]] = {}
+        while len(hellos) + 1 < len(self._names):
+            line, hello = door.let_in(until_s=until_s, timeout_s=self._timeout_s)
+            self._lines[hello["worker"]], hellos[hello["worker"]] = line, hello
+        workers = sorted(hellos)
+        places = [hellos[worker]["place"] for worker in workers]
+        self._leaders = [workers[index] for index, place in enumerate(places) if place not in places[:index]]
+        rows: dict[str, str] = {}
+        for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
+            meeting = None if after is None else hellos[after]["meeting"]
+            self._lines[worker].tell(parameters=parameters, leads=True, after=meeting)
+        for worker in self._leaders:
+            rows[hellos[worker]["place"]] = self._lines[worker].hear()["row"]
+        mates = [worker for worker in workers if worker not in self._leaders]
+        for worker in mates:
+            self._lines[worker].tell(parameters=parameters, leads=False, row=rows[hellos[worker]["place"]])
+        for worker in mates:
+            self._lines[worker].hear()
+        self._chain = come_in(hellos[self._leaders[0]]["meeting"], timeout_s=self._timeout_s)
 
-    def _buckets(self, places: Sequence[Place]) -> Iterator[tuple[torch.Tensor, int]]:
-        size = min(BUCKET_BYTES, places[-1].end) if places else 0
-        memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        for begin, end in cuts(places, BUCKET_BYTES):
-            yield memory[: end - begin], begin
+    def _to_blame(self) -> str:
+        """Say which members have gone or have failed, if any."""
+        said, until_s = [], time.monotonic() + BLAME_TIMEOUT_S
+        for worker in self._awaited:
+            try:
+                Line(self._lines[worker].connection, max(0.01, until_s - time.monotonic())).hear()
+            except ConnectionError:
+                said.append(f"{self._names[worker]} has gone; ")
+            except (OSError, ValueError, BackendError) as error:
+                said.append(f"{self._names[worker]}: {error}; ")
+        return "".join(said)
 
-    def _vote(self, *, refused: bool) -> int:
-        votes = torch.tensor([int(refused)], device=self._device)
-        self._wait(self._group.allreduce([votes]))
-        return int(votes.item())
-
-    def _wait(self, work: Any) -> None:
-        work.wait(self._timeout)  # with a time-out NCCL, too, blocks until the GPU is done, and raises if it is not
-
-    # --------------------------------------------------------------------------------- who is there, who is not
-
-    def _present(self) -> Any:
-        if self._group is None:
-            raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
-        return self._group
-
-    def _next_mark(self) -> str:
-        self._num_transfers += 1
-        return f"transfer-{self._num_transfers}"
-
-    def _mark(self, mark: str) -> None:
-        self._store.set(f"{mark}/{self._rank}", "here")
-
-    def _absent(self, mark: str) -> str:
-        """Say which receivers have not come, if any. Only the sender has the store, and can always tell."""
-        if self._rank:
-            return ""
-        absent = [name for rank, name in enumerate(self._names) if rank and not self._store.check([f"{mark}/{rank}"])]
-        return f"{', '.join(absent)} did not come; " if absent else ""
-
-    def _failure(self, phase: str, mark: str, began: float, error: Exception) -> str:
+    def _broken(self, phase: str, began: float, error: Exception, who: str) -> BackendError:
         seconds = time.perf_counter() - began
-        return (
-            f"transfer failed: phase={phase} at {self._names[self._rank]} after {seconds:.1f} s; "
-            f"{self._absent(mark)}{_first_line(error)}"
-        )
-
-    def _broken(self, phase: str, mark: str, began: float, error: Exception) -> BackendError:
-        failure = self._failure(phase, mark, began, error)
+        failure = f"transfer failed: phase={phase} at {self._names[0]} after {seconds:.1f} s; {who}{error}"
         self.leave(failure)
         return BackendError(failure)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+class Receiver:
+    """A worker's end. Making it returns when its machine has a row, and the sender knows of it.
+
+    Args:
+        meeting: Where the members meet: what the sender's door says.
+        worker: Number of this worker among all, from 1.
+        place: The machine: what all workers have in common that can see each other's rows.
+        shapes: Shape of every parameter of the model by name.
+        device: Of the engine.
+        timeout_s: Longest wait for the others (seconds).
+        reuse: A row that this worker has made before, to be used again if it fits.
+
+    Raises:
+        BackendError: If the others do not come in time, or the parameters to come are not the model's.
+    """
+
+    def __init__(
+        self,
+        meeting: str,
+        *,
+        worker: int,
+        place: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        timeout_s: float,
+        reuse: SharedRow | None = None,
+    ) -> None:
+        self._lines: list[Line] = []
+        began = time.perf_counter()
+        address, _, password = meeting.split(":")
+        door = Door.open(_own_end(address), password)
+        try:
+            said = {"worker": worker, "place": place, "meeting": door.meeting}
+            self._sender = self._kept(come_in(meeting, timeout_s=timeout_s, **said))
+            told = self._sender.hear()
+            self.parameters: Parameters = told["parameters"]
+            self.leads: bool = told["leads"]
+            """Whether this worker receives for its machine."""
+            self.row = self._row(told, shapes, device, reuse)
+            self._sender.tell(row=self.row.path)
+            self._after = self._kept(come_in(told["after"], timeout_s=timeout_s)) if told.get("after") else None
+            if self.leads:
+                before, _ = door.let_in(until_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
+                self._before = self._kept(before)
+        except Exception as error:
+            self.close()
+            seconds = time.perf_counter() - began
+            where = meeting.rpartition(":")[0]
+            raise BackendError(f"transfer failed: phase=join at {where} after {seconds:.1f} s; {error}") from error
+        finally:
+            door.close()
+
+    def close(self) -> None:
+        """Leave the group, also under a thread that waits; a second call does nothing."""
+        for line in self._lines:
+            line.close()
+
+    def next_transfer(self) -> dict[str, Any]:
+        """Wait until the sender begins to send, for as long as it takes; return what it says of it.
+
+        Raises:
+            OSError: If the sender has gone, or ``close`` has been called.
+        """
+        return self._sender.hear(patiently=True)
+
+    def receive(self, notice: Mapping[str, Any]) -> bool:
+        """Receive what the sender sends into the row, verify it, and say whether it is right.
+
+        Args:
+            notice: What the sender said of it.
+
+        Returns:
+            Whether it is right: then the row is labelled with what it holds.
+
+        Raises:
+            OSError: If a member has gone or does not answer. The group is of no use then.
+        """
+        try:
+            sums = self._received()
+        except OSError as error:
+            self._sender.tell(error=str(error))
+            raise
+        right = bool(sums == notice["sums"])
+        if right:
+            self.row.label = label(notice["version"], digest(self.parameters, sums))
+        self._sender.tell(refused=not right)
+        return right
+
+    def _received(self) -> list[int]:
+        """Receive the row and hand it on; return the checksum of every parameter."""
+        self.row.label = ""
+        places = layout(self.parameters)
+        content = memoryview(self.row.row.numpy())
+        threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
+            sums: list[Future[int]] = []
+            handed_on: list[Future[None]] = []
+            for begin, end in [(0, 0), *cuts(row_bytes(places), BUCKET_BYTES)]:
+                fill(self._before.connection, content[begin:end])
+                if self._after is not None:
+                    handed_on.append(handing_on.submit(self._after.connection.sendall, content[begin:end]))
+                while len(sums) < len(places) and places[len(sums)].end <= end:
+                    sums.append(hashing.submit(checksum64, seen_as(self.row.row, places[len(sums)])))
+            for one in handed_on:
+                one.result()
+            return [one.result() for one in sums]
+
+    def _row(
+        self,
+        told: Mapping[str, Any],
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        reuse: SharedRow | None,
+    ) -> SharedRow:
+        """Return the row of this machine, unless what will lie there is not the model's: then all are told."""
+        try:
+            sent = {name: tuple(shape) for name, _, shape in self.parameters}
+            check_names(sent, shapes, source="weights to be sent")
+            num_bytes = row_bytes(layout(self.parameters))
+            if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
+                reuse.close()
+                reuse = None
+            if not self.leads:
+                return SharedRow.open(told["row"], num_bytes, device)
+            row = reuse or SharedRow.make(num_bytes, device)
+            row.label = ""
+            return row
+        except BackendError as error:
+            self._sender.tell(error=str(error))
+            raise
+
+    def _kept(self, line: Line) -> Line:
+        self._lines.append(line)
+        return line
 
 
-def _process_group(
-    store: TCPStore, rank: int, num_members: int, device: torch.device, timeout: timedelta
-) -> ProcessGroup:
-    """Return a group beside torch's default one."""
-    prefixed = PrefixStore("weights", store)
-    group = ProcessGroup(prefixed, rank, num_members)
-    kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
-    if kind == "cuda":
-        from torch.distributed.distributed_c10d import ProcessGroupNCCL
+def label(version: int, checksum: str) -> str:
+    """Return the label of a row that holds these weights."""
+    return f"{version} {checksum}"
 
-        options = ProcessGroupNCCL.Options()
-        options._timeout = WATCHDOG_FACTOR * timeout
-        backend, backend_type = ProcessGroupNCCL(prefixed, rank, num_members, options), ProcessGroup.BackendType.NCCL
-    else:
-        from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-        backend = ProcessGroupGloo(prefixed, rank, num_members, timeout)
-        backend_type = ProcessGroup.BackendType.GLOO
-    group._set_default_backend(backend_type)
-    backend._set_sequence_number_for_group()
-    group._register_backend(torch.device(kind), backend_type, backend)
-    return group
+def _own_end(address: str) -> str:
+    """Return the address of this machine on the way to another one; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))
+        return str(probe.getsockname()[0])

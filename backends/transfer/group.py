@@ -5,14 +5,14 @@ are sent: every transfer is to the engines that are up at that time, and if thes
 hand, trainer and engines join a new one first. An engine that has been started again gets the newest weights alone,
 in a group of two; the next publication finds it up, and makes a group of all.
 
-Where an engine is lost in the middle of a transfer, the others cannot finish it either: they are lost with it, and
-all are started again. The trainer is well then.
+Engines generate and the trainer trains while weights are sent. Where an engine is lost in the middle of a transfer, the
+others go on with the weights that they have, and get the new ones in a group without it.
 
 =============  =============================================  ===================================================
 call           waits for                                      bounded by
 =============  =============================================  ===================================================
-``turn``       the trainer: it trains, publishes, or sends    what it does, which has its own time-outs
-``form``       trainer and engines, to join                   ``update_timeout_s``
+``turn``       the transfer before                            its own time-outs
+``form``       engines, to begin to join; then the trainer    ``update_timeout_s``
 ``send``       engines, to receive and verify                 ``update_timeout_s`` per bucket
 =============  =============================================  ===================================================
 """
@@ -41,56 +41,56 @@ class WeightSyncGroup:
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
         self._members: tuple[tuple[int, int], ...] | None = None
         self.turn = asyncio.Lock()
-        """Held while a task uses the trainer: neither side may wait for the other's work."""
+        """Held while weights are put together or sent: what is sent must not change."""
 
-    async def form(self, engines: Sequence[int]) -> None:
-        """Have the trainer and these engines form a group, unless they are one.
-
-        Raises nothing where an engine does not join: it is lost, and says so when it is called next.
+    async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
+        """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
 
         Raises:
             TrainerLostError: If the trainer is lost.
         """
         members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
         if members == self._members:
-            return
+            return {}
         self._members = None
         if not members:
-            return
-        address, port = await self._trainer.open_group(timeout_s=self._timeout_s)
+            return {}
+        meeting = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = [
-            self._receivers[engine].join_group(
-                address, port, rank_offset=1 + place * self._workers_each, num_members=len(names)
-            )
+            self._receivers[engine].join_group(meeting, first_worker=1 + place * self._workers_each)
             for place, engine in enumerate(engines)
         ]
-        ends = await asyncio.gather(
-            self._trainer.join_group(names, timeout_s=self._timeout_s), *joins, return_exceptions=True
-        )
-        faults = [end for end in ends if end is not None]
-        for fault in faults:
-            if not isinstance(fault, TransferError | EngineLostError):
-                raise fault
-            LOG.warning("no group: %s", fault)
-        if not faults:
+        ends = await asyncio.gather(*joins, return_exceptions=True)
+        lost = {engine: end for engine, end in zip(engines, ends, strict=True) if isinstance(end, EngineLostError)}
+        for end in ends:
+            if isinstance(end, BaseException) and not isinstance(end, EngineLostError):
+                raise end
+        if lost:
+            return lost
+        try:
+            await self._trainer.join_group(names, timeout_s=self._timeout_s)
+        except TransferError as error:
+            LOG.warning("no group: %s", error)
+        else:
             self._members = members
+        return {}
 
-    async def send(self, weights: Weights) -> None:
-        """Send to the group that ``form`` has formed.
-
-        Raises nothing where the weights do not arrive: engines are lost then, and say so themselves.
+    async def send(self, weights: Weights) -> bool:
+        """Send to the group that ``form`` has formed; return whether all of it have the weights, verified.
 
         Raises:
             TrainerLostError: If the trainer is lost.
         """
         if self._members is None:
-            return
+            return False
         try:
             await self._trainer.send(weights)
         except TransferError as error:
             self._members = None
             LOG.warning("version %d did not reach the engines: %s", weights.version, error)
+            return False
+        return True
 
     def _names(self, engine: int) -> list[str]:
         if self._workers_each == 1:

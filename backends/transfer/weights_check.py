@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,36 @@ def verified(
             yield name, tensor
 
     actual = checksums(kept())
+    check_names({name: tuple(tensor.shape) for name, tensor in tensors.items()}, shapes, source=source)
     faults = {
-        "lack": shapes.keys() - tensors.keys(),
-        "have unknown": tensors.keys() - shapes.keys(),
         "have no checksum for": tensors.keys() - expected.keys(),
-        "have a wrong shape in": {name for name in tensors if tuple(tensors[name].shape) != shapes.get(name)},
         "have a wrong checksum in": {name for name in tensors if actual[name] != expected.get(name)},
     }
+    _refuse(faults, len(shapes), source)
+    return tensors
+
+
+def check_names(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:
+    """Check that parameters are those of the model.
+
+    Args:
+        sent: Shape of every parameter to be loaded by name.
+        shapes: Shape of every parameter of the model by name.
+        source: Where they come from, for messages.
+
+    Raises:
+        BackendError: If one is missing, unknown or of another shape.
+    """
+    faults = {
+        "lack": shapes.keys() - sent.keys(),
+        "have unknown": sent.keys() - shapes.keys(),
+        "have a wrong shape in": {name for name, shape in sent.items() if shape != shapes.get(name)},
+    }
+    _refuse(faults, len(shapes), source)
+
+
+def _refuse(faults: Mapping[str, Collection[str]], num_parameters: int, source: str) -> None:
     for fault, names in faults.items():
         if names:
             listed = ", ".join(sorted(names)[:MAX_NAMES])
-            raise BackendError(f"{source} {fault} {len(names)} of {len(shapes)} parameters: {listed}")
-    return tensors
+            raise BackendError(f"{source} {fault} {len(names)} of {num_parameters} parameters: {listed}")

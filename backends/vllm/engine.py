@@ -255,7 +255,7 @@ class VLLMEngine:
 
     # --------------------------------------------------------------------------------- weights
 
-    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+    async def join_group(self, meeting: str, *, first_worker: int) -> None:
         """See ``interface.Receiver``.
 
         Raises:
@@ -264,10 +264,8 @@ class VLLMEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {
-            "address": address,
-            "port": port,
-            "rank_offset": rank_offset,
-            "num_members": num_members,
+            "meeting": meeting,
+            "first_worker": first_worker,
             "timeout_s": self._settings.update_timeout_s,
         }
         async with self._updating:
@@ -321,15 +319,17 @@ class VLLMEngine:
                 await ended.wait()
 
     async def _receive(self, weights: Weights) -> None:
-        """Bring the weights to all workers, and have them verified.
+        """Have all workers verify a file, or find that the weights have arrived, verified.
 
         No worker's model is touched here, so another attempt is safe.
         """
         scheme, _, place = weights.location.partition(":")
         if scheme != self._settings.transport:
             raise BackendError(f"location must begin with {self._settings.transport}:, got {weights.location}")
-        info: dict[str, Any] = {"checksums": weights.checksums}
-        info |= {"path": place} if scheme == "file" else {"parameters": weights.parameters}
+        if scheme == "file":
+            info: dict[str, Any] = {"checksums": weights.checksums, "path": place}
+        else:
+            info = {"label": place}
         for attempt in range(1, TRANSFER_ATTEMPTS + 1):
             try:
                 await self._until(self._send_update(info))

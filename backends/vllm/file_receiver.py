@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from backends.transfer.weights_check import checkpoint_shapes
 from backends.transfer.weights_file import read_verified
 from backends.vllm.verified_receiver import VerifiedTransferEngine
 
@@ -35,6 +36,6 @@ class FileTransferEngine(VerifiedTransferEngine):
     def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing: there is no group of processes to join."""
 
-    def receive(self, update_info: FileUpdateInfo, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    def receive(self, update_info: FileUpdateInfo) -> dict[str, torch.Tensor]:
         """Map the file and verify it."""
-        return read_verified(update_info.path, update_info.checksums, shapes)
+        return read_verified(update_info.path, update_info.checksums, checkpoint_shapes(self.model_config.model))

@@ -54,9 +54,9 @@ class RayEngine:
         times: UpdateTimes = await self._call("update", weights, weight_update)
         return times
 
-    async def join_group(self, address: str, port: int, *, rank_offset: int, num_members: int) -> None:
+    async def join_group(self, meeting: str, *, first_worker: int) -> None:
         """Join the group that weights arrive through; see ``group.Receiver``."""
-        await self._call("join_group", address, port, rank_offset=rank_offset, num_members=num_members)
+        await self._call("join_group", meeting, first_worker=first_worker)
 
     async def checksums(self) -> dict[str, str]:
         """Return the checksums that the last update was verified against; see ``interface.Engine``."""

@@ -11,8 +11,8 @@ Theory of operation. One update is three calls, each carried out by all workers 
 So when ``update_weights`` fails on any worker, no weight has changed on any, and the update can be tried again.
 When ``finish_weight_update`` fails there may be a mixture of versions: that engine is lost.
 
-Between the two a worker holds all weights in the host's memory, whole: it maps the file, or receives into memory of
-its own. The GPU needs room for one parameter, or one bucket, beside the model.
+Between the two a worker sees all weights in the host's memory, whole: a file that it maps, or the row that they have
+arrived in, of which there is one per machine. The GPU needs room for one parameter beside the model.
 
 The model's parameters may be packed or fused after loading. vLLM's layerwise reload undoes that, lets the
 model's own loader have the Hugging Face parameters, and packs again into the same storage. It is made for plain,
@@ -28,8 +28,6 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from backends.transfer.weights_check import checkpoint_shapes
-
 
 class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     """A worker's end of a transport, on CPU and GPU; ``receive`` is what transports differ in."""
@@ -37,12 +35,11 @@ class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLL
     _verified: dict[str, torch.Tensor] | None = None
 
     @abstractmethod
-    def receive(self, update_info: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    def receive(self, update_info: Any) -> dict[str, torch.Tensor]:
         """Return the parameters by name, in the host's memory, verified.
 
         Args:
             update_info: What the trainer said of them.
-            shapes: Shape of every parameter of the model by name.
 
         Raises:
             BackendError: If they are incomplete or differ from their checksums.
@@ -59,7 +56,7 @@ class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLL
             BackendError: If they are incomplete or differ from their checksums.
         """
         self._verified = None
-        self._verified = self.receive(update_info, checkpoint_shapes(self.model_config.model))
+        self._verified = self.receive(update_info)
 
     def finish_weight_update(self) -> None:
         """Load what has been received."""

@@ -1,10 +1,11 @@
-"""Weights through a group of processes: gloo between threads and processes, without vLLM and DeepSpeed."""
+"""Weights from a sender to receivers' rows: between threads and processes, without vLLM and DeepSpeed."""
 
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,78 +13,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
 import backends.transfer.broadcast  # noqa: E402
-from backends.transfer.broadcast import (  # noqa: E402
-    ALIGNMENT_BYTES,
-    BroadcastGroup,
-    cuts,
-    described,
-    fill,
-    layout,
-    seen_as,
-)
-from backends.transfer.checksum64 import as_bytes  # noqa: E402
-from backends.transfer.meeting import MeetingStore  # noqa: E402
-from backends.transfer.weights_check import checksum, checksums, verified  # noqa: E402
+from backends.transfer.broadcast import Receiver, Sender, label  # noqa: E402
+from backends.transfer.checksum64 import checksum64  # noqa: E402
+from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
+from backends.transfer.lines import Door, come_in, fill  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")
-DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int8", "uint8", "bool", "complex64", "float8_e4m3fn")
 Tensors = dict[str, "torch.Tensor"]
-
-
-def same(left: Tensors, right: Tensors) -> bool:
-    return described(left) == described(right) and all(
-        as_bytes(left[name]).tolist() == as_bytes(right[name]).tolist() for name in left
-    )
-
-
-# ------------------------------------------------------------------------------------------- layout
-
-
-@st.composite
-def tensors_of_all_kinds(draw: Any) -> Tensors:
-    """Parameters of random bytes, so NaN of all kinds among them; some transposed, some without elements."""
-    names = draw(st.lists(st.text(min_size=1), unique=True, max_size=6))
-    made = {}
-    for name in names:
-        dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
-        shape = draw(st.lists(st.integers(0, 5), max_size=3))
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        content = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
-        if dtype is torch.bool:
-            content = bytes(byte & 1 for byte in content)
-        row = torch.tensor(list(content), dtype=torch.uint8)
-        made[name] = row.view(dtype).reshape(shape)
-        if draw(st.booleans()) and made[name].dim() > 1:
-            made[name] = made[name].transpose(0, -1)
-    return made
-
-
-@given(tensors=tensors_of_all_kinds(), bucket_bytes=st.integers(1, 200))
-def test_whatever_is_cut_into_buckets_comes_together_bit_for_bit(tensors: Tensors, bucket_bytes: int) -> None:
-    places = layout(described(tensors))
-    assert [place.name for place in places] == sorted(tensors)
-    assert all(place.begin % ALIGNMENT_BYTES == 0 for place in places)
-    row = torch.empty(places[-1].end if places else 0, dtype=torch.uint8)
-    ends = [0]
-    for begin, end in cuts(places, bucket_bytes):
-        assert begin == ends[-1] < end <= begin + bucket_bytes
-        fill(row[begin:end], places, tensors, begin=begin)
-        ends.append(end)
-    assert ends[-1] == row.numel()
-    assert same({place.name: seen_as(row, place) for place in places}, tensors)
-
-
-def test_a_layout_is_in_the_order_given_and_aligned() -> None:
-    places = layout([("b", "uint8", (3,)), ("a", "bfloat16", (2, 5)), ("c", "float32", ())])
-    assert [(place.name, place.begin, place.end) for place in places] == [("b", 0, 3), ("a", 16, 36), ("c", 48, 52)]
-
-
-# -------------------------------------------------------------------------------------------- group
+Meet = Callable[..., "Meeting"]
 
 
 def weights() -> Tensors:
@@ -96,136 +35,281 @@ def weights() -> Tensors:
     }
 
 
-def sender(num_members: int, *, timeout_s: float = 20.0) -> tuple[Any, Callable[[], BroadcastGroup]]:
-    """Return the store, and what joins as rank 0."""
-    store = MeetingStore("127.0.0.1", timeout_s=timeout_s)
-    names = ["trainer", *(f"engine {number}" for number in range(num_members - 1))]
-    return store, lambda: BroadcastGroup(
-        store, rank=0, num_members=num_members, device=CPU, timeout_s=timeout_s, names=names
-    )
+def row_of(tensors: Tensors) -> Any:
+    places = layout(described(tensors))
+    row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+    for place in places:
+        seen_as(row, place).copy_(tensors[place.name])
+    return row
 
 
-def receiver(store: Any, rank: int, num_members: int, *, timeout_s: float = 20.0) -> BroadcastGroup:
-    return BroadcastGroup.join(
-        "127.0.0.1", store.port, rank=rank, num_members=num_members, device=CPU, timeout_s=timeout_s
-    )
+def sums_of(tensors: Tensors) -> list[int]:
+    return [checksum64(tensors[name]) for name in sorted(tensors)]
 
 
-def received(group: BroadcastGroup, sent: Tensors, expected: dict[str, str]) -> tuple[Tensors | None, int]:
-    """Receive as a worker does; return what was verified, and how many members refused."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
-    try:
-        got = verified(group.receive(described(sent)), expected=expected, shapes=shapes, source="weights")
-    except BackendError:
-        return None, group.agree(refused=True)
-    return got, group.agree(refused=False)
+def label_of(tensors: Tensors, version: int) -> str:
+    return label(version, digest(described(tensors), sums_of(tensors)))
 
 
-def test_all_members_get_the_weights_and_a_wrong_byte_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def names(num_workers: int) -> list[str]:
+    return ["trainer", *(f"engine {number}" for number in range(num_workers))]
+
+
+class Meeting:
+    """A door, and what joins there."""
+
+    def __init__(self, num_workers: int, *, timeout_s: float = 20.0, tensors: Tensors | None = None) -> None:
+        self.num_workers, self.timeout_s = num_workers, timeout_s
+        self.tensors = weights() if tensors is None else tensors
+        self.door = Door.open("127.0.0.1")
+        self.made: list[Any] = [self.door]
+
+    def sender(self) -> Sender:
+        sender = Sender(
+            self.door, names=names(self.num_workers), parameters=described(self.tensors), timeout_s=self.timeout_s
+        )
+        self.made.append(sender)
+        return sender
+
+    def receiver(self, worker: int, place: str = "", **changed: Any) -> Receiver:
+        arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
+        arguments |= {"worker": worker, "place": place or f"machine {worker}", "timeout_s": self.timeout_s}
+        receiver = Receiver(self.door.meeting, **{**arguments, **changed})
+        self.made.append(receiver)
+        return receiver
+
+    def end(self) -> None:
+        for one in self.made:
+            one.leave() if isinstance(one, Sender) else one.close()
+
+
+def take(receiver: Receiver) -> tuple[bool, str]:
+    """Receive once; return whether it was right, and what the row is labelled with."""
+    return receiver.receive(receiver.next_transfer()), receiver.row.label
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Meeting]]:
+    meetings: list[Meeting] = []
+
+    def meet(num_workers: int, **changed: Any) -> Meeting:
+        meetings.append(Meeting(num_workers, **changed))
+        return meetings[-1]
+
+    yield meet
+    for meeting in meetings:
+        meeting.end()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def held_by(receiver: Receiver) -> Tensors:
+    return {place.name: seen_as(receiver.row.row, place) for place in layout(receiver.parameters)}
+
+
+def test_all_machines_get_the_weights_and_one_wrong_bit_is_refused_by_all(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
     monkeypatch.setattr(backends.transfer.broadcast, "BUCKET_BYTES", 100)
-    sent = weights()
-    corrupted = {**sent, "b.weight": sent["b.weight"].clone()}
-    corrupted["b.weight"].view(torch.uint8)[29, 0] ^= 1  # one bit
-    expected = checksums(sent.items())
-    store, join = sender(3)
+    meeting = meet(3)
+    sent, row = meeting.tensors, row_of(meeting.tensors)
+    wrong = row.clone()
+    wrong[500] ^= 1
 
-    def receive(rank: int) -> Any:
-        group = receiver(store, rank, 3)
-        rounds = [received(group, sent, expected) for _ in range(3)]
-        group.leave()
-        return rounds
+    def receive(worker: int) -> Any:
+        receiver = meeting.receiver(worker)
+        return receiver, [take(receiver) for _ in range(3)]
 
-    with ThreadPoolExecutor() as threads:
-        receiving = [threads.submit(receive, rank) for rank in (1, 2)]
-        group = join()
-        assert [group.send(described(sent), one) for one in (sent, corrupted, sent)] == [0, 2, 0]
-    for rounds in (one.result() for one in receiving):
-        assert [refused for _, refused in rounds] == [0, 2, 0]
-        assert rounds[1][0] is None
-        assert same(rounds[0][0], sent)
-        assert same(rounds[2][0], sent)
-    assert not torch.distributed.is_initialized()
-    group.leave()
-    group.leave()
-    assert group.left
-    with pytest.raises(BackendError, match=r"^the group has been left$"):
-        group.send(described(sent), sent)
+    receiving = [threads.submit(receive, worker) for worker in (1, 2, 3)]
+    sender = meeting.sender()
+    sums = sums_of(sent)
+    assert [sender.send(one, version=7 + n, sums=sums) for n, one in enumerate((row, wrong, row))] == [0, 3, 0]
+    for receiver, rounds in (one.result() for one in receiving):
+        assert rounds == [(True, label_of(sent, 7)), (False, ""), (True, label_of(sent, 9))]
+        assert described(held_by(receiver)) == described(sent)
+        assert all(torch.equal(tensor, sent[name]) for name, tensor in held_by(receiver).items())
+        receiver.close()
+    sender.leave("enough")
+    sender.leave()
+    assert sender.left
+    with pytest.raises(BackendError, match=r"^the group has been left: enough$"):
+        sender.send(row, version=1, sums=sums)
 
 
-def test_a_model_of_empty_parameters_crosses() -> None:
-    sent = {"a": torch.empty(0), "b": torch.empty(2, 0)}
-    store, join = sender(2)
-    with ThreadPoolExecutor() as threads:
-        receiving = threads.submit(lambda: received(receiver(store, 1, 2), sent, checksums(sent.items())))
-        assert join().send(described(sent), sent) == 0
-    assert same(receiving.result()[0], sent)
+def test_one_worker_of_a_machine_receives_and_all_of_it_see_the_row(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(4)
+    places = {1: "one", 2: "other", 3: "one", 4: "other"}
+    joining = {worker: threads.submit(meeting.receiver, worker, place) for worker, place in places.items()}
+    sender = meeting.sender()
+    receivers = {worker: one.result() for worker, one in joining.items()}
+    assert [worker for worker, one in receivers.items() if one.leads] == [1, 2]
+    receiving = [threads.submit(take, receivers[worker]) for worker in (1, 2)]
+    assert sender.send(row_of(meeting.tensors), version=3, sums=sums_of(meeting.tensors)) == 0
+    assert [one.result()[0] for one in receiving] == [True, True]
+    for receiver in receivers.values():
+        assert receiver.row.label == label_of(meeting.tensors, 3)
+        assert all(torch.equal(tensor, meeting.tensors[name]) for name, tensor in held_by(receiver).items())
+    receivers[1].row.row[0] ^= 1  # the same memory, seen twice
+    assert torch.equal(receivers[3].row.row, receivers[1].row.row)
+    assert not torch.equal(receivers[2].row.row, receivers[1].row.row)
 
 
-@pytest.mark.slow
-def test_the_member_that_does_not_come_is_named() -> None:
-    sent = weights()
-    store, join = sender(3, timeout_s=1.0)
-    pattern = r"^transfer failed: phase=send at trainer after \d\.\d s; engine 1 did not come; "
-
-    def receive() -> None:
-        received(receiver(store, 1, 3, timeout_s=1.0), sent, checksums(sent.items()))
-
-    def hang() -> None:
-        group = receiver(store, 2, 3, timeout_s=1.0)
-        time.sleep(2.5)
-        group.leave()
-
-    with ThreadPoolExecutor() as threads:
-        receiving, _ = threads.submit(receive), threads.submit(hang)
-        group = join()
-        with pytest.raises(BackendError, match=pattern) as failure:
-            group.send(described(sent), sent)
-    assert isinstance(receiving.exception(), BackendError)
-    assert group.left
-    with pytest.raises(BackendError, match="the group has been left: transfer failed: phase=send") as again:
-        group.send(described(sent), sent)
-    assert str(failure.value) in str(again.value)
+def test_a_row_is_used_again_if_it_fits(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    rows: list[Any] = []
+    for tensors in (weights(), weights(), {"other": torch.ones(3)}):
+        meeting = meet(1, tensors=tensors)
+        joining = threads.submit(meeting.receiver, 1, reuse=rows[-1] if rows else None)
+        sender = meeting.sender()
+        rows.append(joining.result().row)
+        assert rows[-1].label == ""
+        rows[-1].label = "old"
+        sender.leave()
+    assert rows[0] is rows[1] is not rows[2]
 
 
-def test_the_member_that_does_not_join_is_named() -> None:
-    _, join = sender(2, timeout_s=0.5)
+def test_a_model_of_empty_parameters_crosses(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(1, tensors={"a": torch.empty(0), "b": torch.empty(2, 0)})
+    receiving = threads.submit(lambda: take(meeting.receiver(1)))
+    assert meeting.sender().send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors)) == 0
+    assert receiving.result()[0]
+
+
+SHAPES = {name: tuple(one.shape) for name, one in weights().items()}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({name: shape for name, shape in SHAPES.items() if name != "c.bias"}, "have unknown 1 of 3 parameters: c.bias"),
+        ({**SHAPES, "empty": (4, 0)}, "have a wrong shape in 1 of 4 parameters: empty"),
+        ({**SHAPES, "d": (1,)}, "lack 1 of 5 parameters: d"),
+    ],
+)
+def test_parameters_of_another_model_are_refused_when_a_group_is_made(
+    meet: Meet, threads: ThreadPoolExecutor, shapes: Any, text: str
+) -> None:
+    meeting = meet(2)
+    joining = [threads.submit(meeting.receiver, 1), threads.submit(meeting.receiver, 2, shapes=shapes)]
+    with pytest.raises(BackendError, match=f"phase=join at trainer .*weights to be sent {text}"):
+        meeting.sender()
+    assert text in str(joining[1].exception())
+    assert isinstance(joining[0].exception(), BackendError)
+
+
+def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    meeting = meet(2)
+    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2)]
+    sender = meeting.sender()
+    receivers = [one.result() for one in joining]
+    waiting = [threads.submit(one.next_transfer) for one in receivers]
+    time.sleep(0.1)
+    assert not any(one.done() for one in waiting)
+    receivers[0].close()
+    assert isinstance(waiting[0].exception(timeout=5), OSError)
+    assert not waiting[1].done()
+    sender.leave()
+    assert isinstance(waiting[1].exception(timeout=5), OSError)
+
+
+def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(1)
+    address, port, _ = meeting.door.meeting.split(":")
+    strangers = [
+        come_in(f"{address}:{port}:guess", timeout_s=5, worker=1, place="", meeting=""),
+        come_in(f"{address}:{port}:", timeout_s=5),
+    ]
+    noise = socket.create_connection((address, int(port)))
+    noise.sendall(b"\xff" * 100)
+    joining = threads.submit(meeting.receiver, 1)
+    sender = meeting.sender()
+    assert joining.result().leads
+    for stranger in strangers:
+        with pytest.raises(OSError, match=r"gone|reset"):
+            stranger.hear()
+        stranger.close()
+    noise.close()
+    sender.leave()
+    with pytest.raises(OSError, match="refused"):  # the door is closed when all are there
+        come_in(f"{address}:{port}:", timeout_s=5)
+
+
+def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
     with pytest.raises(BackendError, match=r"phase=join at trainer after \d\.\d s; engine 0 did not come; "):
-        join()
+        meet(1, timeout_s=0.5).sender()
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
-    with pytest.raises(BackendError, match=r"^transfer failed: phase=join at 127.0.0.1:1; "):
-        BroadcastGroup.join("127.0.0.1", 1, rank=1, num_members=2, device=CPU, timeout_s=0.5)
+def test_a_meeting_that_is_not_there_is_named() -> None:
+    with pytest.raises(BackendError, match=r"^transfer failed: phase=join at 127.0.0.1:1 after .*refused"):
+        Receiver("127.0.0.1:1:secret", worker=1, place="", shapes={}, device=CPU, timeout_s=0.5)
 
 
-def _process(port: int, sent: Tensors, results: Any) -> None:
+def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    meeting = meet(3, timeout_s=1.0)
+    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
+    sender = meeting.sender()
+    first, silent, gone = (one.result() for one in joining)
+    receiving = threads.submit(take, first)
+    gone.close()
+    pattern = r"^transfer failed: phase=send at trainer after \d\.\d s; engine 1: timed out; engine 2 has gone; "
+    with pytest.raises(BackendError, match=pattern) as failure:
+        sender.send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
+    assert receiving.result()[0]  # it has all that it needs
+    with pytest.raises(BackendError, match="the group has been left: transfer failed: phase=send") as again:
+        sender.send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
+    assert str(failure.value) in str(again.value)
+    silent.close()
+
+
+def _process(meeting_at: str, results: Any) -> None:
     """Receive once, then die in the middle of the next transfer."""
-    group = BroadcastGroup.join("127.0.0.1", port, rank=1, num_members=2, device=CPU, timeout_s=20)
-    got, refused = received(group, sent, checksums(sent.items()))
-    assert got is not None
-    results.put(({name: checksum(tensor) for name, tensor in got.items()}, refused))
-    backends.transfer.broadcast.BUCKET_BYTES = 64
-    next(iter(group.receive(described(sent))))
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
+    receiver = Receiver(meeting_at, worker=1, place="1", shapes=shapes, device=CPU, timeout_s=20)
+    results.put(take(receiver))
+    receiver.next_transfer()
+    fill(receiver._before.connection, memoryview(bytearray(1000)))
     multiprocessing.current_process().kill()
 
 
 @pytest.mark.slow
-def test_a_process_gets_the_weights_and_its_death_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = weights()
-    store, join = sender(2)
+def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_made(
+    meet: Meet,
+    threads: ThreadPoolExecutor,
+) -> None:
+    meeting = meet(2)
+    row, sums = row_of(meeting.tensors), sums_of(meeting.tensors)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=_process, args=(store.port, sent, results))
+    process = context.Process(target=_process, args=(meeting.door.meeting, results))
     process.start()
+    joining = threads.submit(meeting.receiver, 2)
     try:
-        group = join()
-        assert group.send(described(sent), sent) == 0
-        assert results.get(timeout=20) == (checksums(sent.items()), 0)
-        monkeypatch.setattr(backends.transfer.broadcast, "BUCKET_BYTES", 64)
+        sender = meeting.sender()
+        survivor = joining.result()
+        receiving = threads.submit(take, survivor)
+        assert sender.send(row, version=1, sums=sums) == 0
+        assert receiving.result() == (True, label_of(meeting.tensors, 1))
+        assert results.get(timeout=20) == (True, label_of(meeting.tensors, 1))
+        receiving = threads.submit(take, survivor)
         began = time.monotonic()
-        with pytest.raises(BackendError, match=r"phase=send at trainer after \d\.\d s; .*[Cc]onnection"):
-            group.send(described(sent), sent)
+        with pytest.raises(BackendError, match=r"phase=send at trainer after \d\.\d s; engine 0 has gone; engine 1: "):
+            sender.send(row, version=2, sums=sums)
+        assert isinstance(receiving.exception(timeout=10), OSError)
         assert time.monotonic() - began < 10
+        assert survivor.row.label == ""  # what has arrived in part is nothing
+        again = meet(1)
+        joining = threads.submit(again.receiver, 1, reuse=survivor.row)
+        sender = again.sender()
+        receiving = threads.submit(take, joining.result())
+        assert sender.send(row, version=2, sums=sums) == 0
+        assert receiving.result() == (True, label_of(meeting.tensors, 2))
     finally:
         process.kill()
         process.join(timeout=10)

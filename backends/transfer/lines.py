@@ -1,0 +1,142 @@
+"""Messages over a connection between two processes, and who may connect."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl.errors import BackendError
+
+HELLO_BYTES = 4096
+"""Longest message of somebody who has not yet said the password (bytes)."""
+HELLO_TIMEOUT_S = 5.0
+"""Longest wait for it (seconds)."""
+
+
+class Line:
+    """A connection that messages cross: JSON, each after its length.
+
+    Args:
+        connection: To the other end.
+        timeout_s: Longest wait for the other end (seconds).
+    """
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(timeout_s)
+        self.connection, self._timeout_s = connection, timeout_s
+
+    def tell(self, **message: Any) -> None:
+        """Send a message."""
+        content = json.dumps(message).encode()
+        self.connection.sendall(len(content).to_bytes(8, "big") + content)
+
+    def hear(self, *, patiently: bool = False, longest: int = 2**40) -> dict[str, Any]:
+        """Receive a message.
+
+        Args:
+            patiently: Whether to wait for its beginning as long as it takes.
+            longest: Longest message that is accepted (bytes).
+
+        Raises:
+            BackendError: If it is that something has failed at the other end.
+            OSError: If the other end has gone, or does not answer.
+        """
+        self.connection.settimeout(None if patiently else self._timeout_s)
+        head = bytearray(8)
+        fill(self.connection, memoryview(head)[:1])
+        self.connection.settimeout(self._timeout_s)
+        fill(self.connection, memoryview(head)[1:])
+        size = int.from_bytes(head, "big")
+        if size > longest:
+            raise ConnectionError(f"a message of {size} bytes")
+        content = bytearray(size)
+        fill(self.connection, memoryview(content))
+        message: dict[str, Any] = json.loads(content)
+        if "error" in message:
+            raise BackendError(message["error"])
+        return message
+
+    def close(self) -> None:
+        """Close the connection, also under whoever waits in another thread; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def fill(connection: socket.socket, memory: memoryview) -> None:
+    """Receive as many bytes as the memory has room for.
+
+    Raises:
+        ConnectionError: If the other end has gone.
+    """
+    while memory:
+        num_bytes = connection.recv_into(memory)
+        if not num_bytes:
+            raise ConnectionError("the other end has gone")
+        memory = memory[num_bytes:]
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where others connect, if they know the password."""
+
+    listener: socket.socket
+    password: str
+
+    @classmethod
+    def open(cls, address: str, password: str | None = None) -> Door:
+        """Open a door at a port that is free; without a password, with one that is made up."""
+        return cls(socket.create_server((address, 0)), password or secrets.token_hex(16))
+
+    @property
+    def meeting(self) -> str:
+        """What others have to be told to come in."""
+        address, port = self.listener.getsockname()[:2]
+        return f"{address}:{port}:{self.password}"
+
+    def let_in(self, *, until_s: float, timeout_s: float) -> tuple[Line, dict[str, Any]]:
+        """Wait for somebody who knows the password; return the line, and what was said.
+
+        Args:
+            until_s: When to give up, on the clock of ``time.monotonic``.
+            timeout_s: Of the line (seconds).
+
+        Raises:
+            TimeoutError: If nobody comes.
+        """
+        while True:
+            self.listener.settimeout(max(0.001, until_s - time.monotonic()))
+            connection, _ = self.listener.accept()
+            with contextlib.suppress(OSError, ValueError, BackendError):
+                hello = Line(connection, HELLO_TIMEOUT_S).hear(longest=HELLO_BYTES)
+                if hmac.compare_digest(str(hello.get("password")), self.password):
+                    return Line(connection, timeout_s), hello
+            connection.close()
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self.listener.close()
+
+
+def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
+    """Connect to a door; return the line.
+
+    Args:
+        meeting: What ``Door.meeting`` said.
+        timeout_s: Of the line, and to connect (seconds).
+        said: What the other end is told.
+
+    Raises:
+        OSError: If it cannot be reached.
+    """
+    address, port, password = meeting.split(":")
+    line = Line(socket.create_connection((address, int(port)), timeout=timeout_s), timeout_s)
+    line.tell(password=password, **said)
+    return line

@@ -1,0 +1,109 @@
+"""A row of bytes in the host's memory that all workers of a machine see: one copy per machine.
+
+It has no name in any file system. Whoever has made it can be asked for it by the number of its process, and the memory
+is given back when the last process that sees it has let go of it, or has died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import torch
+
+from pipelinerl.errors import BackendError
+
+HEAD_BYTES = 4096
+"""Room before the row for what is said of it: a page (bytes)."""
+
+
+def machine() -> str:
+    """Return what all processes share that can see each other's rows, and no others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class SharedRow:
+    """A row, and which weights lie in it, complete and verified: ``label``, empty while there are none.
+
+    Args:
+        file: Of the memory.
+        num_bytes: Of the row.
+        device: The GPU that will read it: the memory is pinned for it. On CPU nothing is.
+    """
+
+    def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
+        self._file, self.num_bytes = file, num_bytes
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+        """Where other processes of this machine find it."""
+        self._memory = mmap.mmap(file, HEAD_BYTES + max(1, num_bytes))
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.row = whole[HEAD_BYTES : HEAD_BYTES + num_bytes]
+        """The bytes, shape [``num_bytes``]."""
+        self._pinned = whole if device.type == "cuda" else None
+        if self._pinned is not None:
+            _check_cuda(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+
+    @classmethod
+    def make(cls, num_bytes: int, device: torch.device) -> SharedRow:
+        """Make a row.
+
+        Raises:
+            BackendError: If there is not enough memory.
+        """
+        free = _free_bytes()
+        if num_bytes > free:
+            raise BackendError(f"no memory to stage weights in: {num_bytes} bytes are needed, {free} are free")
+        file = os.memfd_create("pipelinerl-weights")
+        os.truncate(file, HEAD_BYTES + max(1, num_bytes))
+        return cls(file, num_bytes, device)
+
+    @classmethod
+    def open(cls, path: str, num_bytes: int, device: torch.device) -> SharedRow:
+        """See a row that another process of this machine has made.
+
+        Raises:
+            BackendError: If it is not there, or not as large.
+        """
+        try:
+            file = os.open(path, os.O_RDWR)
+            if os.fstat(file).st_size < HEAD_BYTES + num_bytes:
+                os.close(file)
+                raise OSError("it is smaller")
+        except OSError as error:
+            raise BackendError(f"the row of weights at {path} cannot be seen: {error}") from None
+        return cls(file, num_bytes, device)
+
+    @property
+    def label(self) -> str:
+        """What lies in the row; empty: nothing that is complete and verified."""
+        return bytes(self._memory[:HEAD_BYTES]).rstrip(b"\0").decode()
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._memory[:HEAD_BYTES] = label.encode().ljust(HEAD_BYTES, b"\0")
+
+    def close(self) -> None:
+        """Let go of it. The memory itself goes when nothing sees its numbers any more; a second call does nothing."""
+        if self._file < 0:
+            return
+        if self._pinned is not None:
+            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
+        os.close(self._file)
+        self._file = -1
+
+    __del__ = close
+
+
+def _free_bytes() -> int:
+    """Return the memory of this machine that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise BackendError("/proc/meminfo has no line MemAvailable")
+
+
+def _check_cuda(status: object) -> None:
+    if int(getattr(status, "value", status)):  # type: ignore[call-overload]  # torch is Any to mypy
+        raise BackendError(f"memory for weights cannot be pinned: {status}")
