@@ -58,8 +58,8 @@ def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> N
         )
     if train.transport == "broadcast" and config.colocated:
         raise ConfigError(
-            "train.transport='broadcast' needs engines and trainer on accelerators of their own: NCCL refuses a group "
-            f"with two members on one GPU, got scheduler.kind={config.scheduler.kind!r}"
+            "train.transport='broadcast' needs engines and trainer on accelerators of their own: weights are to arrive "
+            f"while engines generate, got scheduler.kind={config.scheduler.kind!r}"
         )
     folder = Path(train.weights_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):

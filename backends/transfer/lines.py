@@ -19,6 +19,10 @@ HELLO_TIMEOUT_S = 5.0
 """Longest wait for it (seconds)."""
 
 
+KEEPALIVE_S = 30
+"""Seconds of silence after which it is asked whether the other end's machine is still there."""
+
+
 class Line:
     """A connection that messages cross: JSON, each after its length.
 
@@ -29,6 +33,8 @@ class Line:
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing crosses between updates
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
         connection.settimeout(timeout_s)
         self.connection, self._timeout_s = connection, timeout_s
 

@@ -119,7 +119,7 @@ class TrainConfig(StrictModel):
     ray_address: str | None = None
     """Address of a running Ray cluster. None: a Ray of its own on this machine."""
     transport: Literal["file", "broadcast"] | None = None
-    """How weights reach engines: in a file in ``weights_folder``, or sent to all (gloo, on GPUs NCCL; not colocated).
+    """How weights reach engines: in a file in ``weights_folder``, or sent to all while they generate (not colocated).
     None: broadcast on GPUs with engines and trainer apart, else file."""
     weights_folder: str = "/dev/shm"
     """Where weights are handed over as files: memory of this machine, or a folder that all machines share."""

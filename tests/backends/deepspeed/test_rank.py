@@ -33,12 +33,14 @@ from tiny_trainer import (  # noqa: E402
 )
 
 import backends.deepspeed.policy_model  # noqa: E402
-import backends.transfer.broadcast  # noqa: E402
+import backends.deepspeed.publisher  # noqa: E402
 from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.deepspeed.rank import TrainerRank  # noqa: E402
-from backends.transfer.broadcast import BroadcastGroup, described  # noqa: E402
-from backends.transfer.weights_check import checkpoint_shapes, checksums  # noqa: E402
+from backends.transfer.broadcast import Receiver, label  # noqa: E402
+from backends.transfer.checksum64 import checksum64  # noqa: E402
+from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
+from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from backends.transfer.weights_file import read_verified  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
@@ -227,37 +229,50 @@ def test_what_is_published_and_exported_is_what_is_trained(
 def test_what_is_sent_is_what_was_trained_when_it_was_published(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends.transfer.broadcast, "BUCKET_BYTES", 50_000)
+    monkeypatch.setattr(backends.deepspeed.policy_model, "BUCKET_BYTES", 50_000)
     rank = started(model_path, zero_stage=3, transport="broadcast")
     train(rank, samples())
     published = parameters(rank)
     weights = rank.publish(1)
     assert weights is not None
-    assert weights.parameters == described(published)
+    checksum = digest(described(published), [checksum64(published[name]) for name in sorted(published)])
+    assert weights.location == f"broadcast:{label(1, checksum)}"
+    assert weights.checksums == {"all parameters": checksum}
     train(rank, samples(1))
     assert rank.send(1) == "version 1 cannot be sent: no group"
-    address, port = rank.open_group(30.0)
-    got: dict[str, Any] = {}
+    meeting, shapes = rank.open_group(), checkpoint_shapes(model_path)
 
-    def receive() -> None:
+    def receive() -> Receiver:
         cpu = torch.device("cpu")
-        member = BroadcastGroup.join(address, port, rank=1, num_members=2, device=cpu, timeout_s=30.0)
-        for refused in (True, True, True, False):
-            got.clear()
-            got.update(member.receive(weights.parameters))
-            member.agree(refused=refused)
+        member = Receiver(meeting, worker=1, place="here", shapes=shapes, device=cpu, timeout_s=30.0)
+        for right in (False, False, False, True):
+            notice = member.next_transfer()
+            assert member.receive(notice if right else {**notice, "sums": []}) is right
+        return member
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         receiving = thread.submit(receive)
         assert rank.join_group(["trainer", "engine 0"], 30.0) is None
         assert rank.send(2) == "version 2 cannot be sent: it is not held"
-        assert rank.send(1) == "version 1 was refused 2 times (workers: 1)"
+        assert rank.send(1) == "version 1 was refused 2 times (machines: 1)"
         assert rank.send(1) is None
-        receiving.result()
+        member = receiving.result()
+    got = {place.name: seen_as(member.row.row, place) for place in layout(member.parameters)}
     assert largest_difference(dict(sorted(published.items())), got) == 0
-    assert checksums(got.items()) == weights.checksums
+    assert member.row.label == label(1, checksum)
     rank.shutdown()
     assert "the group has been left" in str(rank.send(1))
+    member.close()
+
+
+def test_parameters_that_engines_do_not_know_are_refused_before_anything_is_sent(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = started(model_path, transport="broadcast")
+    shapes = checkpoint_shapes(model_path) | {"model.experts.0.weight": (4, 4)}
+    monkeypatch.setattr(backends.deepspeed.publisher, "checkpoint_shapes", lambda path: shapes)
+    with pytest.raises(BackendError, match=r"^weights to be sent lack 1 of \d+ parameters: model.experts.0.weight$"):
+        rank.publish(1)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 3])

@@ -213,33 +213,43 @@ async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
             await call
 
 
-class Sender:
+class Trainer:
     """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
 
-    async def meet(self, engine: VLLMEngine) -> None:
-        import torch
+    async def meet(self, engine: VLLMEngine, model: Any) -> None:
+        from backends.transfer.broadcast import Sender
+        from backends.transfer.layout import described
+        from backends.transfer.lines import Door
 
-        from backends.transfer.broadcast import BroadcastGroup
-        from backends.transfer.meeting import MeetingStore
-
-        store = MeetingStore("127.0.0.1", timeout_s=30)
-        options = {"rank": 0, "num_members": 2, "device": torch.device("cpu"), "timeout_s": 30}
-        joining = asyncio.to_thread(BroadcastGroup, store, **options)
-        self.group, _ = await asyncio.gather(
-            joining, engine.join_group("127.0.0.1", store.port, rank_offset=1, num_members=2)
-        )
+        door = Door.open("127.0.0.1")
+        await engine.join_group(door.meeting, first_worker=1)
+        names, parameters = ["trainer", "engine 2"], described(dict(model.named_parameters()))
+        self.sender = await asyncio.to_thread(Sender, door, names=names, parameters=parameters, timeout_s=30)
 
     def weights(self, version: int, model: Any) -> Weights:
-        from backends.transfer.broadcast import described
-        from backends.transfer.weights_check import checksums
+        from backends.transfer.broadcast import label
+        from backends.transfer.layout import described, digest
 
-        tensors = dict(model.named_parameters())
-        return Weights(version, "broadcast:", checksums(tensors.items()), described(tensors))
+        checksum = digest(described(dict(model.named_parameters())), self.sums(model))
+        return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
 
-    async def send(self, weights: Weights, *models: Any) -> list[int]:
-        """Send these one after the other; return how many members refused each."""
-        tensors = [dict(model.named_parameters()) for model in models]
-        return [await asyncio.to_thread(self.group.send, weights.parameters, one) for one in tensors]
+    def sums(self, model: Any) -> list[int]:
+        from backends.transfer.checksum64 import checksum64
+
+        return [checksum64(tensor) for _, tensor in sorted(model.named_parameters())]
+
+    async def send(self, version: int, model: Any, *, said_to_be: Any = None) -> int:
+        """Send a model under the checksums of another; return how many machines refuse it."""
+        import torch
+
+        from backends.transfer.layout import described, layout, row_bytes, seen_as
+
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        places = layout(described(tensors))
+        row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+        for place in places:
+            seen_as(row, place).copy_(tensors[place.name])
+        return await asyncio.to_thread(self.sender.send, row, version=version, sums=self.sums(said_to_be or model))
 
 
 def wrong_in_one_bit(model: Any) -> Any:
@@ -251,83 +261,75 @@ def wrong_in_one_bit(model: Any) -> Any:
 
 
 @real
-def test_what_is_broadcast_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_nothing(
+def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_nothing(
     subject: Subject, run: Run[Any], tmp_path: Path
 ) -> None:
     make_model(tmp_path / "model", seed=9, end_token="<eos>")
     engine = VLLMEngine(settings(tmp_path / "model", cpu_cores="1", transport="broadcast"))
-    sender, model = Sender(), subject.versions[-1]
-    weights = sender.weights(7, model)
+    trainer, model = Trainer(), subject.versions[-1]
 
     async def scenario() -> None:
         await engine.start()
         with pytest.raises(Exception, match="the engine has joined no group"):
-            await receive_only(engine, weights)
-        await sender.meet(engine)
-        await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sender.send(weights, model))
+            await swap_only(engine, trainer.weights(7, model))
+        await trainer.meet(engine, model)
+        assert await trainer.send(7, model) == 0
+        weights = trainer.weights(7, model)
+        assert (await engine.generate(request(0, 60))).spans.versions == (0,)  # they have come, that is all
+        assert (await engine.update(weights, WeightUpdate.KEEP)).total_s < 5
         assert await engine.checksums() == weights.checksums
         before = await answers_bit_for_bit_the_same(engine, subject.engine)
         other = make_model(tmp_path / "other", seed=10, end_token=None)
-        await wrong_weights_are_refused(engine, sender, other)
+        assert await trainer.send(8, wrong_in_one_bit(other), said_to_be=other) == 1
+        await engine._llm.pause_generation(mode="keep", clear_cache=False)
+        for refused in (trainer.weights(8, other), weights, trainer.weights(9, other)):
+            with pytest.raises(Exception, match="are not staged: nothing that is complete and right is"):
+                await swap_only(engine, refused)
+        await engine._llm.resume_generation()
         after = await gather(engine, [request(number, 200) for number in range(8)])
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
-        assert all(answer.spans.versions == (7,) for answer in [*before, *after])
-        await wrong_weights_are_tried_again(engine, sender, other, subject)
-        sender.group.leave()
-        pattern = (
-            "(?s)weight update failed: phase=transfer engine=2 version=7 .*the group has been left: transfer failed"
-        )
+        assert await trainer.send(8, other) == 0
+        await engine.update(trainer.weights(8, other), WeightUpdate.KEEP)
+        subject.versions.append(other)
+        answer = await engine.generate(request(0, 60))
+        assert answer.spans.versions == (8,)
+        as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
+        assert subject.error(as_newest, keep=False) < 1e-4
+        subject.versions.pop()
+        await the_death_of_the_sender_changes_nothing(engine, trainer, model)
+        pattern = r"(?s)weight update failed: phase=transfer engine=2 version=9 .*weights 9 .* are not staged"
         with pytest.raises(EngineLostError, match=pattern):
-            await engine.update(weights, WeightUpdate.KEEP)
+            await engine.update(trainer.weights(9, other), WeightUpdate.KEEP)
 
     try:
         run(scenario())
     finally:
         run(engine.shutdown())
+        trainer.sender.leave()
 
 
-async def receive_only(engine: VLLMEngine, weights: Weights) -> None:
-    """Receive past our own handling of failures."""
+async def the_death_of_the_sender_changes_nothing(engine: VLLMEngine, trainer: Trainer, model: Any) -> None:
+    """A sender goes in the middle of a transfer; another one comes, and is received from."""
+    before = await engine.generate(request(0, 60))
+    sums = trainer.sums(model)
+    trainer.sender._lines[1].tell(version=9, sums=sums)
+    trainer.sender._chain.connection.sendall(bytes(1000))
+    trainer.sender.leave()
+    after = await engine.generate(request(0, 60))
+    assert after.logprob_T.tobytes() == before.logprob_T.tobytes()
+    await trainer.meet(engine, model)
+    assert await trainer.send(10, model) == 0
+    await engine.update(trainer.weights(10, model), WeightUpdate.KEEP)
+    assert (await engine.generate(request(0, 60))).spans.versions == (10,)
+
+
+async def swap_only(engine: VLLMEngine, weights: Weights) -> None:
+    """Have what has arrived verified, past our own handling of failures."""
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-    info = {"parameters": weights.parameters, "checksums": weights.checksums}
+    info = {"label": weights.location.removeprefix("broadcast:")}
     await engine._llm.start_weight_update()
     await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
-
-async def wrong_weights_are_refused(engine: VLLMEngine, sender: Sender, model: Any) -> None:
-    good = sender.weights(8, model)
-    larger = copy.deepcopy(model)
-    larger.register_parameter("more", copy.deepcopy(model.lm_head.weight))
-    unknown = (*good.parameters, ("more", "float32", (64, 64)))
-    missing = tuple(one for one in good.parameters if one[0] != "lm_head.weight")
-    unsaid = {name: value for name, value in good.checksums.items() if name != "model.norm.weight"}
-    await engine._llm.pause_generation(mode="keep", clear_cache=False)
-    for weights, sent, text in (
-        (good, wrong_in_one_bit(model), "have a wrong checksum in 1 of 27 parameters: lm_head.weight"),
-        (replace(good, parameters=missing), model, "lack 1 of 27 parameters: lm_head.weight"),
-        (replace(good, parameters=unknown), larger, "have unknown 1 of 27 parameters: more"),
-        (replace(good, checksums=unsaid), model, "have no checksum for 1 of 27 parameters: model.norm"),
-    ):
-        failure, num_refusing = await asyncio.gather(
-            receive_only(engine, weights), sender.send(weights, sent), return_exceptions=True
-        )
-        assert f"weights received {text}" in str(failure)
-        assert num_refusing == [1]
-    await engine._llm.resume_generation()
-
-
-async def wrong_weights_are_tried_again(engine: VLLMEngine, sender: Sender, model: Any, subject: Subject) -> None:
-    weights = sender.weights(8, model)
-    sending = sender.send(weights, wrong_in_one_bit(model), model)
-    _, num_refusing = await asyncio.gather(engine.update(weights, WeightUpdate.KEEP), sending)
-    assert num_refusing == [1, 0]
-    answer = await engine.generate(request(0, 60))
-    assert answer.spans.versions == (8,)
-    subject.versions.append(model)
-    as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
-    assert subject.error(as_newest, keep=False) < 1e-4
-    subject.versions.pop()
 
 
 @real
