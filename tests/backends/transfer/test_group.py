@@ -134,7 +134,7 @@ def test_one_group_serves_a_run_of_which_nothing_is_lost(out, weight_update):
 
 @pytest.mark.parametrize("weight_update", KINDS)
 def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(out, weight_update):
-    config = config_of(weight_update=weight_update, longest=40, slots=16, steps=8)
+    config = config_of(weight_update=weight_update, longest=40, slots=16, steps=30)
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when("train", 3, engines[1].die)
@@ -147,7 +147,7 @@ def test_an_engine_that_was_started_again_is_served_alone_then_with_the_others(o
 
 @pytest.mark.parametrize(("what", "version"), [("send", 1), ("send", 3), ("join", 0), ("publish", 2)])
 def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, version):
-    config = config_of(longest=40, slots=16, steps=8)
+    config = config_of(longest=40, slots=16, steps=30)
     wire, parts = wired(config)
     engines = parts.engines
     parts.trainer.when(what, version, engines[1].die)
