@@ -23,6 +23,8 @@ def test_a_question_has_its_answer(question, monkeypatch):
     text = section("docs/questions.md", question)
     commands, answers = COMMAND.findall(text), ANSWER.findall(text)
     words = shlex.split(commands[0].replace("\\\n", " "))
-    printed = CliRunner().invoke(app.app, [*words[1:], "--workers", "1"]).stdout
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app.app, [*words[1:], "--workers", "1"])
+    printed = [line.rstrip() for line in result.stdout.splitlines()]
+    assert result.exit_code == 0
     assert answers
-    assert [line for line in answers[0].splitlines() if line not in printed.splitlines()] == []
+    assert [line for line in answers[0].splitlines() if line.rstrip() not in printed] == []
