@@ -31,6 +31,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import assert_never
 
+import numpy as np
+
 from backends.busy import busy_s
 from backends.engines import EnginePool
 from backends.interface import Sample, Trainer
@@ -308,7 +310,8 @@ class EventLoop:
         train_s = time.monotonic() - begin_s
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)
-            state.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
+            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
+                state.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
         state.metrics.add_trainer_metrics(result.metrics)
         state.micro_batches.append(command)
         if command.completes_step:

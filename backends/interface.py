@@ -179,8 +179,10 @@ class TrainResult:
     """Per sample, in order: log-probability of each answer token under the policy being trained, before the
     optimizer step (nats). Paper symbol: log pi."""
     metrics: dict[str, float]
-    """Numbers to log: ``loss`` and other losses, divided by the batch, so that those of the micro-batches of one step
-    add up; after the optimizer step also ``gradient_norm`` and ``learning_rate``."""
+    """Numbers to log. Those that end in ``loss``, ``_sum`` or ``_s`` add up over the micro-batches of a step: losses
+    divided by the batch, ``entropy_sum`` (nats) over ``answer_tokens_sum`` tokens, ``flop_sum``, and seconds of every
+    rank by phase. Of those that end in ``_gb`` the largest counts. After the optimizer step also ``gradient_norm``,
+    ``learning_rate``, and ``skipped``: 1 if the gradient was not finite and the weights stayed as they were, else 0."""
 
 
 class Reference(Protocol):

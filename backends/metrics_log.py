@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,8 @@ class MetricsLog:
             )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of an optimizer step (counted from 1)."""
+        """Log the metrics of an optimizer step (counted from 1); those that are not finite are left out."""
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with writing(self._out / METRICS_FILE):
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         with writing(self._out / TENSORBOARD_FOLDER):

@@ -20,7 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from backends.deepspeed.rank import RankSettings
+from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.huggingface_codec import load_codec
@@ -172,6 +172,7 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path) -> De
         optimizer_steps=config.optimizer_steps,
         transport=transport(config),
         weights_folder=str(folder),
+        colocated=config.colocated,
     )
     return DeepSpeedTrainer(
         settings, **_accelerators(config, _rank_share(config)), placement_group=places, bundle_indices=bundles
@@ -193,7 +194,7 @@ def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference |
     )
     options = {
         **_accelerators(config, _rank_share(config)),
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+        "runtime_env": {"env_vars": rank_environment(train.device, num_threads=1)},
     }
     strategies = [PlacementGroupSchedulingStrategy(places, bundle) for bundle in _rank_bundles(config)]
     return RayReference(settings, [{**options, "scheduling_strategy": one} for one in strategies])

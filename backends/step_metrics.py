@@ -28,7 +28,7 @@ class StepMetrics:
         self._step_updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
         self._updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
         self._ratio_means = RatioMeans()
-        self._num_restarts = 0
+        self._num_restarts = self._num_skipped = 0
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
@@ -39,9 +39,14 @@ class StepMetrics:
         self._ratios.add(log_ratio_T, lag_T)
 
     def add_trainer_metrics(self, metrics: dict[str, float]) -> None:
-        """Add the metrics of a micro-batch: its share of each loss, and the metrics of a completed optimizer step."""
+        """Add the metrics of a micro-batch; see ``interface.TrainResult``."""
+        self._num_skipped += int(metrics.get("skipped", 0))
         for name, value in metrics.items():
-            self._trainer[name] = value + (self._trainer.get(name, 0.0) if name.endswith("loss") else 0.0)
+            before = self._trainer.get(name, 0.0)
+            if name.endswith(("loss", "_sum", "_s")):
+                self._trainer[name] = before + value
+            else:
+                self._trainer[name] = max(before, value) if name.endswith("_gb") else value
 
     def updated(self, times: UpdateTimes) -> None:
         """Add the update of an engine."""
@@ -107,7 +112,7 @@ class StepMetrics:
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
             **{f"rollouts/{end}": float(num) for end, num in ledger.ended().items()},
-            **{f"train/{name}": value for name, value in self._trainer.items()},
+            **{f"train/{name}": value for name, value in _derived(self._trainer).items()},
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
@@ -125,9 +130,24 @@ class StepMetrics:
                 count=updates["pause"].num, **{f"{name}_s": means.mean for name, means in updates.items()}
             ),
             engine_restarts=self._num_restarts,
+            skipped_steps=self._num_skipped,
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
             front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
             ess=ess,
             mismatch=mismatch,
         )
+
+
+def _derived(trainer: dict[str, float]) -> dict[str, float]:
+    """Return a step's metrics of the trainer, with means and rates in the place of the sums they are made of."""
+    derived = {name: value for name, value in trainer.items() if not name.endswith(("_sum", "peak_flops"))}
+    num_tokens, flop = trainer.get("answer_tokens_sum", 0.0), trainer.get("flop_sum", 0.0)
+    rank_s = sum(value for name, value in trainer.items() if name.startswith("rank") and name.endswith("_s"))
+    if num_tokens:
+        derived["entropy"] = trainer["entropy_sum"] / num_tokens
+    if flop and rank_s:
+        derived["flop_per_s"] = flop / rank_s
+        if "peak_flops" in trainer:
+            derived["mfu"] = derived["flop_per_s"] / trainer["peak_flops"]
+    return derived

@@ -28,7 +28,7 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from backends.deepspeed.rank import RankSettings
+from backends.deepspeed.rank_settings import RankSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
 from backends.transfer.group import WeightSyncGroup

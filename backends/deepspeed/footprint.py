@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from backends.deepspeed.attention import register_packed_attention, sequence_arguments
 from backends.deepspeed.live_bytes import LiveBytes
-from backends.deepspeed.policy_model import PolicyModel
+from backends.deepspeed.policy_model import REDUCE_BUCKET, WHOLE_PARAMETERS, PolicyModel
 from backends.preflight import trainer_ranks
 from pipelinerl.config.resolve import named_hardware
 from pipelinerl.config.run import RunConfig
@@ -30,10 +30,6 @@ from pipelinerl.config.train import TrainerConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import coefficients
 
-REDUCE_BUCKET = 100_000_000
-"""Gradients that are reduced at once (numbers); a larger parameter goes alone."""
-WHOLE_PARAMETERS = 1_000_000_000
-"""Parameters that ZeRO-3 keeps whole at once, at most (numbers)."""
 ASSUMED_MEMORY_BYTES = 80e9
 """Memory of a GPU where neither the run file nor this machine tells (bytes): an H100."""
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}

@@ -48,6 +48,11 @@ class PackedRow:
     reference_logprob_M: NDArray[np.float32] | None
     """Log-probability of each under the reference model (nats). None: not computed."""
 
+    @property
+    def lengths_S(self) -> NDArray[np.int64]:  # noqa: N802  # shape letter
+        """Tokens of each sequence; of a row without any its one token."""
+        return np.diff(np.append(np.flatnonzero(self.position_N == 0), len(self.position_N)))
+
     def split(self, value_M: NDArray[np.float32]) -> dict[int, NDArray[np.float32]]:
         """Return a value of each generated token by sample: index of the sample -> shape [T]."""
         ends_S = np.bincount(self.sequence_M, minlength=len(self.sample_index_S)).cumsum()

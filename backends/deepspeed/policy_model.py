@@ -23,7 +23,13 @@ from pipelinerl.rl.token_logprobs import token_logprobs
 
 BUCKET_BYTES = 2**30
 """Parameters that are whole on the device at a time while weights are copied (bytes)."""
+REDUCE_BUCKET = 100_000_000
+"""Gradients that are reduced at once (numbers); a larger parameter goes alone."""
+WHOLE_PARAMETERS = 1_000_000_000
+"""Parameters that ZeRO-3 keeps whole at once, at most (numbers)."""
 POLICY_PREFIX = "policy."
+TRAINED_DTYPES: dict[str, torch.dtype] = {"cpu": torch.float32, "gpu": torch.bfloat16}
+"""Type of the parameters by device."""
 
 
 class OutputLayer(torch.nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -86,14 +92,18 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         return logprob_M, entropy_M, value_M
 
 
-def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.Module:
-    """Load a causal language model in training mode: float32 on CPU, bfloat16 on GPU.
+def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Load a causal language model in training mode.
+
+    Weights that are stored in the type they are trained in are mapped from their file, not read: the ranks of a machine
+    share its pages, and none has a copy of its own in the host's memory.
 
     Dropout is turned off: the policy that is trained is the one that samples.
 
     Args:
         model_path: Folder in Hugging Face format.
         device: Where it will run; it is loaded into the host's memory.
+        dtype: Type of its parameters. None: that of the device, ``TRAINED_DTYPES``.
 
     Raises:
         ConfigError: If the GPU has no kernel for packed rows.
@@ -106,7 +116,7 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.M
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         config=config,
-        dtype=torch.bfloat16 if device == "gpu" else torch.float32,
+        dtype=dtype or TRAINED_DTYPES[device],
         attn_implementation=register_packed_attention(),
     )
     for module in model.modules():
@@ -117,13 +127,13 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"]) -> torch.nn.M
 
 def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
     """Return the arguments of ``PolicyModel.forward`` for a row; ``boundary`` and ``longest``: see ``attention.py``."""
-    ends = np.append(np.flatnonzero(row.position_N == 0), len(row.position_N))
+    ends = np.cumsum([0, *row.lengths_S])
     tensors = {
         name: torch.tensor(getattr(row, name), device=device)
         for name in ("token_N", "position_N", "predictor_M", "answer_M")
     }
     boundary = torch.tensor(ends, dtype=torch.int32, device=device)
-    return tensors | {"boundary": boundary, "longest": int(np.diff(ends).max())}
+    return tensors | {"boundary": boundary, "longest": int(row.lengths_S.max())}
 
 
 def policy_parameters(model: PolicyModel) -> dict[str, Any]:

@@ -22,10 +22,9 @@ import socket
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,52 +35,17 @@ from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
 from backends.deepspeed.publisher import Publisher
+from backends.deepspeed.rank_settings import RankSettings, deepspeed_config, make_optimizer
+from backends.deepspeed.step_meter import StepMeter
 from backends.interface import Weights
 from backends.transfer.meeting import MeetingStore, own_address
-from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.errors import BackendError
-from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 from pipelinerl.util.user_code import kind_and_line
 
 CHECKPOINT_TAG = "trainer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSettings:
-    """Settings of a rank; the same for all ranks but for ``rank``."""
-
-    rank: int = 0
-    """Number of this rank, from 0."""
-    num_ranks: int
-    """Ranks of the trainer (count)."""
-    device: Literal["cpu", "gpu"]
-    """CPU: float32, gloo. GPU: bfloat16 with float32 master weights, NCCL; the process sees one GPU only."""
-    model_path: str
-    """Folder in Hugging Face format."""
-    optimizer: OptimizerConfig
-    """AdamW, its schedule, and gradient clipping."""
-    loss: LossConfig
-    """The policy gradient."""
-    trainer: TrainerConfig
-    """DeepSpeed."""
-    temperature: float
-    """Softmax temperature that answers are sampled with (no unit)."""
-    train_batch_size: int
-    """Sequences per optimizer step. Paper symbol B."""
-    optimizer_steps: int
-    """Optimizer steps of the whole run, where the learning rate has come down to zero."""
-    transport: Literal["file", "broadcast"]
-    """Transport of weights to the engines."""
-    weights_folder: str
-    """Where published files lie (``file``): this run's own folder, in memory that engines share."""
-    whole_parameter_elements: int = 100_000
-    """ZeRO-3: parameters up to this size are not split (elements). DeepSpeed's default; 0 in tests."""
-
-    def __post_init__(self) -> None:
-        """Refuse what DeepSpeed does wrongly: in bfloat16 without ZeRO it counts a step of Adam too many."""
-        if self.device == "gpu" and self.trainer.zero_stage == 0:
-            raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
+MAX_SKIPPED = 5
+"""Optimizer steps in a row whose gradient is not finite, after which the run ends (count)."""
 
 
 class TrainerRank:
@@ -96,6 +60,7 @@ class TrainerRank:
             folder=Path(settings.weights_folder),
             model_path=settings.model_path,
         )
+        self._num_skipped = 0  # in a row
 
     def free_address(self) -> tuple[str, int]:
         """Return this machine's address and a port that is free now, for the ranks to meet at."""
@@ -130,18 +95,19 @@ class TrainerRank:
         # a process killed meanwhile leaves a lock that every later start waits for, for ever. gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        policy = load_policy(settings.model_path, device=settings.device)
+        policy = load_policy(settings.model_path, device=settings.device, dtype=settings.dtype)
         if settings.trainer.activation_checkpointing:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         value_head = settings.loss.value_coefficient > 0
         model = PolicyModel(policy, temperature=settings.temperature, value_head=value_head)
-        optimizer = self._optimizer(model)
+        self._meter = StepMeter(self._device, settings.model_path)
+        optimizer = make_optimizer(settings, model)
         factor = learning_rate_factor(settings.optimizer, optimizer_steps=settings.optimizer_steps)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-            config=self._deepspeed_config(),
+            config=deepspeed_config(settings),
         )
 
     def _meet(self, master_address: str, master_port: int) -> None:
@@ -164,34 +130,6 @@ class TrainerRank:
             timeout=timedelta(seconds=timeout_s),
         )
 
-    def _optimizer(self, model: PolicyModel) -> torch.optim.Optimizer:
-        config = self._settings.optimizer
-        arguments = {
-            "lr": config.learning_rate,
-            "betas": (config.beta1, config.beta2),
-            "weight_decay": config.weight_decay,
-        }
-        if self._settings.device == "cpu":
-            return torch.optim.AdamW(model.parameters(), **arguments)
-        from deepspeed.ops.adam import FusedAdam  # GPU only; states of no other can be offloaded
-
-        return FusedAdam(model.parameters(), adam_w_mode=True, **arguments)
-
-    def _deepspeed_config(self) -> dict[str, Any]:
-        settings = self._settings
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,  # a row
-            "gradient_accumulation_steps": 1,  # boundaries are marked by hand
-            "gradient_clipping": settings.optimizer.gradient_clip,
-            "zero_optimization": {
-                "stage": settings.trainer.zero_stage,
-                "stage3_param_persistence_threshold": settings.whole_parameter_elements,
-            },
-        }
-        if settings.device == "gpu":
-            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        return config
-
     def train(
         self, rows: Sequence[PackedRow], *, completes_step: bool
     ) -> tuple[dict[int, NDArray[np.float32]], dict[str, float]]:
@@ -202,41 +140,45 @@ class TrainerRank:
             completes_step: Whether the optimizer step follows.
 
         Returns:
-            By sample, log-probabilities of its answer tokens before the step (nats), and numbers to log: ``loss``
-            and its parts ``kl_loss`` and ``value_loss`` are this rank's share of the batch's; ``gradient_norm``
-            (before clipping) and ``learning_rate``, after a step, are the same on all ranks.
+            By sample, log-probabilities of its answer tokens before the step (nats), and numbers to log; see
+            ``StepMeter.metrics`` and ``DeepSpeedTrainer.train``.
 
         Raises:
-            BackendError: If the gradient is not finite. The step is lost then, and without ZeRO the parameters too.
+            BackendError: If ``MAX_SKIPPED`` optimizer steps in a row had a gradient that is not finite.
             ValueError: If rows lack the reference log-probabilities that ``kl_coefficient`` needs.
         """
         logprob: dict[int, NDArray[np.float32]] = {}
         sums: defaultdict[str, Any] = defaultdict(float)
         metrics: dict[str, float] = {}
+        self._meter.begin()
         for index, row in enumerate(rows):
             boundary = completes_step and index == len(rows) - 1
             self._engine.set_gradient_accumulation_boundary(boundary)
-            logprob_M, parts = self._losses(row)
+            logprob_M, entropy_M, parts = self._losses(row)
             loss = torch.stack(list(parts.values())).sum()
+            self._meter.done("forward_s")
             self._engine.backward(loss * self._settings.num_ranks)
+            self._meter.done("backward_s")
             logprob |= row.split(logprob_M.detach().cpu().numpy())
-            for name, part in ({"loss": loss} | parts).items():
+            for name, part in ({"loss": loss, "entropy_sum": entropy_M.sum()} | parts).items():
                 sums[name] += part.detach()
+            sums["answer_tokens_sum"] += len(row.answer_M)
             if boundary:
                 metrics = self._step()
             else:
                 self._engine.step()  # counts the row
+            self._meter.done("optimizer_s")
         del sums["policy_loss"]
-        return logprob, {name: float(value) for name, value in sums.items()} | metrics
+        return logprob, {name: float(value) for name, value in sums.items()} | metrics | self._meter.metrics(rows)
 
-    def _losses(self, row: PackedRow) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return logprob_M, and the parts of the loss that a row adds to the batch's."""
+    def _losses(self, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return logprob_M, entropy_M, and the parts of the loss that a row adds to the batch's."""
         config, size = self._settings.loss, self._settings.train_batch_size
         inputs = row_tensors(row, self._device)
         reward_M = torch.tensor(row.reward_M, device=self._device)
         if config.kl_coefficient > 0 and row.reference_logprob_M is None:
             raise ValueError("reference_logprob_T must be there with loss.kl_coefficient > 0, got None")
-        logprob_M, _, value_M = self._engine(**inputs)
+        logprob_M, entropy_M, value_M = self._engine(**inputs)
         loss_M = policy_loss(
             config,
             logprob_N=logprob_M,
@@ -252,19 +194,25 @@ class TrainerRank:
             parts["kl_loss"] = config.kl_coefficient * kl_M.sum() / size
         if value_M is not None:
             parts["value_loss"] = config.value_coefficient * value_loss(value_M, reward_N=reward_M).sum() / size
-        return logprob_M, parts
+        return logprob_M, entropy_M, parts
 
     def _step(self) -> dict[str, float]:
+        """Make the optimizer step; leave everything as it is where the gradient is not finite."""
         learning_rate = self._engine.get_lr()[0]  # the schedule moves on within the step
-        if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then
+        if self._settings.trainer.zero_stage == 0:  # DeepSpeed keeps no norm then, and would make the step
             norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._engine.module.parameters()]))
+            if not np.isfinite(norm):
+                self._engine.zero_grad()
+                self._engine.set_gradient_accumulation_boundary(False)
             self._engine.step()
         else:
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
-        if not np.isfinite(norm):
-            raise BackendError(f"optimizer step failed: the gradient's norm is {norm}; go on from a checkpoint")
-        return {"gradient_norm": norm, "learning_rate": learning_rate}
+        skipped = not np.isfinite(norm)
+        self._num_skipped = self._num_skipped + 1 if skipped else 0
+        if self._num_skipped == MAX_SKIPPED:
+            raise BackendError(f"the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row (norm: {norm})")
+        return {"gradient_norm": norm, "learning_rate": learning_rate, "skipped": float(skipped)}
 
     def publish(self, version: int) -> Weights | None:
         """Make the weights ready to be sent: rank 0 has them whole, in the type they are trained in.

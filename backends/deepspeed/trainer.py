@@ -33,8 +33,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed.packing import pack
 from backends.deepspeed.publisher import TRANSFER_THREAD
-from backends.deepspeed.rank import RankSettings, TrainerRank
+from backends.deepspeed.rank import TrainerRank
+from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.ray_calls import explain_fault, future_of
+from backends.deepspeed.step_meter import PHASES
 from backends.interface import Sample, TrainResult, Weights
 from pipelinerl.errors import TrainerLostError, TransferError
 
@@ -48,8 +50,10 @@ ADVICE = {
     "load": "; without its folder in checkpoints/, --resume goes on from the checkpoint before it",
 }
 """What to do after a fault in a phase in which going on from a checkpoint does not help."""
-PER_RANK_METRICS = frozenset({"gradient_norm", "learning_rate"})
-"""Metrics that are the same on every rank; all others are shares of a sum."""
+SAME_METRICS = frozenset({"gradient_norm", "learning_rate", "skipped", "peak_flops"})
+"""Metrics that are the same on every rank."""
+RANK_METRICS = frozenset({*PHASES, "peak_memory_gb"})
+"""Metrics of which every rank has its own; all others are shares of a sum."""
 
 
 class DeepSpeedTrainer:
@@ -78,7 +82,7 @@ class DeepSpeedTrainer:
             {
                 "num_cpus": num_cpus,
                 "num_gpus": num_gpus,
-                "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(max(1, int(num_cpus)))}},
+                "runtime_env": {"env_vars": rank_environment(settings.device, num_threads=max(1, int(num_cpus)))},
             }
             for _ in range(settings.num_ranks)
         ]
@@ -115,10 +119,13 @@ class DeepSpeedTrainer:
         ]
         logprob: dict[int, NDArray[np.float32]] = {}
         metrics: dict[str, float] = {}
-        for own_logprob, own_metrics in await self._all("train", calls):
+        for rank, (own_logprob, own_metrics) in enumerate(await self._all("train", calls)):
             logprob |= own_logprob
             for name, value in own_metrics.items():
-                metrics[name] = value if name in PER_RANK_METRICS else metrics.get(name, 0.0) + value
+                if name in RANK_METRICS:
+                    metrics[f"rank{rank}/{name}"] = value
+                else:
+                    metrics[name] = value if name in SAME_METRICS else metrics.get(name, 0.0) + value
         return TrainResult([logprob[index] for index in range(len(samples))], metrics)
 
     async def publish(self, version: int) -> Weights:

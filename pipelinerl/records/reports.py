@@ -230,6 +230,8 @@ class RunMeasurements(Report):
     """Weight updates. Absent in a simulation."""
     engine_restarts: int | None = None
     """Engines that were lost and started again (times)."""
+    skipped_steps: int | None = None
+    """Optimizer steps whose gradient was not finite: the weights stayed as they were. Absent in a simulation."""
     driver_s_per_rollout: float | None = None
     """Time that scheduler and driver spent on events, per finished rollout (s)."""
     driver_busy_s_per_rollout: float | None = None

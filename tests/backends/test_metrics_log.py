@@ -118,3 +118,10 @@ def test_real_weights_and_biases_keeps_an_offline_run_and_its_id(tmp_path, monke
     assert begun == resumed == ("lag", run_id)
     logged = [(one["_step"], one["reward/mean"], one["lag/mean"]) for one in before + after]
     assert logged == [(1, 0.25, 1.5), (2, 0.5, 1.5), (3, 0.75, 1.5), (4, 1.0, 1.5)]
+
+
+def test_what_is_not_finite_is_left_out_since_json_has_no_word_for_it(tmp_path):
+    write(
+        tmp_path, config_of(), {1: {"train/loss": float("nan"), "train/gradient_norm": float("inf"), "lag/mean": 1.0}}
+    )
+    assert lines(tmp_path) == [{"step": 1, "lag/mean": 1.0}]

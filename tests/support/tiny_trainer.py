@@ -12,10 +12,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from backends.contract.checks import FOLLOWING
 from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import pack
 from backends.deepspeed.policy_model import copy_policy
-from backends.deepspeed.rank import RankSettings, TrainerRank
+from backends.deepspeed.rank import TrainerRank
+from backends.deepspeed.rank_settings import RankSettings
 from backends.interface import Sample, Weights
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.rl.config import LossConfig
@@ -97,10 +99,11 @@ def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> Trainer
 def train(
     rank: TrainerRank, batch: Sequence[Sample], *, completes_step: bool = True, pack_tokens: int = 100
 ) -> tuple[list[Any], dict[str, float]]:
-    """Train on one rank; return log-probabilities by sample and the metrics."""
+    """Train on one rank; return log-probabilities by sample and the metrics of what was trained."""
     (rows,) = pack(batch, pack_tokens=pack_tokens, num_ranks=1)
     logprob, metrics = rank.train(rows, completes_step=completes_step)
-    return [logprob[index] for index in range(len(batch))], metrics
+    of_training = {name: value for name, value in metrics.items() if name in FOLLOWING}
+    return [logprob[index] for index in range(len(batch))], of_training
 
 
 def parameters(rank: TrainerRank) -> dict[str, torch.Tensor]:

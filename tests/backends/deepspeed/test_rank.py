@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_trainer import (  # noqa: E402
     BATCH,
     STEPS,
+    TEMPERATURE,
     largest_difference,
     parameters,
     path_of,
@@ -36,7 +37,8 @@ import backends.deepspeed.policy_model  # noqa: E402
 import backends.deepspeed.publisher  # noqa: E402
 from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
-from backends.deepspeed.rank import TrainerRank  # noqa: E402
+from backends.deepspeed.rank import MAX_SKIPPED, TrainerRank  # noqa: E402
+from backends.deepspeed.step_meter import PHASES  # noqa: E402
 from backends.transfer.broadcast import Receiver, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
@@ -137,7 +139,9 @@ def _second_rank(rank: int, port: int, model_path: Path, results: Any) -> None:
 
 
 def test_two_ranks_make_the_step_of_plain_adamw(
-    model_path: Path, plain: tuple[dict[str, Any], list[dict[str, float]]], monkeypatch: pytest.MonkeyPatch
+    model_path: Path,
+    plain: tuple[dict[str, Any], list[dict[str, float]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with socket.socket() as probe:
@@ -319,12 +323,52 @@ def test_activation_checkpointing_changes_nothing(
     assert largest_difference(parameters(rank), plain[0]) < ROUNDING
 
 
-@pytest.mark.parametrize("zero_stage", STAGES)
-def test_a_gradient_that_is_no_number_is_an_error(model_path: Path, zero_stage: int) -> None:
+def spoilt_rows() -> list[Any]:
+    """Return a row whose gradient is not finite."""
     (row,) = pack(samples()[:1], pack_tokens=100, num_ranks=1)[0]
-    row.advantage_M[0] = np.nan
-    with pytest.raises(BackendError, match=r"the gradient's norm is (nan|inf)"):
-        started(model_path, zero_stage=zero_stage).train([row], completes_step=True)
+    row.advantage_M[0] = np.inf
+    return [row]
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_a_step_whose_gradient_is_not_finite_is_skipped(model_path: Path, zero_stage: int) -> None:
+    spoilt = started(model_path, zero_stage=zero_stage)
+    before = parameters(spoilt)
+    _, metrics = spoilt.train(spoilt_rows(), completes_step=True)
+    assert metrics["skipped"] == 1
+    assert largest_difference(parameters(spoilt), before) == 0
+
+
+def test_steps_that_are_skipped_in_a_row_end_the_run(model_path: Path) -> None:
+    rank = started(model_path)
+    for _ in range(2):
+        for _ in range(MAX_SKIPPED - 1):
+            rank.train(spoilt_rows(), completes_step=True)
+        rank.train(pack(samples(), pack_tokens=100, num_ranks=1)[0], completes_step=True)
+    for _ in range(MAX_SKIPPED - 1):
+        rank.train(spoilt_rows(), completes_step=True)
+    with pytest.raises(BackendError, match=r"the gradient was not finite in 5 optimizer steps in a row"):
+        rank.train(spoilt_rows(), completes_step=True)
+
+
+def test_a_rank_measures_its_work(model_path: Path) -> None:
+    """Entropy from all logits; FLOP of 6 a parameter and token, and 6 a layer, number of a head, and squared token."""
+    batch = samples()
+    (rows,) = pack(batch, pack_tokens=100, num_ranks=1)
+    _, metrics = started(model_path).train(rows, completes_step=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
+    entropy = 0.0
+    for sample in batch:
+        tokens = torch.tensor(np.concatenate([sample.prompt_P, sample.answer_T]))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, len(sample.prompt_P) - 1 : -1] / TEMPERATURE
+        entropy += float(torch.distributions.Categorical(logits=logits).entropy().sum())
+    assert metrics["answer_tokens_sum"] == sum(len(sample.answer_T) for sample in batch)
+    assert metrics["entropy_sum"] == pytest.approx(entropy, rel=1e-5)
+    num = sum(parameter.numel() for parameter in model.parameters())
+    tokens, squares = (sum(sample.num_tokens**power for sample in batch) for power in (1, 2))
+    assert metrics["flop_sum"] == pytest.approx(6 * num * tokens + 6 * 2 * 64 * squares, rel=1e-6)
+    assert all(metrics[name] > 0 for name in (*PHASES, "peak_memory_gb"))
 
 
 @pytest.mark.parametrize("kind", ["reinforce", "ppo", "cispo", "gspo", "topr"])

@@ -65,7 +65,8 @@ async def logprobs_come_in_the_order_of_samples(trainer: DeepSpeedTrainer, model
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
     batch = samples()
     result = await trainer.train(batch[:3], completes_step=False)
-    assert result.metrics.keys() == {"loss"}
+    assert {"loss", "entropy_sum", "rank0/forward_s", "rank1/peak_memory_gb"} <= result.metrics.keys()
+    assert "skipped" not in result.metrics
     loss = result.metrics["loss"]
     rest = await trainer.train(batch[3:], completes_step=True)
     expected = 0.0

@@ -1,0 +1,104 @@
+"""Settings of a rank, and how it sets up DeepSpeed, its optimizer, and its process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from backends.deepspeed.policy_model import REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
+from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.rl.config import LossConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """Settings of a rank; the same for all ranks but for ``rank``."""
+
+    rank: int = 0
+    """Number of this rank, from 0."""
+    num_ranks: int
+    """Ranks of the trainer (count)."""
+    device: Literal["cpu", "gpu"]
+    """CPU: float32, gloo. GPU: bfloat16 with float32 master weights, NCCL; the process sees one GPU only."""
+    model_path: str
+    """Folder in Hugging Face format."""
+    optimizer: OptimizerConfig
+    """AdamW, its schedule, and gradient clipping."""
+    loss: LossConfig
+    """The policy gradient."""
+    trainer: TrainerConfig
+    """DeepSpeed."""
+    temperature: float
+    """Softmax temperature that answers are sampled with (no unit)."""
+    train_batch_size: int
+    """Sequences per optimizer step. Paper symbol B."""
+    optimizer_steps: int
+    """Optimizer steps of the whole run, where the learning rate has come down to zero."""
+    transport: Literal["file", "broadcast"]
+    """Transport of weights to the engines."""
+    weights_folder: str
+    """Where published files lie (``file``): this run's own folder, in memory that engines share."""
+    colocated: bool = False
+    """Whether the GPU is an engine's in turn."""
+    dtype: torch.dtype | None = None
+    """Type of the parameters, for tests. None: that of the device."""
+    whole_parameter_elements: int = 100_000
+    """ZeRO-3: parameters up to this size are not split (elements). DeepSpeed's default; 0 in tests."""
+
+    def __post_init__(self) -> None:
+        """Refuse what DeepSpeed does wrongly: in bfloat16 without ZeRO it counts a step of Adam too many."""
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", TRAINED_DTYPES[self.device])
+        if self.dtype == torch.bfloat16 and self.trainer.zero_stage == 0:
+            raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
+
+
+def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: in bfloat16 with float32 masters.
+
+    Gradients are added up and reduced in float32: a sum in bfloat16 would be rounded by 2^-9 at every hop.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # a row
+        "gradient_accumulation_steps": 1,  # boundaries are marked by hand
+        "gradient_clipping": settings.optimizer.gradient_clip,
+        "zero_optimization": {
+            "stage": settings.trainer.zero_stage,
+            "reduce_bucket_size": REDUCE_BUCKET,
+            "stage3_max_live_parameters": WHOLE_PARAMETERS,
+            "stage3_param_persistence_threshold": settings.whole_parameter_elements,
+        },
+    }
+    if settings.dtype == torch.bfloat16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        config["communication_data_type"] = "fp32"
+    return config
+
+
+def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW, which needs no compiler; colocated DeepSpeed's, the only one that it can offload."""
+    config = settings.optimizer
+    arguments = {
+        "lr": config.learning_rate,
+        "betas": (config.beta1, config.beta2),
+        "weight_decay": config.weight_decay,
+    }
+    if settings.device == "gpu" and settings.colocated:
+        from deepspeed.ops.adam import FusedAdam  # compiled when it is first used
+
+        return FusedAdam(model.parameters(), adam_w_mode=True, **arguments)
+    return torch.optim.AdamW(model.parameters(), fused=True, **arguments)
+
+
+def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict[str, str]:
+    """Return the environment variables of a rank's process.
+
+    Rows differ in length, and without expandable segments the allocator would keep pieces that fit none of them.
+    Nothing is compiled: it would be anew for every length.
+    """
+    variables = {"OMP_NUM_THREADS": str(num_threads), "TORCHDYNAMO_DISABLE": "1"}
+    if device == "gpu":
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    return variables
