@@ -14,7 +14,7 @@ def certainty_lines(report: CertaintyReport) -> list[str]:
     """Return a line per thing that is said of how sure a plan is."""
     lines = [
         f"certainty: the recommendation is the fastest of {report.ways} within {report.tie:.0%} with probability "
-        f"{report.right:.2f}, and loses {report.regret:.1%} on average to the fastest ({report.worlds} draws of what "
+        f"{report.right:.2f}, and loses {report.regret:.1%} on average to the fastest ({report.draws} draws of what "
         "is not measured)"
     ]
     if report.regret - report.on_average_regret > BETTER_BET:

@@ -40,10 +40,10 @@ class MeasurementValue(Report):
 
 
 class CertaintyReport(Report):
-    """How sure the recommendation is, over worlds that differ in all that is not known."""
+    """How sure the recommendation is, over draws that differ in all that is not known."""
 
-    worlds: int
-    """Worlds drawn (count)."""
+    draws: int
+    """Draws (count)."""
     ways: int
     """Candidates compared in them (count)."""
     tie: float

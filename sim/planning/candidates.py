@@ -125,7 +125,7 @@ class Screener:
         config: The run file.
         answers: Its prompts and answers.
         hardware: Changes to its ``hardware`` table, e.g. the level.
-        drawn: Returns hardware as a world draws it, given whether it is that of colocated candidates.
+        drawn: Returns hardware in a draw, given whether it is that of colocated candidates.
     """
 
     def __init__(

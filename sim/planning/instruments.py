@@ -11,7 +11,7 @@ from pipelinerl.config.check import CHECK_STEPS, check_config
 from pipelinerl.config.run import RunConfig
 from sim.planning.axes import AXES
 from sim.planning.candidates import Candidate, Screener
-from sim.planning.worlds import Unknown
+from sim.planning.draws import Unknown
 
 START_MINUTES = 5.0
 """Minutes until engines and trainer have loaded a model: J, vLLM's start with its graphs takes 1 to 5."""

@@ -1,12 +1,12 @@
 """Which measurement would settle a plan, and at what cost: the value of information over measurements.
 
-Theory. A measurement tells how long something takes in the world there is, with the error that measurements have. What
+Theory. A measurement tells how long something takes in reality, with the error that measurements have. What
 is chosen then is predicted from it: the throughput of every way as a share of the fastest, by ridge regression over
-worlds on the measurements, their squares and products. It is cross-fitted, each fifth of the worlds predicted from the
+draws on the measurements, their squares and products. It is cross-fitted, each fifth of the draws predicted from the
 others, or noise would show as value. The value is the regret that this spares, over that of the way which is the best
 on average. Measurements are of times, not of coefficients: a time is a sum of several of these.
 
-Shapes: D worlds, W ways, K measurements, F features.
+Shapes: D draws, W ways, K measurements, F features.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pipelinerl.records.certainty_report import MeasurementValue
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.candidates import Candidate
+from sim.planning.draws import Draws, Unknown
 from sim.planning.instruments import Instruments
 from sim.planning.uncertainty import rightness
-from sim.planning.worlds import Unknown, Worlds
 
 FOLDS = 5
-"""Parts of the worlds, each predicted from the others (count)."""
+"""Parts of the draws, each predicted from the others (count)."""
 RIDGE = 10.0
-"""Penalty on the weights of features of standard deviation 1, in worlds."""
+"""Penalty on the weights of features of standard deviation 1, in draws."""
 LEAST_GAIN = 0.01
 """Gain that must be predicted of another way than the best on average (share of the fastest): less is noise."""
 NOTHING = 0.005
-"""Gain in throughput that counts for nothing (relative): about the error that so many worlds leave."""
+"""Gain in throughput that counts for nothing (relative): about the error that so many draws leave."""
 MEASURABLE = (
     Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
     Unknown.ANSWERS,
@@ -45,18 +45,18 @@ MEASURABLE = (
 def observations(
     config: RunConfig,
     answers: LengthStatistics,
-    worlds: Worlds,
+    draws: Draws,
     recommended: Candidate,
     *,
     colocated: Collection[bool],
     seed: int = 0,
 ) -> dict[Unknown, FloatArray]:
-    """Return what each measurement that is left to make would show in every world: a log, with its error, shape [D].
+    """Return what each measurement that is left to make would show in every draw: a log, with its error, shape [D].
 
     Args:
         config: The run file.
         answers: Its prompts and answers, as the run file has them.
-        worlds: Draws of what is not known.
+        draws: Draws of what is not known.
         recommended: The way to run whose steps are timed.
         colocated: Whether the arms compared are colocated, for each of them.
         seed: Of the errors of measurements.
@@ -64,33 +64,33 @@ def observations(
     arms = {False: [Unknown.WEIGHTS_APART], True: [Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH]}
     elsewhere = [one for arm, unknown in arms.items() if arm not in colocated for one in unknown]
     shown = {
-        Unknown.WEIGHTS_APART: worlds.weights(colocated=False),
-        Unknown.WEIGHTS_COLOCATED: worlds.weights(colocated=True),
-        Unknown.SWITCH: worlds.logs_D[Unknown.SWITCH],
-        Unknown.ANSWERS: worlds.logs_D[Unknown.ANSWERS],
+        Unknown.WEIGHTS_APART: draws.weights(colocated=False),
+        Unknown.WEIGHTS_COLOCATED: draws.weights(colocated=True),
+        Unknown.SWITCH: draws.logs_D[Unknown.SWITCH],
+        Unknown.ANSWERS: draws.logs_D[Unknown.ANSWERS],
     }
-    shown |= _step_times(config, answers, worlds, recommended)
+    shown |= _step_times(config, answers, draws, recommended)
     generator = np.random.default_rng([seed, 1])
     rows = {}
     for name in MEASURABLE:
-        error_D = prior.MEASURED_SD * generator.standard_normal(worlds.number)
+        error_D = prior.MEASURED_SD * generator.standard_normal(draws.number)
         if name not in elsewhere and shown[name].std() > 2 * prior.MEASURED_SD:
             rows[name] = shown[name] + error_D
     return rows
 
 
 def _step_times(
-    config: RunConfig, answers: LengthStatistics, worlds: Worlds, recommended: Candidate
+    config: RunConfig, answers: LengthStatistics, draws: Draws, recommended: Candidate
 ) -> dict[Unknown, FloatArray]:
-    """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by world."""
+    """Return the logs of the seconds of a decode step and of an optimizer step of the recommendation, by draw."""
     way = recommended.config
     size, batch = way.cluster.tensor_parallel, float(way.scheduler.generation_batch_size)
-    decode_D, train_D = np.empty(worlds.number), np.empty(worlds.number)
-    for world in range(worlds.number):
-        hardware = worlds.screener(world, config, answers).resolved(way)
+    decode_D, train_D = np.empty(draws.number), np.empty(draws.number)
+    for draw in range(draws.number):
+        hardware = draws.screener(draw, config, answers).resolved(way)
         context_s = context_token_s(hardware.decode, size) * batch * answers.context
-        decode_D[world] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
-        train_D[world] = answers.training_s(
+        decode_D[draw] = batch_s(hardware.decode, size, np.array([batch]))[0] + context_s
+        train_D[draw] = answers.training_s(
             training_cost(hardware.training, training_accelerators=way.training_accelerators),
             sequences=way.scheduler.train_batch_size,
             micro_batch=way.scheduler.micro_batch,
@@ -99,11 +99,11 @@ def _step_times(
 
 
 def chosen_after(known_KD: Sequence[FloatArray], log_DW: FloatArray) -> IntArray:
-    """Return the way that is chosen in each world once something is known of it, shape [D].
+    """Return the way that is chosen in each draw once something is known of it, shape [D].
 
     Args:
-        known_KD: What measurements show in every world; none: what is the best on average is chosen.
-        log_DW: Log of the throughput of every way in every world.
+        known_KD: What measurements show in every draw; none: what is the best on average is chosen.
+        log_DW: Log of the throughput of every way in every draw.
     """
     share_DW = np.exp(log_DW - log_DW.max(axis=1, keepdims=True))
     features_DF = _features(known_KD, len(log_DW))
@@ -151,8 +151,8 @@ def values_of_measurements(
     """Return what measurements are worth: each alone, the best two, all that a command shows, and all.
 
     Args:
-        shown: What each measurement shows in every world.
-        log_DW: Log of the throughput of every way in every world.
+        shown: What each measurement shows in every draw.
+        log_DW: Log of the throughput of every way in every draw.
         instruments: What measures.
     """
     _, before = rightness(log_DW, chosen_after([], log_DW))

@@ -59,7 +59,7 @@ from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
 
 MOST_WAYS = 24
-"""Candidates that are compared in worlds that differ in what is not known (count)."""
+"""Candidates that are compared over draws that differ in what is not known (count)."""
 CHANGE = 2 * TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 

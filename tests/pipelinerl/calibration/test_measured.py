@@ -11,7 +11,7 @@ from pipelinerl.calibration.measured import Measured, merged
 from pipelinerl.config.check import check_config
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.prior import MEASURED_SD
-from sim.planning.worlds import spreads
+from sim.planning.draws import spreads
 from sim.run import simulate
 
 

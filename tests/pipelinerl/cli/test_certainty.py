@@ -30,7 +30,7 @@ def value(
 
 def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
     made = CertaintyReport(
-        worlds=400, ways=24, tie=0.03, right=0.58, regret=0.043, on_average="conventional G=8", on_average_right=0.6,
+        draws=400, ways=24, tie=0.03, right=0.58, regret=0.043, on_average="conventional G=8", on_average_right=0.6,
         on_average_regret=0.04, asynchronous=None, fits=None, unknown={}, measurements=list(measurements),
     )  # fmt: skip
     return made.model_copy(update=changed)

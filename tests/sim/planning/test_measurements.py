@@ -14,11 +14,11 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware.prior import MEASURED_SD
 from sim.planning.axes import all_choices
 from sim.planning.candidates import Candidate, Screener, candidate_of
+from sim.planning.draws import Unknown, make_draws
 from sim.planning.instruments import MEASURE_MINUTES, START_MINUTES, Instruments
 from sim.planning.measurements import NOTHING, chosen_after, explained, observations, values_of_measurements
 from sim.planning.search_space import SearchSpace
 from sim.planning.uncertainty import log_rates, rightness
-from sim.planning.worlds import Unknown, draw
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
 WORLDS = 4000
@@ -72,7 +72,7 @@ def test_what_no_candidate_depends_on_is_worth_nothing(seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_measurement_never_costs_more_than_noise(seed):
-    """Expected value of information is 0 at least; over worlds it is off by 0.002 at most, for each of 5 seeds."""
+    """Expected value of information is 0 at least; over draws it is off by 0.002 at most, for each of 5 seeds."""
     log_DW = SD * normals(6, seed=seed).T
     before = regret_after([], log_DW)
     for way in range(6):
@@ -119,28 +119,28 @@ def test_what_is_known_or_of_no_arm_compared_is_not_measured():
 
 
 def observed(space, way, colocated):
-    worlds = draw(space.config, Measured(), number=40)
-    return observations(space.config, space.answers, worlds, way, colocated=colocated)
+    draws = make_draws(space.config, Measured(), number=40)
+    return observations(space.config, space.answers, draws, way, colocated=colocated)
 
 
 def test_a_measurement_shows_its_time_with_the_error_of_measurements():
     space, some = two_arms()
-    worlds = draw(space.config, Measured(), number=400)
-    shown_D = observations(space.config, space.answers, worlds, some[0], colocated={True, False})[Unknown.ANSWERS]
-    error_D = shown_D - worlds.logs_D[Unknown.ANSWERS]
+    draws = make_draws(space.config, Measured(), number=400)
+    shown_D = observations(space.config, space.answers, draws, some[0], colocated={True, False})[Unknown.ANSWERS]
+    error_D = shown_D - draws.logs_D[Unknown.ANSWERS]
     assert error_D.std() == pytest.approx(MEASURED_SD, rel=0.15)
     step_D = observed(space, some[0], {False})[Unknown.GENERATION]
-    factor_D = draw(space.config, Measured(), number=40).logs_D[Unknown.GENERATION]
+    factor_D = make_draws(space.config, Measured(), number=40).logs_D[Unknown.GENERATION]
     assert np.corrcoef(step_D, factor_D)[0, 1] > 0.85  # its coefficients vary too
 
 
 def test_the_way_of_the_weights_decides_between_the_arms_of_the_small_run():
     """A synchronization of 2 s in steps of half a second: nothing else explains as much of the difference."""
     space, some = two_arms()
-    worlds = draw(space.config, Measured())
-    log_DW = log_rates(space.config, space.answers, some, worlds=worlds, factors={})
+    draws = make_draws(space.config, Measured())
+    log_DW = log_rates(space.config, space.answers, some, draws=draws, factors={})
     ahead_D = log_DW[:, 0] - log_DW[:, 1]
-    shown = observations(space.config, space.answers, worlds, some[0], colocated={True, False})
+    shown = observations(space.config, space.answers, draws, some[0], colocated={True, False})
     shares = {name: explained([known_D], ahead_D) for name, known_D in shown.items()}
     assert max(shares, key=shares.get) in (Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH)
     assert min(shares.values()) >= 0

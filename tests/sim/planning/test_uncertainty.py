@@ -1,4 +1,4 @@
-"""How sure a plan is: worlds, the throughput of ways in them, and the odds that follow."""
+"""How sure a plan is: draws, the throughput of ways in them, and the odds that follow."""
 
 import math
 from statistics import NormalDist
@@ -23,9 +23,9 @@ from pipelinerl.hardware.tables import WeightTransferConfig
 from pipelinerl.theory.lengths import LengthStatistics, uniform_lengths
 from sim.planning.candidates import Screener
 from sim.planning.choose import TIE
+from sim.planning.draws import Draws, Unknown, longer_answers, make_draws, spreads
 from sim.planning.search_space import SearchSpace
 from sim.planning.uncertainty import arms, log_rates, memory_suffices, rightness
-from sim.planning.worlds import Unknown, Worlds, draw, longer_answers, spreads
 
 NORMAL = NormalDist()
 
@@ -34,14 +34,14 @@ def at_quantiles(number):
     return np.array([NORMAL.inv_cdf((part + 0.5) / number) for part in range(number)])
 
 
-def worlds_of(**logs):
-    """One world in which some factors have these logs, and the others none."""
-    return Worlds({name: np.array([logs.get(name.name, 0.0)]) for name in Unknown}, {})
+def draws_of(**logs):
+    """One draw in which some factors have these logs, and the others none."""
+    return Draws({name: np.array([logs.get(name.name, 0.0)]) for name in Unknown}, {})
 
 
-def rates(worlds, factors=None):
+def rates(draws, factors=None):
     space, some = two_arms()
-    return np.exp(log_rates(space.config, space.answers, some, worlds=worlds, factors=factors or {}))[0]
+    return np.exp(log_rates(space.config, space.answers, some, draws=draws, factors=factors or {}))[0]
 
 
 def screened():
@@ -98,7 +98,7 @@ def test_what_is_needed_of_memory_is_counted_by_hand():
     assert SearchSpace.of(in_numbers()).memory.needed_shares(tensor_parallel=1, training_accelerators=2) is None
 
 
-# ------------------------------------------------------------------------------------------------------ worlds
+# ------------------------------------------------------------------------------------------------------ draws
 
 
 def in_numbers():
@@ -159,54 +159,54 @@ def test_weights_measured_in_one_arm_say_nothing_certain_of_the_other():
 
 
 def test_draws_have_the_spreads_and_are_the_same_for_a_seed():
-    worlds, config = draw(unknown_run(), Measured()), unknown_run()
+    draws, config = make_draws(unknown_run(), Measured()), unknown_run()
     for name, sd in spreads(config, Measured()).items():
-        assert worlds.logs_D[name].mean() == pytest.approx(0, abs=1e-12)
-        assert worlds.logs_D[name].std() == pytest.approx(sd, rel=0.01)
-    again, other = draw(config, Measured()), draw(config, Measured(), seed=1)
-    assert all((again.logs_D[name] == worlds.logs_D[name]).all() for name in Unknown)
-    assert (other.logs_D[Unknown.TRAINING] != worlds.logs_D[Unknown.TRAINING]).any()
+        assert draws.logs_D[name].mean() == pytest.approx(0, abs=1e-12)
+        assert draws.logs_D[name].std() == pytest.approx(sd, rel=0.01)
+    again, other = make_draws(config, Measured()), make_draws(config, Measured(), seed=1)
+    assert all((again.logs_D[name] == draws.logs_D[name]).all() for name in Unknown)
+    assert (other.logs_D[Unknown.TRAINING] != draws.logs_D[Unknown.TRAINING]).any()
 
 
 def test_what_is_stated_is_not_drawn_and_leaves_the_other_draws_alone():
     free, stated = (
-        draw(unknown_run(), Measured()),
-        draw(unknown_run("hardware.coefficients={kv_efficiency=0.8}"), Measured()),
+        make_draws(unknown_run(), Measured()),
+        make_draws(unknown_run("hardware.coefficients={kv_efficiency=0.8}"), Measured()),
     )
     assert set(free.coefficients_D) - set(stated.coefficients_D) == {"kv_efficiency"}
     assert (free.coefficients_D["weight_efficiency"] == stated.coefficients_D["weight_efficiency"]).all()
     assert "recomputation" not in free.coefficients_D
-    assert not draw(in_numbers(), Measured()).coefficients_D
+    assert not make_draws(in_numbers(), Measured()).coefficients_D
 
 
 def test_a_world_without_factors_is_the_screening_times_what_simulations_gave():
     _, (apart, _) = two_arms()
-    assert rates(worlds_of()) == pytest.approx(screened())
-    assert rates(worlds_of(), {apart.label: 0.9})[0] == pytest.approx(0.9 * screened()[0])
+    assert rates(draws_of()) == pytest.approx(screened())
+    assert rates(draws_of(), {apart.label: 0.9})[0] == pytest.approx(0.9 * screened()[0])
 
 
 def test_a_way_without_simulation_has_the_mean_ratio_of_its_kind():
     space, (apart, together) = two_arms()
-    log_DW = log_rates(space.config, space.answers, [apart, together], worlds=worlds_of(), factors={apart.label: 0.5})
+    log_DW = log_rates(space.config, space.answers, [apart, together], draws=draws_of(), factors={apart.label: 0.5})
     assert np.exp(log_DW)[0] == pytest.approx(screened() * [0.5, 0.75])  # of a kind without any: of all, and 1
 
 
 def test_factors_move_their_own_times_only():
     apart, together = screened()
-    assert rates(worlds_of(RUN_APART=math.log(2))) == pytest.approx([apart / 2, together])
-    assert rates(worlds_of(RUN_COLOCATED=math.log(2))) == pytest.approx([apart, together / 2])
-    slower = rates(worlds_of(WEIGHTS_COLOCATED=math.log(3)))
+    assert rates(draws_of(RUN_APART=math.log(2))) == pytest.approx([apart / 2, together])
+    assert rates(draws_of(RUN_COLOCATED=math.log(2))) == pytest.approx([apart, together / 2])
+    slower = rates(draws_of(WEIGHTS_COLOCATED=math.log(3)))
     assert slower[0] == pytest.approx(apart)
     assert slower[1] < together
-    assert rates(worlds_of(SWITCH=math.log(3)))[1] < together
-    assert rates(worlds_of(SWITCH=math.log(3)))[0] == pytest.approx(apart)
+    assert rates(draws_of(SWITCH=math.log(3)))[1] < together
+    assert rates(draws_of(SWITCH=math.log(3)))[0] == pytest.approx(apart)
     for name in ("GENERATION", "TRAINING", "WEIGHTS"):
-        assert rates(worlds_of(**{name: math.log(3)}))[1] < together
+        assert rates(draws_of(**{name: math.log(3)}))[1] < together
 
 
 def test_all_times_twice_as_long_are_half_the_throughput():
     names = ("GENERATION", "TRAINING", "WEIGHTS", "SWITCH")
-    assert rates(worlds_of(**dict.fromkeys(names, math.log(2)))) == pytest.approx(screened() / 2, rel=1e-6)
+    assert rates(draws_of(**dict.fromkeys(names, math.log(2)))) == pytest.approx(screened() / 2, rel=1e-6)
 
 
 def test_longer_answers_are_as_much_longer_and_cut_at_the_limit():

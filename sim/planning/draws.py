@@ -1,12 +1,12 @@
-"""Worlds that a plan may meet: draws of all that is not known, the same for every candidate.
+"""Draws of all that is not known, the same for every candidate.
 
-Theory. ``pipelinerl.hardware.prior`` says how far each time may be off. A world draws a factor for each, and values
+Theory. ``pipelinerl.hardware.prior`` says how far each time may be off. A draw has a factor for each, and values
 between their levels for the coefficients that do not move all seconds alike; the steady state of every candidate is
-then found in it. Candidates share the worlds (common random numbers), so what moves all alike does not blur their
+then found in it. Candidates share the draws (common random numbers), so what moves all alike does not blur their
 order. What the run file states is known: as well as a measurement is where it decides a whole time, and exactly where
 it is a choice of the user.
 
-Shapes: D worlds.
+Shapes: D draws.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sim.planning.candidates import Screener
 
 SecondsTable = TypeVar("SecondsTable", WeightTransferConfig, PhaseSwitchConfig)
 
-NUM_WORLDS = 400
-"""Worlds drawn (count): a probability of 0.95 is found to 0.011."""
+NUM_DRAWS = 400
+"""Draws (count): a probability of 0.95 is found to 0.011."""
 
 
 class Unknown(StrEnum):
@@ -121,17 +121,17 @@ def _method_share(config: RunConfig) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Worlds:
+class Draws:
     """Draws of all that is not known."""
 
     logs_D: dict[Unknown, FloatArray]
-    """Log of each factor by world."""
+    """Log of each factor by draw."""
     coefficients_D: dict[str, FloatArray]
-    """Coefficients between their levels by world."""
+    """Coefficients between their levels by draw."""
 
     @property
     def number(self) -> int:
-        """Worlds (count)."""
+        """Draws (count)."""
         return len(self.logs_D[Unknown.GENERATION])
 
     def weights(self, *, colocated: bool) -> FloatArray:
@@ -143,18 +143,18 @@ class Worlds:
         """Return the log of what an arm's step lasts longer than its parts."""
         return self.logs_D[Unknown.RUN_COLOCATED if colocated else Unknown.RUN_APART]
 
-    def screener(self, world: int, config: RunConfig, answers: LengthStatistics) -> Screener:
-        """Return what screens candidates in one world.
+    def screener(self, draw: int, config: RunConfig, answers: LengthStatistics) -> Screener:
+        """Return what screens candidates in one draw.
 
         Args:
-            world: Its number, from 0.
+            draw: Its number, from 0.
             config: The run file.
             answers: Its prompts and answers.
         """
-        factors = {name: math.exp(log_D[world]) for name, log_D in self.logs_D.items()}
+        factors = {name: math.exp(log_D[draw]) for name, log_D in self.logs_D.items()}
 
         def drawn(central: ResolvedHardware, colocated: bool) -> ResolvedHardware:
-            weights = math.exp(self.weights(colocated=colocated)[world])
+            weights = math.exp(self.weights(colocated=colocated)[draw])
             tables = {
                 "decode": central.decode.on_slower_accelerators(factors[Unknown.GENERATION]),
                 "prefill": central.prefill.on_slower_accelerators(factors[Unknown.GENERATION]),
@@ -165,20 +165,20 @@ class Worlds:
             return central.model_copy(update=tables)
 
         longer = longer_answers(answers, factors[Unknown.ANSWERS], longest=config.workload.length.max)
-        coefficients = {name: float(value_D[world]) for name, value_D in self.coefficients_D.items()}
+        coefficients = {name: float(value_D[draw]) for name, value_D in self.coefficients_D.items()}
         hardware: dict[str, object] = {}
         if config.hardware.by_name:
             hardware = {"level": Level.CENTRAL, "coefficients": {**config.hardware.coefficients, **coefficients}}
         return Screener(config, longer, hardware, drawn=drawn)
 
 
-def draw(config: RunConfig, measured: Measured, *, number: int = NUM_WORLDS, seed: int = 0) -> Worlds:
-    """Return worlds; each unknown is spread evenly over its distribution, and apart from all others.
+def make_draws(config: RunConfig, measured: Measured, *, number: int = NUM_DRAWS, seed: int = 0) -> Draws:
+    """Return draws; each unknown is spread evenly over its distribution, and apart from all others.
 
     Args:
         config: The run file.
         measured: What has been merged into it.
-        number: Worlds (count).
+        number: Draws (count).
         seed: Of the draws.
     """
     stated = stated_coefficients(config)
@@ -190,7 +190,7 @@ def draw(config: RunConfig, measured: Measured, *, number: int = NUM_WORLDS, see
         values = {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
             coefficients_D[name] = between_levels(values, normal_D)
-    return Worlds(logs_D, coefficients_D)
+    return Draws(logs_D, coefficients_D)
 
 
 def _normals(number: int, generator: np.random.Generator) -> FloatArray:
