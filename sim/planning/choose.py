@@ -145,6 +145,12 @@ def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
     return kept / sum(weight for weight, _ in weights)
 
 
+def likely_to_keep(kept: Sequence[Screened], limits: Limits, outcomes: Sequence[Outcome]) -> list[Screened]:
+    """Return the candidates that keep to the limits at odds of a half at least."""
+    checks = check_lags(outcomes, kept)
+    return [one for one in kept if odds(one, limits, checks.get(one.candidate.family, LagCheck())) >= 0.5]
+
+
 def next_to_simulate(
     kept: Sequence[Screened],
     limits: Limits,

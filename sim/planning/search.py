@@ -40,6 +40,7 @@ from sim.planning.choose import (
     best_of,
     check_lags,
     in_order,
+    likely_to_keep,
     next_to_simulate,
     pareto_front,
     round_sizes,
@@ -341,10 +342,11 @@ class _Search:
         """Return how sure the recommendation is among what was simulated, and what is likely to keep to the limits."""
         runner.say("certainty", 0, 1)
         tried = [one.candidate.label for one in outcomes]
-        likely = [one.candidate for one in next_to_simulate(self.kept, self.limits, MOST_WAYS, outcomes=outcomes)]
+        probable = likely_to_keep(self.kept, self.limits, outcomes)
+        likely = next_to_simulate(probable, self.limits, MOST_WAYS, outcomes=outcomes) if probable else []
         elsewhere = [one.candidate for some in bands.values() for one in self.ranked(some)]
         ways = [one.candidate for one in ranked]
-        ways += [one for one in (*elsewhere, *likely) if one.label not in tried]
+        ways += [one for one in (*elsewhere, *(one.candidate for one in likely)) if one.label not in tried]
         unique = list({way.label: way for way in ways}.values())[:MOST_WAYS]
         other = None
         if not any(way.config.colocated for way in unique):

@@ -287,9 +287,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
             "kv_cache_tokens": st.integers(longest + 10, 10**7),
             "weights": table({}, dict.fromkeys(("publish_s", "transfer_s", "pause_s"), seconds)),
             "switch": table({}, dict.fromkeys(("to_training_s", "to_generation_s"), seconds)),
-            "latency": table(
-                {}, dict.fromkeys(("dispatch_s", "dispatch_jitter_s", "reward_s", "preprocess_s"), seconds)
-            ),
+            "latency": table({}, dict.fromkeys(EVERY_KEY["hardware"]["latency"], seconds)),
         },
     )
     cluster = {

@@ -20,6 +20,7 @@ from sim.planning.choose import (
     best_of,
     check_lags,
     in_order,
+    likely_to_keep,
     next_to_simulate,
     odds,
     pareto_front,
@@ -192,6 +193,8 @@ def test_simulated_lags_correct_those_of_the_same_kind() -> None:
     assert chances["b"] < 0.1
     assert 0.5 < chances["c"] < chances["a"]
     assert odds(kept[1], limits, LagCheck()) > 0.5
+    assert labels(likely_to_keep(kept, limits, [])) == ["a", "b", "c", "d"]
+    assert labels(likely_to_keep(kept, limits, done)) == ["a", "c"]
 
 
 def test_with_no_limit_every_candidate_keeps_it() -> None:
