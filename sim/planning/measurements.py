@@ -95,7 +95,11 @@ def _step_times(
             sequences=way.scheduler.train_batch_size,
             micro_batch=way.scheduler.micro_batch,
         )
-    return {Unknown.GENERATION: np.log(decode_D), Unknown.TRAINING: np.log(train_D)}
+    shortest = np.finfo(float).tiny  # a run file may have a step last no time
+    return {
+        Unknown.GENERATION: np.log(np.maximum(decode_D, shortest)),
+        Unknown.TRAINING: np.log(np.maximum(train_D, shortest)),
+    }
 
 
 def chosen_after(known_KD: Sequence[FloatArray], log_DW: FloatArray) -> IntArray:

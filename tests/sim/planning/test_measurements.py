@@ -116,6 +116,8 @@ def test_what_is_known_or_of_no_arm_compared_is_not_measured():
     assert set(everything) - set(alone) == {Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH}
     known = SearchSpace.of(unknown_run("hardware.training={token_s=1e-4}"))
     assert Unknown.TRAINING not in observed(known, some[0], {False})
+    free = SearchSpace.of(unknown_run("hardware.training={token_s=0}"))  # a log of 0 seconds would be a warning
+    assert Unknown.TRAINING not in observed(free, some[0], {False})
 
 
 def observed(space, way, colocated):
