@@ -80,6 +80,10 @@ async def logprobs_come_in_the_order_of_samples(trainer: DeepSpeedTrainer, model
         await trainer.train([replace(batch[7], prompt_P=np.ones(99 - len(batch[7].answer_T)))], completes_step=False)
 
 
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("rank")}
+
+
 async def what_a_checkpoint_holds_comes_back(trainer: DeepSpeedTrainer, model_path: Path) -> None:
     shapes = checkpoint_shapes(model_path)
     before = await trainer.publish(1)
@@ -92,7 +96,8 @@ async def what_a_checkpoint_holds_comes_back(trainer: DeepSpeedTrainer, model_pa
     await trainer.load(model_path / "checkpoint")
     assert (await trainer.publish(1)).checksums == before.checksums
     second = await trainer.train(samples(1), completes_step=True)
-    assert (first.metrics, after.checksums) == (second.metrics, (await trainer.publish(2)).checksums)
+    assert (await trainer.publish(2)).checksums == after.checksums
+    assert without_times(second.metrics) == without_times(first.metrics)
     await trainer.export(model_path / "export")
     exported = checkpoint_shapes(model_path / "export")
     assert exported == shapes
