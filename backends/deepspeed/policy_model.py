@@ -127,13 +127,13 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], dtype: torch.
 
 def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
     """Return the arguments of ``PolicyModel.forward`` for a row; ``boundary`` and ``longest``: see ``attention.py``."""
-    ends = np.cumsum([0, *row.lengths_S])
+    lengths_S = row.lengths_S
     tensors = {
         name: torch.tensor(getattr(row, name), device=device)
         for name in ("token_N", "position_N", "predictor_M", "answer_M")
     }
-    boundary = torch.tensor(ends, dtype=torch.int32, device=device)
-    return tensors | {"boundary": boundary, "longest": int(row.lengths_S.max())}
+    boundary = torch.tensor(np.cumsum([0, *lengths_S]), dtype=torch.int32, device=device)
+    return tensors | {"boundary": boundary, "longest": int(lengths_S.max())}
 
 
 def policy_parameters(model: PolicyModel) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class TrainerRank:
         # a process killed meanwhile leaves a lock that every later start waits for, for ever. gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        policy = load_policy(settings.model_path, device=settings.device, dtype=settings.dtype)
+        policy = load_policy(settings.model_path, device=settings.device)
         if settings.trainer.activation_checkpointing:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         value_head = settings.loss.value_coefficient > 0

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from backends.deepspeed.policy_model import REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
+from backends.deepspeed.policy_model import REDUCE_BUCKET, WHOLE_PARAMETERS, PolicyModel
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.rl.config import LossConfig
 
@@ -42,16 +42,12 @@ class RankSettings:
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""
     colocated: bool = False
     """Whether the GPU is an engine's in turn."""
-    dtype: torch.dtype | None = None
-    """Type of the parameters, for tests. None: that of the device."""
     whole_parameter_elements: int = 100_000
     """ZeRO-3: parameters up to this size are not split (elements). DeepSpeed's default; 0 in tests."""
 
     def __post_init__(self) -> None:
         """Refuse what DeepSpeed does wrongly: in bfloat16 without ZeRO it counts a step of Adam too many."""
-        if self.dtype is None:
-            object.__setattr__(self, "dtype", TRAINED_DTYPES[self.device])
-        if self.dtype == torch.bfloat16 and self.trainer.zero_stage == 0:
+        if self.device == "gpu" and self.trainer.zero_stage == 0:
             raise ValueError("trainer.zero_stage must be at least 1 on GPU, got 0")
 
 
@@ -71,7 +67,7 @@ def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
             "stage3_param_persistence_threshold": settings.whole_parameter_elements,
         },
     }
-    if settings.dtype == torch.bfloat16:
+    if settings.device == "gpu":
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
     return config

@@ -25,7 +25,6 @@ wait for a peer, beside those of decode.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +34,7 @@ import torch
 
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, cuts, digest, layout, row_bytes, seen_as
-from backends.transfer.lines import Door, Line, come_in, fill
+from backends.transfer.lines import Door, Line, address_towards, come_in, fill
 from backends.transfer.shared_row import SharedRow
 from backends.transfer.weights_check import check_names
 from pipelinerl.errors import BackendError
@@ -196,7 +195,7 @@ class Receiver:
         self._lines: list[Line] = []
         began = time.perf_counter()
         address, _, password = meeting.split(":")
-        door = Door.open(_own_end(address), password)
+        door = Door.open(address_towards(address), password)
         try:
             said = {"worker": worker, "place": place, "meeting": door.meeting}
             self._sender = self._kept(come_in(meeting, timeout_s=timeout_s, **said))
@@ -305,10 +304,3 @@ class Receiver:
 def label(version: int, checksum: str) -> str:
     """Return the label of a row that holds these weights."""
     return f"{version} {checksum}"
-
-
-def _own_end(address: str) -> str:
-    """Return the address of this machine on the way to another one; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 1))
-        return str(probe.getsockname()[0])

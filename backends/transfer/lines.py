@@ -146,3 +146,14 @@ def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
     line = Line(socket.create_connection((address, int(port)), timeout=timeout_s), timeout_s)
     line.tell(password=password, **said)
     return line
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine on the way to another one; no packet is sent.
+
+    Raises:
+        OSError: If there is no way.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))
+        return str(probe.getsockname()[0])

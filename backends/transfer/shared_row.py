@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,6 +105,6 @@ def _free_bytes() -> int:
     raise BackendError("/proc/meminfo has no line MemAvailable")
 
 
-def _check_cuda(status: object) -> None:
-    if int(getattr(status, "value", status)):  # type: ignore[call-overload]  # torch is Any to mypy
+def _check_cuda(status: Any) -> None:
+    if int(getattr(status, "value", status)):
         raise BackendError(f"memory for weights cannot be pinned: {status}")

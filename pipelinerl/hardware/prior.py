@@ -50,6 +50,8 @@ MEMORY_SD = 0.1
 MEASURED_SD = 0.05
 """Of the factor on what was measured or calibrated: good fits are 2 % off, those of a noisy machine 10 %
 (docs/calibration.md)."""
+CERTAIN = 0.95
+"""Probability from which on an order, such as that of two schedules, counts as certain."""
 END_SDS = 1.2816
 """Standard deviations from the middle of a normal distribution to the ends that hold 80 %, which the levels are."""
 

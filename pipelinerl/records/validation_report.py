@@ -78,10 +78,6 @@ class RowPair(Report):
     """Whether they are predicted in the order in which they were measured."""
 
 
-CERTAIN = 0.95
-"""Probability from which on an order counts as certain."""
-
-
 class SpeedUp(Report):
     """Two rows of one family on equally many GPUs, synchronous and asynchronous, no row of the family used."""
 

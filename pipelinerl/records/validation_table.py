@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipelinerl.records.validation_report import CERTAIN, PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
+from pipelinerl.hardware.prior import CERTAIN
+from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
 COLUMNS = (
     "run", "unit", "measured", "predicted", "80 % band", "error", "alone", "inputs of the row itself", "assumed",

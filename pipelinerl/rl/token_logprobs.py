@@ -75,7 +75,7 @@ class _OutputLayer(torch.autograd.Function):  # type: ignore[misc]  # torch is A
         return logprob_N, entropy_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch is Any to mypy
     def backward(
         ctx: Any, gradient_N: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:

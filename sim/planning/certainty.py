@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport
 from pipelinerl.util.arrays import FloatArray
 from sim.planning.candidates import Candidate, Screener
@@ -12,7 +13,7 @@ from sim.planning.draws import Draws, Unknown, make_draws, spreads
 from sim.planning.instruments import Instruments
 from sim.planning.measurements import explained, observations, values_of_measurements
 from sim.planning.search_space import SearchSpace
-from sim.planning.uncertainty import CERTAIN, arms, log_rates, memory_suffices, rightness
+from sim.planning.uncertainty import arms, log_rates, memory_suffices, rightness
 
 
 def certainty(

@@ -25,6 +25,7 @@ from pipelinerl.util.arrays import FloatArray, IntArray
 from sim.planning.candidates import Candidate
 from sim.planning.draws import Draws, Unknown
 from sim.planning.instruments import Instruments
+from sim.planning.more_gpus import NOTHING
 from sim.planning.uncertainty import rightness
 
 FOLDS = 5
@@ -33,8 +34,6 @@ RIDGE = 10.0
 """Penalty on the weights of features of standard deviation 1, in draws."""
 LEAST_GAIN = 0.01
 """Gain that must be predicted of another way than the best on average (share of the fastest): less is noise."""
-NOTHING = 0.005
-"""Gain in throughput that counts for nothing (relative): about the error that so many draws leave."""
 MEASURABLE = (
     Unknown.GENERATION, Unknown.TRAINING, Unknown.WEIGHTS_APART, Unknown.WEIGHTS_COLOCATED, Unknown.SWITCH,
     Unknown.ANSWERS,

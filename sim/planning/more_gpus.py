@@ -13,7 +13,7 @@ from sim.planning.search_space import Limits, Reason
 from sim.planning.simulate import Outcome
 
 NOTHING = 0.005
-"""Gain in throughput that counts for nothing (relative)."""
+"""Gain in throughput that counts for nothing (relative): about the error that as many draws as ``plan`` makes leave."""
 FEW_SEQUENCES = 4
 """Sequences per rank below which a trainer's time is decided by the longest of them (count)."""
 

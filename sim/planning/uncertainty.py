@@ -22,9 +22,6 @@ from sim.planning.candidates import Candidate
 from sim.planning.choose import TIE
 from sim.planning.draws import Draws
 
-CERTAIN = 0.95
-"""Probability from which on asynchronous RL counts as faster, or as slower."""
-
 
 def log_rates(
     config: RunConfig,

@@ -18,6 +18,7 @@ import numpy as np
 
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.hardware.prior import (
+    CERTAIN,
     GENERATION_SD,
     MEAN_SD,
     RUN_SD,
@@ -27,7 +28,7 @@ from pipelinerl.hardware.prior import (
     SYNC_SD,
     TRAINING_SD,
 )
-from pipelinerl.records.validation_report import CERTAIN, SpeedUp, SpeedUpSummary
+from pipelinerl.records.validation_report import SpeedUp, SpeedUpSummary
 from pipelinerl.util.arrays import FloatArray
 from sim.validation.inference import STEP, SimulationGrid, across_nodes
 from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s

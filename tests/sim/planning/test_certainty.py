@@ -7,9 +7,9 @@ import pytest
 from tiny_plan import in_this_process, planned, unknown_run
 
 from pipelinerl.config.check import check_config
+from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.records.plan_report import PlanReport
 from sim.planning.search import plan
-from sim.planning.uncertainty import CERTAIN
 from sim.run import simulate
 
 TRUTH = "hardware.coefficients={sync_s_per_root_gb=6.0, kv_efficiency=0.6, training_mfu=0.5}"

@@ -16,7 +16,8 @@ from sim.planning.axes import all_choices
 from sim.planning.candidates import Candidate, Screener, candidate_of
 from sim.planning.draws import Unknown, make_draws
 from sim.planning.instruments import MEASURE_MINUTES, START_MINUTES, Instruments
-from sim.planning.measurements import NOTHING, chosen_after, explained, observations, values_of_measurements
+from sim.planning.measurements import chosen_after, explained, observations, values_of_measurements
+from sim.planning.more_gpus import NOTHING
 from sim.planning.search_space import SearchSpace
 from sim.planning.uncertainty import log_rates, rightness
 
