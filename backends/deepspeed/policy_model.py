@@ -6,6 +6,7 @@ each to itself (``attention.py``). This needs a model whose only state between t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from backends.deepspeed.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.deepspeed.packing import PackedRow
@@ -27,7 +29,8 @@ REDUCE_BUCKET = 100_000_000
 """Gradients that are reduced at once (numbers); a larger parameter goes alone."""
 WHOLE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 keeps whole at once, at most (numbers)."""
-POLICY_PREFIX = "policy."
+LAYER = re.compile(r".*?\.\d+\.")
+"""Beginning of the names of a layer's weights: a checkpoint may hold the weights of one layer in other pieces."""
 TRAINED_DTYPES: dict[str, torch.dtype] = {"cpu": torch.float32, "gpu": torch.bfloat16}
 """Type of the parameters by device."""
 
@@ -136,54 +139,83 @@ def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:
     return tensors | {"boundary": boundary, "longest": int(lengths_S.max())}
 
 
-def policy_parameters(model: PolicyModel) -> dict[str, Any]:
-    """Return the language model's parameters by Hugging Face name, tied ones once, the value head left out."""
-    return {
-        name.removeprefix(POLICY_PREFIX): parameter
-        for name, parameter in model.named_parameters()
-        if name.startswith(POLICY_PREFIX)
+def policy_weights(model: PolicyModel) -> dict[str, Any]:
+    """Return what the language model is saved with, under the names that it has in memory; the value head is left out.
+
+    Parameters, tied ones once, and buffers, such as the biases that balance experts.
+    """
+    policy = model.policy
+    saved = policy.state_dict().keys() - set(policy._keys_to_ignore_on_save or ())
+    named = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
+    return {name: weight for name, weight in named.items() if name in saved}
+
+
+def as_saved(model: PolicyModel, weights: dict[str, Any]) -> dict[str, Any]:
+    """Return weights as ``save_pretrained`` writes them; in memory all experts of a layer are one parameter.
+
+    Args:
+        model: The model; how it was loaded says how it is saved.
+        weights: All those of some layers, by their names in memory.
+    """
+    if getattr(model.policy, "_weight_conversions", None) == []:
+        return weights
+    saved: dict[str, Any] = revert_weight_conversion(model.policy, weights)
+    return saved
+
+
+def saved_shapes(model: PolicyModel) -> dict[str, torch.Tensor]:
+    """Return what ``gathered`` yields, without the numbers (torch's device ``meta``)."""
+    empty = {
+        name: torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
+        for name, weight in policy_weights(model).items()
     }
+    return as_saved(model, empty)
 
 
 def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]:
-    """Copy the language model's parameters into the host's memory; all ranks call it together.
+    """Copy the language model's weights into the host's memory; all ranks call it together.
 
     Args:
         model: The model, possibly partitioned by DeepSpeed.
         receive: Whether this rank wants the copy.
 
     Returns:
-        Parameters by Hugging Face name, in the type they are trained in; empty unless ``receive``.
+        Weights under the names of a checkpoint, in the type they are trained in; empty unless ``receive``.
     """
     copies: dict[str, torch.Tensor] = {}
-    for bucket in gathered(model):
-        if receive:
-            copies |= {name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket.items()}
+    for bucket in gathered(model, receive=receive):
+        copies |= {name: weight.detach().to("cpu", copy=True) for name, weight in bucket.items()}
     return copies
 
 
-def gathered(model: PolicyModel) -> Iterator[dict[str, Any]]:
-    """Yield the language model's parameters by Hugging Face name, whole on every rank; all ranks do it together.
+def gathered(model: PolicyModel, *, receive: bool) -> Iterator[dict[str, Any]]:
+    """Yield the language model's weights under the names of a checkpoint, whole; all ranks do it together.
 
-    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are put together. They are whole until the next are asked for.
+    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are put together, at least a layer. They are whole until the next are
+    asked for. Ranks that do not ``receive`` get nothing.
     """
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
-    for bucket in _buckets(policy_parameters(model)):
-        with deepspeed.zero.GatheredParameters(list(bucket.values())):
-            yield bucket
+    for bucket in _buckets(policy_weights(model)):
+        with deepspeed.zero.GatheredParameters([one for one in bucket.values() if hasattr(one, "ds_id")]):
+            yield as_saved(model, bucket) if receive else {}
 
 
-def _buckets(parameters: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    layers: dict[str, dict[str, Any]] = {}
+    for name, weight in weights.items():
+        layer = LAYER.match(name)
+        layers.setdefault(layer[0] if layer else name, {})[name] = weight
     bucket: dict[str, Any] = {}
     size_bytes = 0
-    for name, parameter in parameters.items():
-        numel = getattr(parameter, "ds_numel", parameter.numel())  # its own numel() is 0 while it is partitioned
-        if bucket and size_bytes + numel * parameter.element_size() > BUCKET_BYTES:
+    for layer_weights in layers.values():
+        # A parameter's own numel() is 0 while it is partitioned.
+        more_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in layer_weights.values())
+        if bucket and size_bytes + more_bytes > BUCKET_BYTES:
             yield bucket
             bucket, size_bytes = {}, 0
-        bucket[name] = parameter
-        size_bytes += numel * parameter.element_size()
+        bucket |= layer_weights
+        size_bytes += more_bytes
     yield bucket
 
 
@@ -195,4 +227,4 @@ def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Pat
         copies: What ``copy_policy`` returned.
         folder: Where to.
     """
-    model.policy.save_pretrained(folder, state_dict=copies)
+    model.policy.save_pretrained(folder, state_dict=copies, save_original_format=False)  # they have it already

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from backends.deepspeed.policy_model import PolicyModel, copy_policy, gathered, policy_parameters
+from backends.deepspeed.policy_model import PolicyModel, copy_policy, gathered, saved_shapes
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.broadcast import Sender, label
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.layout import Parameters, Place, digest, layout, row_bytes, seen_as
+from backends.transfer.layout import Parameters, Place, described, digest, layout, row_bytes, seen_as
 from backends.transfer.lines import Door
 from backends.transfer.meeting import own_address
 from backends.transfer.weights_check import check_names, checkpoint_shapes
@@ -29,8 +29,6 @@ from pipelinerl.errors import BackendError
 
 KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""
-ENGINE_DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
-"""Type of an engine's parameters by device."""
 TRANSFER_THREAD = "transfer"
 """Ray's concurrency group of the calls that send."""
 
@@ -58,14 +56,20 @@ class Publisher:
         self._row: torch.Tensor | None = None
         self._held: tuple[int, list[int]] | None = None
 
+    def check(self, model: PolicyModel) -> None:
+        """Check that what this model publishes is what engines expect: no later attempt would change it.
+
+        Raises:
+            BackendError: If a weight is missing, unknown, or of another shape.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
+        check_names(shapes, checkpoint_shapes(self._model_path), source="weights to be sent")
+
     def publish(self, model: PolicyModel, version: int) -> Weights | None:
         """Make the weights ready to be sent; all ranks call it together.
 
         Returns:
             Where they are; None on other ranks.
-
-        Raises:
-            BackendError: If they are not the parameters that engines expect.
         """
         if self._transport == "broadcast":
             return self._snapshot(model, version)
@@ -102,13 +106,10 @@ class Publisher:
         on_gpu = self._device == "gpu"
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
             sums: dict[str, Any] = {}
-            for bucket in gathered(model):
-                if not self._receives:
-                    continue
-                for name, parameter in bucket.items():
+            for bucket in gathered(model, receive=self._receives):
+                for name, weight in bucket.items():
                     assert self._row is not None
-                    kept = seen_as(self._row, places[name])
-                    sent = parameter.detach().to(kept.dtype)
+                    kept, sent = seen_as(self._row, places[name]), weight.detach()
                     kept.copy_(sent, non_blocking=on_gpu)
                     sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
                 if on_gpu:
@@ -121,15 +122,9 @@ class Publisher:
         return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
 
     def _places(self, model: PolicyModel) -> dict[str, Place]:
-        """Return the place of each parameter in the row, which is made the first time."""
+        """Return the place of each weight in the row, which is made the first time."""
         if self._row is None:
-            shapes = {
-                name: tuple(getattr(parameter, "ds_shape", parameter.shape))
-                for name, parameter in policy_parameters(model).items()
-            }
-            check_names(shapes, checkpoint_shapes(self._model_path), source="weights to be sent")
-            dtype = ENGINE_DTYPES[self._device]
-            self._parameters = [(name, dtype, shapes[name]) for name in sorted(shapes)]
+            self._parameters = described(saved_shapes(model))
             num_bytes = row_bytes(layout(self._parameters))
             self._row = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device == "gpu")
         return {place.name: place for place in layout(self._parameters)}

@@ -109,6 +109,7 @@ class TrainerRank:
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
             config=deepspeed_config(settings),
         )
+        self._publisher.check(self._engine.module)
 
     def _meet(self, master_address: str, master_port: int) -> None:
         """Make the group of ranks before DeepSpeed would: it binds the group to a device, and more groups can hang.

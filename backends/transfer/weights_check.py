@@ -47,7 +47,8 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter in a Hugging Face model folder, from the files' headers only.
 
     This is the full list of names that a weight update has to bring. A tied parameter is listed once, as in the
-    folder.
+    folder. Layers behind the last, which only draft tokens, are left out: they are not trained, and engines that do not
+    draft do not load them.
 
     Raises:
         BackendError: If the folder has no weights in safetensors format.
@@ -64,7 +65,16 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
     for file in sorted(files):
         with safe_open(str(file), framework="pt") as opened:
             shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
-    return shapes
+    drafting = _draft_layers(folder)
+    return {name: shape for name, shape in shapes.items() if not name.startswith(drafting)}
+
+
+def _draft_layers(folder: Path) -> tuple[str, ...]:
+    """Return how the names of the layers begin that only draft tokens (multi-token prediction)."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}
+    first, num = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{first + layer}." for layer in range(num))
 
 
 def verified(
