@@ -28,7 +28,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
-from pipelinerl.rl.tasks import Task
+from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
 
 LOG = logging.getLogger("pipelinerl")

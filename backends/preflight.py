@@ -6,7 +6,7 @@ from backends.metrics_log import check_logging
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.rl.tasks import Task
+from pipelinerl.rl.problems import Task
 
 
 def check_run(config: RunConfig) -> TrainConfig:

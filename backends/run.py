@@ -22,7 +22,8 @@ from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import check_vacant
 from pipelinerl.records.steps import StepRow
-from pipelinerl.rl.tasks import Task, load_task
+from pipelinerl.rl.problems import Task
+from pipelinerl.rl.tasks import load_task
 
 MODEL_FOLDER = "model"
 """Folder of a run's trained model."""

@@ -14,7 +14,8 @@ from backends.rewards import RewardThreads
 from backends.rollouts import RolloutData
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
-from pipelinerl.rl.tasks import Task, overlong_penalty
+from pipelinerl.rl.problems import Task
+from pipelinerl.rl.tasks import overlong_penalty
 from pipelinerl.util.user_code import kind_and_line
 
 LOG = logging.getLogger("pipelinerl")

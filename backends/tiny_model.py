@@ -1,11 +1,12 @@
-"""A language model small enough for a laptop: 82 496 parameters, sums of two numbers, one token per character.
+"""A language model small enough for a laptop: 82 496 parameters, one task, one token per character.
 
-It is made to be improved by reinforcement learning within minutes on a CPU: it knows most sums, and is unsure of all.
-Two rounds of supervised learning on the *training* problems of ``Arithmetic()`` lead there:
+It is made to be improved by reinforcement learning within minutes on a CPU: it knows most answers, and is unsure of
+all. Two rounds of supervised learning on the *training* problems of ``Arithmetic()`` or ``Chain()`` lead there:
 
 1. the right answers, until greedy answers to held-out problems are nearly all right;
-2. the same with a third of each target's probability spread evenly over the whole vocabulary (label smoothing). An
-   answer of two or three tokens, sampled at temperature 1, is then right 20 % to 40 % of the time.
+2. the same with a share of each target's probability spread evenly over the whole vocabulary (label smoothing): a
+   third for sums, whose answers have two or three tokens, 1/33 for chains of 30 to 84 tokens. An answer sampled at
+   temperature 1 is then right 20 % to 40 % of the time.
 
 So the starting point is not a model that was stopped early. In one trial (sums up to 30 + 30, one seed) such a model
 went from 30 % to 60 % in 200 steps of reinforcement learning at the best of two learning rates, and no further:
@@ -19,6 +20,7 @@ One seed on one torch thread gives the same weights on one machine and torch ver
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +28,33 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from pipelinerl.rl.tasks import Arithmetic
+from pipelinerl.rl.sums import Arithmetic, Chain
 
 # Legend of shapes: N problems; L token position.
 
-FIT_STEPS = 2000
-"""Optimizer steps on right answers."""
-SOFTEN_STEPS = 100
-"""Optimizer steps on smoothed labels (fewer if ``fit_steps`` is smaller)."""
-SMOOTHING = 0.36
-"""Share of a target's probability that is spread over the vocabulary (no unit)."""
-BATCH = 128
-"""Problems per optimizer step."""
-MAX_NEW_TOKENS = 6
-"""Where sampled answers are cut (tokens)."""
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the model of one task is fitted."""
+
+    task: Arithmetic | Chain
+    fit_steps: int
+    """Optimizer steps on right answers."""
+    soften_steps: int
+    """Optimizer steps on smoothed labels (fewer if ``fit_steps`` is smaller)."""
+    smoothing: float
+    """Share of a target's probability that is spread over the vocabulary (no unit)."""
+    batch: int
+    """Problems per optimizer step."""
+    max_new_tokens: int
+    """Where sampled answers are cut (tokens)."""
+
+
+RECIPES = {
+    "arithmetic": Recipe(Arithmetic(), fit_steps=2000, soften_steps=100, smoothing=0.36, batch=128, max_new_tokens=6),
+    "chain": Recipe(Chain(), fit_steps=600, soften_steps=100, smoothing=0.03, batch=32, max_new_tokens=100),
+}
+"""By the task's name in a run file."""
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 CHARACTERS = "0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:ABCDEFGHIJKLMNOP"
@@ -47,23 +62,30 @@ CHARACTERS = "0123456789+-*=?abcdefghijklmnopqrstuvwxyz .,:ABCDEFGHIJKLMNOP"
 NO_TARGET = -100  # torch's cross-entropy skips it
 
 
-def make_tiny_model(folder: str | Path, *, seed: int = 0, fit_steps: int = FIT_STEPS) -> float:
+def make_tiny_model(
+    folder: str | Path, *, task: str = "arithmetic", seed: int = 0, fit_steps: int | None = None
+) -> float:
     """Make the model and its tokenizer, fit it, and save both in Hugging Face format.
 
     Args:
         folder: Where to save; made if missing, files in it are replaced.
+        task: A name in ``RECIPES``.
         seed: Of the weights and of the order of problems.
-        fit_steps: Optimizer steps on right answers (count); 0 leaves the model as it was drawn.
+        fit_steps: Optimizer steps on right answers (count), None as many as the recipe says; 0 leaves the model as it
+            was drawn.
 
     Returns:
         Share of held-out problems answered right, one answer each, sampled at temperature 1 (in [0, 1]).
 
     Raises:
-        ValueError: If fit_steps is negative.
+        ValueError: If there is no such task, or fit_steps is negative.
     """
-    if fit_steps < 0:
+    if task not in RECIPES:
+        raise ValueError(f"task must be {' or '.join(RECIPES)}, got {task!r}")
+    recipe = RECIPES[task]
+    steps = recipe.fit_steps if fit_steps is None else fit_steps
+    if steps < 0:
         raise ValueError(f"fit_steps must be at least 0, got {fit_steps}")
-    task = Arithmetic()
     tokenizer = make_tokenizer()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of floats then have one order
@@ -71,11 +93,11 @@ def make_tiny_model(folder: str | Path, *, seed: int = 0, fit_steps: int = FIT_S
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _make_model(tokenizer)
-            tokens_NL, target_NL = _training_set(task, tokenizer)
-            _fit(model, tokens_NL, target_NL, steps=fit_steps, learning_rate=5e-3, smoothing=0.0)
-            soften_steps = min(SOFTEN_STEPS, fit_steps)
-            _fit(model, tokens_NL, target_NL, steps=soften_steps, learning_rate=1e-3, smoothing=SMOOTHING)
-            rate = success_rate(model, tokenizer, task)
+            data = _training_set(recipe.task, tokenizer)
+            _fit(model, *data, steps=steps, batch=recipe.batch, learning_rate=5e-3, smoothing=0.0)
+            soften_steps = min(recipe.soften_steps, steps)
+            _fit(model, *data, steps=soften_steps, batch=recipe.batch, learning_rate=1e-3, smoothing=recipe.smoothing)
+            rate = success_rate(model, tokenizer, recipe)
     finally:
         torch.set_num_threads(threads)
     model.save_pretrained(folder)
@@ -94,11 +116,12 @@ def make_tokenizer() -> Any:
     )
 
 
-def success_rate(model: Any, tokenizer: Any, task: Arithmetic) -> float:
+def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
     """Return the share of all held-out problems answered right at temperature 1, one answer each (in [0, 1]).
 
     An answer without its end token is wrong. Draws from torch's global generator.
     """
+    task = recipe.task
     problems = [task.problem(index, held_out=True) for index in range(task.num_held_out)]
     prompts = tokenizer(
         [problem.prompt for problem in problems], padding=True, padding_side="left", return_tensors="pt"
@@ -108,7 +131,7 @@ def success_rate(model: Any, tokenizer: Any, task: Arithmetic) -> float:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=recipe.max_new_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -144,12 +167,13 @@ def _make_model(tokenizer: Any) -> Any:
     return model
 
 
-def _training_set(task: Arithmetic, tokenizer: Any) -> tuple[Any, Any]:
+def _training_set(task: Arithmetic | Chain, tokenizer: Any) -> tuple[Any, Any]:
     """Return all training problems with their answers, [N, L], and the token to predict at each place, [N, L]."""
     problems = [task.problem(index, held_out=False) for index in range(task.num_training)]
     prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
     answers = [
-        [*tokenizer.encode(problem.expected, add_special_tokens=False), tokenizer.eos_token_id] for problem in problems
+        [*tokenizer.encode(task.worked_answer(problem), add_special_tokens=False), tokenizer.eos_token_id]
+        for problem in problems
     ]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
     tokens_NL = torch.full((len(problems), length), tokenizer.pad_token_id)
@@ -161,16 +185,18 @@ def _training_set(task: Arithmetic, tokenizer: Any) -> tuple[Any, Any]:
     return tokens_NL, target_NL
 
 
-def _fit(model: Any, tokens_NL: Any, target_NL: Any, *, steps: int, learning_rate: float, smoothing: float) -> None:
+def _fit(
+    model: Any, tokens_NL: Any, target_NL: Any, *, steps: int, batch: int, learning_rate: float, smoothing: float
+) -> None:
     """Make optimizer steps on shuffled problems, the learning rate going down to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     order_N, start = torch.randperm(len(tokens_NL)), 0
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 50) * (1 - step / steps)
-        if start + BATCH > len(order_N):
+        if start + batch > len(order_N):
             order_N, start = torch.randperm(len(tokens_NL)), 0
-        chosen, start = order_N[start : start + BATCH], start + BATCH
+        chosen, start = order_N[start : start + batch], start + batch
         logits = model(input_ids=tokens_NL[chosen], use_cache=False).logits  # padding is on the right, causally unseen
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), target_NL[chosen].flatten(), ignore_index=NO_TARGET, label_smoothing=smoothing

@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard")
 from backends.fake import FakeBackend
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
-from pipelinerl.rl.tasks import Arithmetic
+from pipelinerl.rl.sums import Arithmetic
 
 STEPS, BATCH = 20, 256
 

@@ -1,6 +1,7 @@
 """Make the tiny model of the examples and tests; takes about a minute on one core.
 
     python scripts/make_tiny_model.py models/tiny_arithmetic
+    python scripts/make_tiny_model.py models/tiny_chain chain
 
 What it is and how it is fitted stands in ``backends/tiny_model.py``.
 """
@@ -16,19 +17,20 @@ def main(arguments: Sequence[str]) -> int:
     """Make the model; print its success rate on held-out problems.
 
     Args:
-        arguments: The folder to write to; left out, ``models/tiny_arithmetic``.
+        arguments: The folder to write to, and the task: ``arithmetic`` or ``chain``. Left out,
+            ``models/tiny_arithmetic`` and ``arithmetic``.
 
     Returns:
         Exit status: 0 done, 2 wrong arguments.
     """
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        sys.stderr.write("usage: make_tiny_model.py [FOLDER]\n")
+    folder, task, *others = [*arguments, *("models/tiny_arithmetic", "arithmetic")[len(arguments) :]]
+    if others or folder.startswith("-") or task not in ("arithmetic", "chain"):
+        sys.stderr.write("usage: make_tiny_model.py [FOLDER [arithmetic|chain]]\n")
         return 2
-    folder = arguments[0] if arguments else "models/tiny_arithmetic"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from backends.tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load
 
-    rate = make_tiny_model(folder)
+    rate = make_tiny_model(folder, task=task)
     sys.stdout.write(f"{folder}: {100 * rate:.1f} % of held-out problems answered right at temperature 1\n")
     return 0
 

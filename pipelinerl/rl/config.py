@@ -14,7 +14,7 @@ class TaskConfig(StrictModel):
     """The problems for the model and the rewards of its answers."""
 
     name: str
-    """``arithmetic``, ``math``, or a user's own: ``package.module:attribute`` (docs/training.md says how)."""
+    """``arithmetic``, ``chain``, ``math``, or a user's own ``package.module:attribute`` (docs/training.md says how)."""
     settings: dict[str, Any] = {}
     """Keyword arguments of the task."""
     max_prompt_tokens: Tokens = 1024

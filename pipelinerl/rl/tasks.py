@@ -1,126 +1,23 @@
-"""Tasks: problems for the model, and rewards for its answers.
-
-A task is an endless list of training problems and a finite list of held-out ones; no problem is in both.
-The problem of an index depends on the index alone, so a run that is resumed from a checkpoint needs one number to go
-on with the same problems. Past the last training problem the list starts again, in the same order: index
-``i + count`` is problem ``i``. Held-out indices wrap the same way, from ``num_held_out`` on.
-"""
+"""Tasks of a run file: mathematics from a file, a user's own, and the small ones of ``sums``."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.math_verifier import Verifiers
+from pipelinerl.rl.problems import Problem, Task, shuffled
+from pipelinerl.rl.sums import Arithmetic, Chain
 from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
-BUILT_IN = "arithmetic, math or package.module:attribute"
+BUILT_IN = "arithmetic, chain, math or package.module:attribute"
 INSTALL_MATH = "pip install 'pipelinerl[math]'"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One question."""
-
-    prompt: str
-    """Text that the model continues."""
-    expected: Any = None
-    """The data by which the task judges an answer; only the task reads it."""
-
-
-class Task(Protocol):
-    """Methods that a task must have. Any thread may call them."""
-
-    @property
-    def num_held_out(self) -> int | None:
-        """Distinct held-out problems (count). None: as many as are asked for."""
-
-    def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return a problem, which is a function of the arguments alone.
-
-        Args:
-            index: At least 0; unbounded.
-            held_out: Whether it is a problem that is never trained on.
-        """
-
-    def reward(self, problem: Problem, answer: str) -> float:
-        """Return the reward of an answer (no unit): 1 for a right one, 0 for a wrong one. May raise.
-
-        Args:
-            problem: The problem that was asked.
-            answer: Generated text, without the end token.
-        """
-
-
-class Arithmetic:
-    """Sums, differences and products of two whole numbers: ``12+7=``, answered by ``19`` and nothing else.
-
-    All ``len(operators) * (largest_operand + 1)**2`` problems are shuffled by ``seed``; every tenth is held out.
-    ``7+12`` and ``12+7`` are two problems.
-    """
-
-    def __init__(self, *, largest_operand: int = 49, operators: str = "+", seed: int = 0) -> None:
-        """Check the settings.
-
-        Args:
-            largest_operand: Operands are 0 to this, both included (no unit).
-            operators: Some of ``+``, ``-`` and ``*``, each at most once.
-            seed: Shuffles the problems, and so decides which are held out.
-
-        Raises:
-            ValueError: If there are fewer than 10 problems, or an operator is unknown, repeated or missing.
-            TypeError: If a setting is of another type.
-        """
-        for name, value in (("largest_operand", largest_operand), ("seed", seed)):
-            if type(value) is not int:
-                raise TypeError(f"{name} must be a whole number, got {value!r}")
-        if largest_operand < 3:
-            raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
-        if not isinstance(operators, str) or not operators or set(operators) - set("+-*"):
-            raise ValueError(f"operators must be some of '+-*', got {operators!r}")
-        if len(set(operators)) < len(operators):
-            raise ValueError(f"operators must not repeat, got {operators!r}")
-        self._operands = largest_operand + 1
-        self._operators = operators
-        self._seed = seed
-        self._count = len(operators) * self._operands**2
-        self._num_held_out = self._count // 10
-
-    @property
-    def num_held_out(self) -> int:
-        """Distinct held-out problems (count)."""
-        return self._num_held_out
-
-    @property
-    def num_training(self) -> int:
-        """Distinct training problems (count)."""
-        return self._count - self._num_held_out
-
-    def problem(self, index: int, *, held_out: bool) -> Problem:
-        """Return the problem of an index; see the top of the file."""
-        place = index % self._num_held_out if held_out else self._num_held_out + index % self.num_training
-        pair, operator = divmod(shuffled(place, count=self._count, seed=self._seed), len(self._operators))
-        left, right = divmod(pair, self._operands)
-        match self._operators[operator]:
-            case "+":
-                expected = left + right
-            case "-":
-                expected = left - right
-            case _:
-                expected = left * right
-        return Problem(prompt=f"{left}{self._operators[operator]}{right}=", expected=str(expected))
-
-    def reward(self, problem: Problem, answer: str) -> float:
-        """Return 1 if the answer is the number, in its shortest form, up to surrounding space; else 0."""
-        return float(answer.strip() == problem.expected)
 
 
 class Math:
@@ -254,31 +151,6 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) 
     return -min(max(excess / overlong_tokens, 0.0), 1.0)
 
 
-def shuffled(place: int, *, count: int, seed: int) -> int:
-    """Return the number at a place of the shuffled list 0..count-1, without making the list.
-
-    A Feistel network of four rounds on the next even number of bits; values past the end go through it again.
-
-    Args:
-        place: In [0, count).
-        count: Length of the list (count).
-        seed: Decides the order.
-
-    Returns:
-        A value in [0, count); every value has one place.
-    """
-    half = max(1, ((count - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
-        for turn in range(4):
-            digest = hashlib.blake2b(f"{seed} {turn} {right}".encode(), digest_size=16).digest()
-            left, right = right, left ^ int.from_bytes(digest, "big") & mask
-        place = left << half | right
-        if place < count:
-            return place
-
-
 def load_task(config: TaskConfig) -> Task:
     """Return the task that a run file names.
 
@@ -291,7 +163,7 @@ def load_task(config: TaskConfig) -> Task:
     Raises:
         ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
     """
-    known = {"arithmetic": Arithmetic, "math": Math}
+    known = {"arithmetic": Arithmetic, "chain": Chain, "math": Math}
     factory: Any = known.get(config.name) or _factory(config.name)
     try:
         task = factory(**config.settings)

@@ -25,7 +25,7 @@ from in_memory import (
 import backends.driver
 from backends.fake import FakeTrainer
 from pipelinerl.errors import BackendError, RunFailedError
-from pipelinerl.rl.tasks import Problem
+from pipelinerl.rl.problems import Problem
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 

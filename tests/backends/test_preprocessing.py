@@ -18,8 +18,8 @@ from backends.rollouts import RolloutData
 from pipelinerl.errors import ReferenceLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
+from pipelinerl.rl.problems import Problem
 from pipelinerl.rl.segments import Segment
-from pipelinerl.rl.tasks import Problem
 from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, StartTraining
 
 KL = 0.1

@@ -98,7 +98,7 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
 
 
 RAISES = """
-from pipelinerl.rl.tasks import Arithmetic
+from pipelinerl.rl.sums import Arithmetic
 
 
 class Moody(Arithmetic):

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
-from pipelinerl.rl.tasks import Arithmetic  # noqa: E402
+from backends.tiny_model import RECIPES, make_tiny_model, make_tokenizer  # noqa: E402  # needs both
+from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -56,7 +56,13 @@ def test_negative_fit_steps_are_refused(tmp_path: Path) -> None:
         make_tiny_model(tmp_path, fit_steps=-1)
 
 
+def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="task must be arithmetic or chain, got 'math'"):
+        make_tiny_model(tmp_path, task="math")
+
+
 @pytest.mark.slow
-def test_the_fitted_model_is_right_less_than_half_of_the_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", RECIPES)
+def test_the_fitted_model_is_right_less_than_half_of_the_time(tmp_path: Path, task: str) -> None:
     """The claim of the examples: a start between 20 % and 40 % on held-out problems."""
-    assert 0.2 < make_tiny_model(tmp_path) < 0.4
+    assert 0.2 < make_tiny_model(tmp_path, task=task) < 0.4

@@ -18,7 +18,7 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.records.steps import COLUMNS
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.config import LossConfig
-from pipelinerl.rl.tasks import Problem
+from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler import events
 from sim.run import simulate
 

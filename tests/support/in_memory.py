@@ -23,7 +23,7 @@ from backends.interface import Parts as DriverParts
 from backends.run import drive
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
-from pipelinerl.rl.tasks import Problem
+from pipelinerl.rl.problems import Problem
 
 KINDS = ("keep", "recompute", "abort", "wait")
 

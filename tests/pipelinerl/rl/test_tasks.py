@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl import math_verifier as mathtask
 from pipelinerl.rl.config import TaskConfig
-from pipelinerl.rl.tasks import Arithmetic, Math, Problem, Task, load_task, overlong_penalty, shuffled
+from pipelinerl.rl.problems import Problem, Task, shuffled
+from pipelinerl.rl.sums import COUNTERS, Arithmetic, Chain
+from pipelinerl.rl.tasks import Math, load_task, overlong_penalty
 
 
 def prompts(task: Arithmetic | Math, *, held_out: bool) -> list[str]:
@@ -65,6 +67,36 @@ def test_only_the_number_is_right(answer: str, reward: float) -> None:
     assert Arithmetic().reward(Problem(prompt="12+7=", expected="19"), answer) == reward
 
 
+def test_a_chain_is_what_its_steps_add_up_to() -> None:
+    task = Chain(fewest_steps=3, most_steps=3)
+    assert (task.num_held_out, task.num_training) == (10, 90)
+    problems = [task.problem(index, held_out=held_out) for held_out in (True, False) for index in range(90)]
+    assert sorted({problem.prompt for problem in problems}) == [f"c{a}+{b}=" for a in range(10) for b in range(10)]
+    assert task.worked_answer(Problem("c7+5=", expected="a2")) == "c2b7a2"
+    assert Problem("c7+5=", expected="a2") in problems
+
+
+@given(index=st.integers(0, 10_000), held_out=st.booleans(), fewest=st.integers(1, 42))
+def test_a_worked_answer_is_right_and_two_characters_a_step(index: int, held_out: bool, fewest: int) -> None:
+    task = Chain(fewest_steps=fewest)
+    problem = task.problem(index, held_out=held_out)
+    answer = task.worked_answer(problem)
+    assert 2 * fewest <= len(answer) <= 84
+    assert answer[::2] == COUNTERS[: len(answer) // 2][::-1]
+    assert task.reward(problem, answer) == 1
+
+
+@pytest.mark.parametrize(("answer", "reward"), [("a2", 1), ("c9b9a2\n", 1), ("c2b7a3", 0), ("c2b7", 0), ("", 0)])
+def test_only_the_result_of_a_chain_is_judged(answer: str, reward: float) -> None:
+    assert Chain().reward(Problem("c7+5=", expected="a2"), answer) == reward
+
+
+@pytest.mark.parametrize("settings", [{"fewest_steps": 0}, {"most_steps": 43}, {"fewest_steps": 5, "most_steps": 4}])
+def test_a_chain_of_no_or_too_many_steps_is_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be 1 to 42, in order"):
+        Chain(**settings)
+
+
 @given(count=st.integers(1, 300), seed=st.integers(0, 10))
 def test_shuffled_is_a_permutation(count: int, seed: int) -> None:
     assert sorted(shuffled(place, count=count, seed=seed) for place in range(count)) == list(range(count))
@@ -100,7 +132,7 @@ def test_a_task_is_loaded_by_name_or_path() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("sums", {}, r"train\.task\.name must be arithmetic, math or package\.module:attribute, got 'sums'"),
+        ("sums", {}, r"train\.task\.name must be arithmetic, chain, math or package\.module:attribute, got 'sums'"),
         ("a:", {}, "got 'a:'"),
         ("no_such_module:Task", {}, "must be importable, got 'no_such_module:Task' .*No module named"),
         (

@@ -1,0 +1,137 @@
+"""Tasks that a model of 80,000 parameters can do: sums of two numbers, and a digit added again and again."""
+
+from __future__ import annotations
+
+from pipelinerl.rl.problems import Problem, shuffled
+
+
+class _Listed:
+    """A finite list of problems, shuffled by a seed; every tenth is held out."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._count = count
+        self._seed = seed
+        self._num_held_out = count // 10
+
+    @property
+    def num_held_out(self) -> int:
+        """Distinct held-out problems (count)."""
+        return self._num_held_out
+
+    @property
+    def num_training(self) -> int:
+        """Distinct training problems (count)."""
+        return self._count - self._num_held_out
+
+    def _number(self, index: int, *, held_out: bool) -> int:
+        """Return which problem has an index, in [0, count)."""
+        place = index % self._num_held_out if held_out else self._num_held_out + index % self.num_training
+        return shuffled(place, count=self._count, seed=self._seed)
+
+
+class Arithmetic(_Listed):
+    """Sums, differences and products of two whole numbers: ``12+7=``, answered by ``19`` and nothing else.
+
+    All ``len(operators) * (largest_operand + 1)**2`` problems are shuffled by ``seed``; every tenth is held out.
+    ``7+12`` and ``12+7`` are two problems.
+    """
+
+    def __init__(self, *, largest_operand: int = 49, operators: str = "+", seed: int = 0) -> None:
+        """Check the settings.
+
+        Args:
+            largest_operand: Operands are 0 to this, both included (no unit).
+            operators: Some of ``+``, ``-`` and ``*``, each at most once.
+            seed: Shuffles the problems, and so decides which are held out.
+
+        Raises:
+            ValueError: If there are fewer than 10 problems, or an operator is unknown, repeated or missing.
+            TypeError: If a setting is of another type.
+        """
+        _check_whole(largest_operand=largest_operand, seed=seed)
+        if largest_operand < 3:
+            raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
+        if not isinstance(operators, str) or not operators or set(operators) - set("+-*"):
+            raise ValueError(f"operators must be some of '+-*', got {operators!r}")
+        if len(set(operators)) < len(operators):
+            raise ValueError(f"operators must not repeat, got {operators!r}")
+        self._operands = largest_operand + 1
+        self._operators = operators
+        super().__init__(len(operators) * self._operands**2, seed)
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        """Return the problem of an index; see the top of the file."""
+        pair, operator = divmod(self._number(index, held_out=held_out), len(self._operators))
+        left, right = divmod(pair, self._operands)
+        match self._operators[operator]:
+            case "+":
+                expected = left + right
+            case "-":
+                expected = left - right
+            case _:
+                expected = left * right
+        return Problem(prompt=f"{left}{self._operators[operator]}{right}=", expected=str(expected))
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return 1 if the answer is the number, in its shortest form, up to surrounding space; else 0."""
+        return float(answer.strip() == problem.expected)
+
+    def worked_answer(self, problem: Problem) -> str:
+        """Return the text of a right answer."""
+        return str(problem.expected)
+
+
+COUNTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOP"
+"""Names of the steps, the last one first: one character each."""
+
+
+class Chain(_Listed):
+    """A digit added again and again, modulo 10, step by step: ``c7+5=`` is answered by ``c2b7a2``.
+
+    The prompt names the first step, the digit to begin with and the digit to add; the answer names every step, the
+    last one being ``a``. Only the result after ``a`` is judged, so the steps before it are the model's own reasoning:
+    ``2 n`` tokens for n steps, if each character is a token.
+    """
+
+    def __init__(self, *, fewest_steps: int = 15, most_steps: int = len(COUNTERS), seed: int = 0) -> None:
+        """Check the settings.
+
+        Args:
+            fewest_steps: Steps of the shortest problem (count).
+            most_steps: Steps of the longest problem, at most 42 (count).
+            seed: Shuffles the problems, and so decides which are held out.
+
+        Raises:
+            ValueError: If the numbers of steps are not in order from 1 to 42.
+            TypeError: If a setting is of another type.
+        """
+        _check_whole(fewest_steps=fewest_steps, most_steps=most_steps, seed=seed)
+        if not 1 <= fewest_steps <= most_steps <= len(COUNTERS):
+            raise ValueError(
+                f"fewest_steps and most_steps must be 1 to {len(COUNTERS)}, in order, got {fewest_steps}, {most_steps}"
+            )
+        self._fewest_steps = fewest_steps
+        super().__init__(100 * (most_steps - fewest_steps + 1), seed)
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        """Return the problem of an index; see ``pipelinerl/rl/problems.py``."""
+        steps, digits = divmod(self._number(index, held_out=held_out), 100)
+        steps += self._fewest_steps
+        start, added = divmod(digits, 10)
+        return Problem(f"{COUNTERS[steps - 1]}{start}+{added}=", expected=f"a{(start + steps * added) % 10}")
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        """Return 1 if the answer ends in the result of step ``a``, up to surrounding space; else 0."""
+        return float(answer.strip().endswith(problem.expected))
+
+    def worked_answer(self, problem: Problem) -> str:
+        """Return the text of a right answer, all steps written out."""
+        steps, start, added = COUNTERS.index(problem.prompt[0]) + 1, int(problem.prompt[1]), int(problem.prompt[3])
+        return "".join(f"{COUNTERS[steps - step]}{(start + step * added) % 10}" for step in range(1, steps + 1))
+
+
+def _check_whole(**settings: object) -> None:
+    """Raise TypeError if a setting is not a whole number."""
+    for name, value in settings.items():
+        if type(value) is not int:
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
