@@ -29,8 +29,6 @@ from pipelinerl.util.arrays import FloatArray
 Arms = Mapping[str, Sequence[Run]]
 """The runs of each arm, one per seed, by name of the arm."""
 
-STUDENT_T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""97.5 % quantile of Student's t with 0, 1, 2, ... degrees of freedom; beyond, 2 is close enough."""
 GRID_POINTS = 200
 """Times at which curves of seeds are averaged (count)."""
 SMOOTHED_STEPS = 8
@@ -121,9 +119,27 @@ def mean_and_band(value_SN: FloatArray) -> tuple[FloatArray, FloatArray]:
     if seeds == 2:
         apart: FloatArray = np.abs(value_SN[0] - value_SN[1]) / 2
         return mean, apart
-    quantile = STUDENT_T[seeds - 1] if seeds <= len(STUDENT_T) else 2.0
-    half: FloatArray = quantile * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
+    half: FloatArray = student_t(seeds - 1) * value_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
     return mean, half
+
+
+def student_t(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t, which bounds a 95 % interval: by halving, of the distribution itself.
+
+    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: P(|T| < t) as a finite sum in the angle of t / sqrt(freedom).
+
+    Args:
+        freedom: Degrees of freedom (count, at least 1).
+    """
+    odd, (low, high) = freedom % 2, (0.0, math.pi / 2)
+    while (angle := (low + high) / 2) not in (low, high):
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term, total = (cosine if odd else 1.0), 0.0
+        for power in range(1 + odd, freedom, 2):
+            total, term = total + term, term * cosine**2 * power / (power + 1)
+        within = (angle + sine * total) * 2 / math.pi if odd else sine * total
+        low, high = (angle, high) if within < 0.95 else (low, angle)
+    return math.sqrt(freedom) * math.tan(angle)
 
 
 def _styled(arms: Arms) -> list[tuple[tuple[str, Sequence[Run]], SeriesStyle]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport, MeasurementValue
 
-BETTER_BET = 0.01
-"""Regret by which another candidate must be below the recommendation to be named."""
 NEARLY_ALL = 0.8
 """Share of the largest gain that a cheaper measurement must have to be the one to make."""
 
@@ -17,11 +15,13 @@ def certainty_lines(report: CertaintyReport) -> list[str]:
         f"{report.right:.2f}, and loses {report.regret:.1%} on average to the fastest ({report.draws} draws of what "
         "is not measured)"
     ]
-    if report.regret - report.on_average_regret > BETTER_BET:
+    if report.expected_faster > report.tie:
         lines.append(
-            f"the better bet if nothing is measured: {report.on_average}, with probability "
-            f"{report.on_average_right:.2f}, and it loses {report.on_average_regret:.1%}"
+            f"as things are expected {report.expected} is {report.expected_faster:.0%} faster, but it loses "
+            f"{report.expected_regret:.1%} on average"
         )
+    if report.keeps_limits is not None:
+        lines.append(f"it keeps to the limits with probability {report.keeps_limits:.2f}")
     if report.asynchronous is not None:
         lines.append(_asynchronous(report.asynchronous))
     if report.fits is not None:
@@ -42,7 +42,7 @@ def _measurements(report: CertaintyReport) -> list[str]:
     settling = [one for one in report.measurements if one.settles]
     if not settling:
         return ["which measurement next: none would change the plan"]
-    before = f"right with probability {report.on_average_right:.2f} before"
+    before = f"right with probability {report.right:.2f} before"
     lines = [f"which measurement next ({before}; throughput gained):"]
     lines += [f"  {_named(one)}: {_value(one)}" for one in report.measurements]
     best = max(settling, key=lambda one: one.gain)

@@ -52,12 +52,16 @@ class CertaintyReport(Report):
     """Probability that the recommendation is the fastest of those within the limits, within a tie."""
     regret: float
     """Throughput that it loses against the fastest (mean, relative)."""
-    on_average: str
-    """The candidate with the least regret: the better bet if nothing is measured."""
-    on_average_right: float
-    """Probability that it is the fastest, within a tie."""
-    on_average_regret: float
-    """Its regret; what measurements gain is counted from here."""
+    least_regret: float
+    """The least regret of them all; what measurements gain is counted from here."""
+    expected: str
+    """The candidate that would be recommended if all were as the central coefficients have it."""
+    expected_faster: float
+    """Its gain in throughput over the recommendation then (relative)."""
+    expected_regret: float
+    """Its regret."""
+    keeps_limits: float | None
+    """Probability that the recommendation keeps to the limits on mean lag, hours and money; null without any."""
     asynchronous: AsynchronousOdds | None
     """Asynchronous against synchronous RL; null if only one of them fits."""
     fits: float | None

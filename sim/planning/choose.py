@@ -6,8 +6,10 @@ that was found to keep them. After each round the screened lags of a kind of sch
 simulations gave, and their error is what these leave of it. Rounds do not depend on how many simulations there are in
 all, so a plan with more simulations makes those of a plan with fewer, and then others.
 
-Among simulated candidates lag decides only where it differs: of those within ``TIE`` of the fastest, the recommendation
-is the fastest whose mean lag is as small as the least of them, to ``same_lag``.
+What a candidate is worth is its throughput over that of the fastest, on average over draws of what is not known: 1 less
+its expected regret. Where all is known that is its throughput. Lag decides only where it differs: of those within
+``TIE`` of the most worth, the recommendation is the one worth most whose mean lag is as small as the least of them, to
+``same_lag``.
 """
 
 from __future__ import annotations
@@ -34,6 +36,14 @@ FROM_EACH_KIND = 2
 ERRORS = tuple(step / 2 for step in range(-4, 5))
 """Errors of a mean lag with which the odds are found (standard deviations): -2 to 2."""
 
+Worth = Callable[[Outcome], float]
+"""What an outcome is worth."""
+
+
+def throughput(outcome: Outcome) -> float:
+    """Return what an outcome is worth where all is known (tokens/s)."""
+    return outcome.tokens_per_s
+
 
 def same_lag(lag: float) -> float:
     """Return the difference from a mean lag that counts for nothing (optimizer steps)."""
@@ -43,44 +53,48 @@ def same_lag(lag: float) -> float:
 # ------------------------------------------------------------------------------------------- what is recommended
 
 
-def best_of(outcomes: Sequence[Outcome]) -> Outcome:
+def best_of(outcomes: Sequence[Outcome], worth: Worth = throughput) -> Outcome:
     """Return the recommendation among outcomes that keep to the limits.
 
-    None of them is as fast at less lag. With more of them it never loses more than ``TIE`` of its throughput, and it
-    loses any only where one of the new ones is as fast within ``TIE`` at a lag that is less by more than ``same_lag``.
+    None of them is worth as much at less lag. With more of them it never loses more than ``TIE`` of its worth, and it
+    loses any only where one of the new ones is worth as much within ``TIE`` at a lag less by more than ``same_lag``.
     """
-    most = max(one.tokens_per_s for one in outcomes)
-    as_fast = [one for one in outcomes if one.tokens_per_s >= most * (1 - TIE)]
-    least = min(one.lag_mean for one in as_fast)
-    as_fresh = [one for one in as_fast if one.lag_mean <= least + same_lag(least)]
-    return max(as_fresh, key=lambda one: (one.tokens_per_s, -one.lag_mean))
+    most = max(map(worth, outcomes))
+    as_good = [one for one in outcomes if worth(one) >= most * (1 - TIE)]
+    least = min(one.lag_mean for one in as_good)
+    as_fresh = [one for one in as_good if one.lag_mean <= least + same_lag(least)]
+    return max(as_fresh, key=lambda one: (worth(one), -one.lag_mean))
 
 
-def in_order(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def in_order(outcomes: Sequence[Outcome], worth: Worth = throughput) -> list[Outcome]:
     """Return outcomes that keep to the limits, the recommendation first, then what would be recommended without it."""
     left, order = list(outcomes), []
     while left:
-        order.append(best_of(left))
+        order.append(best_of(left, worth))
         left.remove(order[-1])
     return order
 
 
-def why_not(loser: Outcome, winner: Outcome, verdict: Callable[[], str]) -> str:
+def why_not(loser: Outcome, winner: Outcome, worth: Worth, verdict: Callable[[], str]) -> str:
     """Return one line: by what a candidate loses against the recommendation, or that it is a tie.
 
     Args:
         loser: The other candidate.
         winner: The recommendation.
+        worth: Their shares of the fastest, on average.
         verdict: Returns the bottleneck of the loser.
     """
     slower = 1 - loser.tokens_per_s / winner.tokens_per_s
     lags = f"its mean lag is {loser.lag_mean:.3g} instead of {winner.lag_mean:.3g}"
+    speed = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+    if worth(loser) >= worth(winner) * (1 - TIE):
+        if loser.lag_mean > winner.lag_mean + same_lag(winner.lag_mean):
+            return f"as good within {TIE:.0%}, but {lags}"
+        return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
     if slower > TIE:
         return f"{slower:.0%} slower, {lags}; {verdict()}"
-    if loser.lag_mean > winner.lag_mean + same_lag(winner.lag_mean):
-        return f"as fast within {TIE:.0%}, but {lags}"
-    speed = f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
-    return f"a tie: {speed} at a mean lag of {loser.lag_mean:.3g} against {winner.lag_mean:.3g}"
+    lost = f"it loses {1 - worth(loser):.1%} on average to the fastest instead of {1 - worth(winner):.1%}"
+    return f"{speed} as things are expected, but {lost}; {verdict()}"
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -12,11 +12,12 @@ from typing import Any, assert_never
 from pipelinerl.config.resolve import stated_coefficients
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
-from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, SplitCurve
+from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, ScreenedColumns, SplitCurve
 from pipelinerl.scheduler.kinds import CONVENTIONAL
 from pipelinerl.util.limits import MOST_ROLLOUTS
 from sim.planning.axes import ENGINE, Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
+from sim.planning.choose import next_to_simulate
 from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Outcome
 
@@ -87,6 +88,27 @@ def _screened(pool: Sequence[Candidate], screener: Screener) -> Iterator[Screene
     for candidate in pool:
         with suppress(ConfigError):
             yield screener.screen(candidate)
+
+
+def preferred_elsewhere(space: SearchSpace, kept: Sequence[Screened]) -> dict[Level, list[Candidate]]:
+    """Return what the screening prefers with the other coefficients, if anything keeps to the limits there."""
+    preferred = {}
+    for level in (Level.OPTIMISTIC, Level.PESSIMISTIC) if space.config.hardware.by_name else ():
+        screener = Screener(space.config, space.answers, {"level": level})
+        there, _ = screen_all([one.candidate for one in kept], space.limits, screener)
+        preferred[level] = [next_to_simulate(there, space.limits, 1)[0].candidate] if there else []
+    return preferred
+
+
+def screened_columns(kept: Sequence[Screened]) -> ScreenedColumns:
+    """Return the candidates that the screening kept, a column per number."""
+    return ScreenedColumns(
+        label=[one.candidate.label for one in kept],
+        family=[one.candidate.family for one in kept],
+        tokens_per_s=[float(f"{one.tokens_per_s:.4g}") for one in kept],
+        lag_mean=[float(f"{one.estimate.lag_mean:.4g}") for one in kept],
+        lag_max=[int(one.estimate.lag_max) for one in kept],
+    )
 
 
 def split_curve(space: SearchSpace, recommended: Candidate) -> SplitCurve:

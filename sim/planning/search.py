@@ -2,9 +2,10 @@
 
 Theory of operation. ``axes`` lists the choices, ``candidates`` screens them, and ``choose`` says which are simulated,
 round by round, with at least two of every kind of schedule. Each is simulated event by event for ``simulate_steps``
-optimizer steps, and the second half of these, in whole RL steps, stands for the rest of the run. ``choose`` ranks the
-outcomes that keep to the limits; ``more_gpus`` and ``explain`` say why. The front-runners are simulated again with the
-optimistic and the pessimistic coefficients.
+optimizer steps, and the second half of these, in whole RL steps, stands for the rest of the run. Outcomes that keep to
+the limits, and candidates likely to, are compared over draws of what is not known; what loses least there is simulated
+if it was not. ``choose`` ranks the outcomes; ``more_gpus`` and ``explain`` say why. The front-runners are simulated
+again with the optimistic and the pessimistic coefficients.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
-from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.records.plan_report import (
     CandidateNumbers,
     CoefficientEffects,
@@ -28,15 +28,15 @@ from pipelinerl.records.plan_report import (
     PlannedRun,
     PlanReport,
     RunnerUp,
-    ScreenedColumns,
     SearchReport,
 )
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.axes import all_choices, check_lists
-from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.candidates import Candidate, Rejected, Screener, candidate_of, own_candidate, screen_all
 from sim.planning.certainty import certainty
 from sim.planning.choose import (
     TIE,
+    Worth,
     best_of,
     check_lags,
     in_order,
@@ -46,9 +46,11 @@ from sim.planning.choose import (
     round_sizes,
     why_not,
 )
+from sim.planning.draws import Draws, make_draws
 from sim.planning.explain import (
     not_tried,
-    screened_synchronous,
+    preferred_elsewhere,
+    screened_columns,
     sensitivity,
     split_curve,
     synchronous_is_faster,
@@ -58,9 +60,10 @@ from sim.planning.explain import (
 from sim.planning.more_gpus import bottleneck, verdict
 from sim.planning.search_space import Reason, SearchSpace
 from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
+from sim.planning.uncertainty import Bets
 
 MOST_WAYS = 24
-"""Candidates that are compared over draws that differ in what is not known (count)."""
+"""Candidates that are compared over draws of what is not known, if no more have been simulated (count)."""
 CHANGE = 2 * TIE
 """Relative difference that makes another decision: the recommendation may itself be ``TIE`` below the best."""
 
@@ -156,9 +159,9 @@ class _Search:
         least = cycle(candidate) if candidate.schedule.has_rl_steps else 2 * cycle(candidate)
         return Job(candidate, level, min(self.config.optimizer_steps, max(least, round(self.steps * share))))
 
-    def ranked(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes of the kinds asked for that keep to the limits, best first."""
-        return in_order([one for one in outcomes if self._is_asked_for(one) and self._keeps(one)])
+    def within(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes of the kinds asked for that keep to the limits."""
+        return [one for one in outcomes if self._is_asked_for(one) and self._keeps(one)]
 
     def _is_asked_for(self, outcome: Outcome) -> bool:
         return outcome.candidate.family in self.plan.schedulers
@@ -178,23 +181,32 @@ class _Search:
         tried = [one for one in outcomes if self._is_asked_for(one)]
         if not tried:
             raise RunFailedError("; ".join(runner.failures) or "interrupted before the first simulation ended")
-        ranked = self.ranked(tried)
+        within = self.within(tried)
         simulated = [one.candidate.label for one in outcomes]
         num_left = sum(one.candidate.label not in simulated for one in self.kept)
-        if not ranked and num_left:
+        if not within and num_left:
             raise ConfigError(why_none_kept(tried, self.space, num_kept=len(self.kept), num_left=num_left))
-        if not ranked:
+        if not within:
             raise ConfigError(why_infeasible(self.rejected + self._simulated_out(tried), self.space))
+        preferred = preferred_elsewhere(self.space, self.kept)
+        draws = make_draws(self.config, self.space.measured, seed=self.config.seed)
+        outcomes, bets = self._compared(outcomes, preferred, draws, runner)
+        shares = bets.shares(self._factors(outcomes))
+
+        def worth(one: Outcome) -> float:
+            return shares[one.candidate.label]
+
+        ranked = in_order(self.within(outcomes), worth)
         best = ranked[0]
         other = next((one for one in ranked if one.candidate.way != best.candidate.way), None)
         by_family = {
             family: [one for one in ranked if one.candidate.family == family]
             for family in dict.fromkeys(self.plan.schedulers)
         }
-        families = {family: best_of(some) if some else None for family, some in by_family.items()}
+        families = {family: best_of(some, worth) if some else None for family, some in by_family.items()}
         own = next((one for one in outcomes if one.candidate.label == self.own.label), None)
         front_runners = [one.candidate for one in (best, other, *families.values(), own) if one is not None]
-        bands = self._bands(front_runners, runner)
+        bands = self._bands(front_runners, preferred, runner)
         front = pareto_front([(one.tokens_per_s, one.lag_mean) for one in ranked])
         report = PlanReport(
             run=PlannedRun(
@@ -205,9 +217,18 @@ class _Search:
             ),
             search=self._search_report(outcomes, runner),
             warnings=[*self.space.measured.doubts, *self._warnings(families)],
-            certainty=self._certainty(ranked, outcomes, bands, runner),
+            certainty=certainty(
+                self.space,
+                bets,
+                best,
+                expected=best_of(ranked),
+                draws=draws,
+                factors=self._factors(outcomes),
+                screener=self.screener,
+                run_file=self.run_file,
+            ),
             recommended=PlannedCandidate(**self._described(best, bands)),
-            runner_up=None if other is None else self._runner_up(other, best, bands),
+            runner_up=None if other is None else self._runner_up(other, best, worth, bands),
             families={
                 family: None if one is None else PlannedCandidate(**self._described(one, bands))
                 for family, one in families.items()
@@ -216,7 +237,7 @@ class _Search:
             decisions=self._decisions(bands, best),
             simulated=[self._numbers(one) for one in sorted(outcomes, key=lambda one: -one.tokens_per_s)],
             front=[ranked[index].candidate.label for index in front],
-            screened=_screened(self.kept),
+            screened=screened_columns(self.kept),
             sensitivity=self._sensitivity(best.candidate, outcomes),
             splits=split_curve(self.space, best.candidate),
         )
@@ -247,21 +268,52 @@ class _Search:
                 rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
         return rejected
 
-    def _bands(self, candidates: Sequence[Candidate], runner: Runner) -> Bands:
-        """Simulate the front-runners, and the best of the screening there, with the other coefficients."""
-        if not self.config.hardware.by_name:
-            return {}
+    def _compared(
+        self,
+        outcomes: Sequence[Outcome],
+        preferred: Mapping[Level, Sequence[Candidate]],
+        draws: Draws,
+        runner: Runner,
+    ) -> tuple[list[Outcome], Bets]:
+        """Compare over draws what was simulated, what is preferred elsewhere, and what is likely to keep to the limits.
+
+        What loses least on average is simulated if it was not, and again, until that has been.
+
+        Returns:
+            The outcomes with those of these simulations, and the ways that keep to the limits for all that is known.
+        """
+        runner.say("certainty", 0, 1)
+        outcomes, done = list(outcomes), {one.candidate.label for one in outcomes}
+        likely = likely_to_keep(self.kept, self.limits, outcomes)
+        labels = {one.candidate.label for one in likely}
+        others = [way for some in preferred.values() for way in some if way.label in labels]
+        if likely:
+            others += [one.candidate for one in next_to_simulate(likely, self.limits, MOST_WAYS, outcomes=outcomes)]
+        ways = {one.candidate.label: one.candidate for one in self.within(outcomes)}
+        unsimulated = {way.label: way for way in others if way.label not in done}
+        ways |= dict(list(unsimulated.items())[: max(0, MOST_WAYS - len(ways))])
+        bets = Bets.of(self.config, self.space.answers, list(ways.values()), draws)
+        runner.say("certainty", 1, 1)
+        while True:
+            shares = bets.shares(self._factors(outcomes))
+            best = max(bets.ways, key=lambda way: shares[way.label])
+            if best.label in {one.candidate.label for one in outcomes}:
+                return outcomes, bets
+            ended = runner.run("the best bet", [self.job(best, self.config.hardware.level)])
+            if not self.within(ended):
+                bets = bets.without([best.label])
+            outcomes += ended
+
+    def _bands(
+        self, candidates: Sequence[Candidate], preferred: Mapping[Level, Sequence[Candidate]], runner: Runner
+    ) -> Bands:
+        """Simulate the front-runners, and what is preferred there, with the other coefficients."""
         jobs = []
-        for level in (Level.OPTIMISTIC, Level.PESSIMISTIC):
-            screener = Screener(self.config, self.space.answers, {"level": level})
-            kept, _ = screen_all([one.candidate for one in self.kept], self.limits, screener)
-            preferred = [next_to_simulate(kept, self.limits, 1)[0].candidate] if kept else []
-            unique = {one.label: one for one in (*candidates, *preferred)}
+        for level, some in preferred.items():
+            unique = {one.label: one for one in (*candidates, *some)}
             jobs += [self.job(one, level, share=0.5) for one in unique.values()]
         outcomes = runner.run("optimistic and pessimistic", jobs)
-        return {
-            level: [one for one in outcomes if one.level is level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)
-        }
+        return {level: [one for one in outcomes if one.level is level] for level in preferred}
 
     def _decisions(self, bands: Bands, best: Outcome) -> dict[Level, Decision]:
         """Return the recommendation with the coefficients of each level, among the candidates simulated there.
@@ -270,7 +322,7 @@ class _Search:
         """
         decisions = {}
         for level, outcomes in bands.items():
-            ranked = self.ranked(outcomes)
+            ranked = in_order(self.within(outcomes))
             here = next((one for one in outcomes if one.candidate.label == best.candidate.label), None)
             if ranked and here is not None:
                 faster = ranked[0].tokens_per_s / here.tokens_per_s - 1
@@ -278,8 +330,8 @@ class _Search:
                 decisions[level] = Decision(label=ranked[0].candidate.label, faster=faster, same=same)
         return decisions
 
-    def _runner_up(self, other: Outcome, best: Outcome, bands: Bands) -> RunnerUp:
-        return RunnerUp(**self._described(other, bands), why=why_not(other, best, lambda: self._verdict(other)))
+    def _runner_up(self, other: Outcome, best: Outcome, worth: Worth, bands: Bands) -> RunnerUp:
+        return RunnerUp(**self._described(other, bands), why=why_not(other, best, worth, lambda: self._verdict(other)))
 
     def _verdict(self, outcome: Outcome) -> str:
         return verdict(outcome, self.screener, self.limits)
@@ -336,43 +388,7 @@ class _Search:
             one.candidate.label: one.tokens_per_s / self.screener.screen(one.candidate).tokens_per_s for one in outcomes
         }
 
-    def _certainty(
-        self, ranked: Sequence[Outcome], outcomes: Sequence[Outcome], bands: Bands, runner: Runner
-    ) -> CertaintyReport:
-        """Return how sure the recommendation is among what was simulated, and what is likely to keep to the limits."""
-        runner.say("certainty", 0, 1)
-        tried = [one.candidate.label for one in outcomes]
-        probable = likely_to_keep(self.kept, self.limits, outcomes)
-        likely = next_to_simulate(probable, self.limits, MOST_WAYS, outcomes=outcomes) if probable else []
-        elsewhere = [one.candidate for some in bands.values() for one in self.ranked(some)]
-        ways = [one.candidate for one in ranked]
-        ways += [one for one in (*elsewhere, *(one.candidate for one in likely)) if one.label not in tried]
-        unique = list({way.label: way for way in ways}.values())[:MOST_WAYS]
-        other = None
-        if not any(way.config.colocated for way in unique):
-            other = screened_synchronous(self.space, self.screener)
-        report = certainty(
-            self.space,
-            unique,
-            others=[] if other is None else [other.candidate],
-            factors=self._factors(outcomes),
-            screener=self.screener,
-            run_file=self.run_file,
-        )
-        runner.say("certainty", 1, 1)
-        return report
-
     def _sensitivity(self, recommended: Candidate, outcomes: Sequence[Outcome]) -> list[CoefficientEffects]:
         factors = self._factors(outcomes)
         pool = [one.candidate for one in next_to_simulate(self.kept, self.limits, 100, outcomes=outcomes)]
         return sensitivity(self.space, recommended, pool, factors, least=CHANGE)
-
-
-def _screened(kept: Sequence[Screened]) -> ScreenedColumns:
-    return ScreenedColumns(
-        label=[one.candidate.label for one in kept],
-        family=[one.candidate.family for one in kept],
-        tokens_per_s=[float(f"{one.tokens_per_s:.4g}") for one in kept],
-        lag_mean=[float(f"{one.estimate.lag_mean:.4g}") for one in kept],
-        lag_max=[int(one.estimate.lag_max) for one in kept],
-    )

@@ -71,6 +71,11 @@ class Limits:
         """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
         return None if self.drift is None else ess_at_lag(self.drift, lag_mean)
 
+    @property
+    def free_of_draws(self) -> bool:
+        """Whether nothing has a limit that differs with what is not known."""
+        return (self.mean_lag, self.min_ess, self.gpu_hours, self.budget) == (None, None, None, None)
+
     def broken(self, lag_mean: float, gpu_hours: float, *, ess: float | None = None) -> Reason | None:
         """Return the first limit that a mean lag and a number of GPU-hours break, if any.
 

@@ -11,7 +11,7 @@ import tomli_w
 from learning_run import BASE
 from typer.testing import CliRunner
 
-from analysis.bands import mean_and_band
+from analysis.bands import mean_and_band, student_t
 from analysis.read import read_comparison
 from pipelinerl.cli import app as cli
 
@@ -47,10 +47,24 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     assert arms[1].folders == ["as_given/G=2/seed_0", "as_given/G=2/seed_1"]
 
 
+T_OF_2 = 2 * 0.95 / (2 * (1 - 0.95**2)) ** 0.5
+"""With two degrees of freedom P(|T| < t) = t / sqrt(2 + t^2)."""
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.706205), (2, T_OF_2), (3, 3.182446), (4, 2.776445), (9, 2.262157), (10, 2.228139), (11, 2.200985),
+     (30, 2.042272), (99, 1.984217), (1000, 1.962339)],
+)  # fmt: skip
+def test_the_quantile_is_students_at_any_number_of_seeds(freedom: int, quantile: float) -> None:
+    """Of the usual tables (Abramowitz and Stegun 1964, table 26.10, with more digits)."""
+    assert student_t(freedom) == pytest.approx(quantile, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("values", "mean", "half"),
     [
-        ([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]], [2.0, 5.0], [4.30 / 3**0.5, 0.0]),  # standard deviation 1, t(2) = 4.30
+        ([[1.0, 5.0], [2.0, 5.0], [3.0, 5.0]], [2.0, 5.0], [T_OF_2 / 3**0.5, 0.0]),  # standard deviation 1
         ([[1.0, 2.0], [4.0, 2.0]], [2.5, 2.0], [1.5, 0.0]),  # two seeds: their range
         ([[1.0, 2.0]], [1.0, 2.0], [np.nan, np.nan]),  # one has no band
     ],

@@ -7,8 +7,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from workloads import SHIPPED, expected_longest
+from workloads import SHIPPED, all_lengths, expected_longest, workload
 
+from pipelinerl.config.run_file import parse_run
+from sim.run import simulate
 from sim.workload import read_source, shipped_sets
 
 ROOT = Path(__file__).parents[2]
@@ -126,3 +128,73 @@ def test_the_script_rejects_wrong_arguments_and_a_table_without_a_set(tmp_path, 
     assert usage == "usage: make_length_sets.py SOURCE_TABLE.csv FOLDER"
     assert missing == f"{source}: the table has no rows with source_id='skythought', model=None"
     assert list(tmp_path.glob("*.csv")) == [source]
+
+
+# ------------------------------------------------------------------- the tail, beside the log-normal of `validate`
+
+LIMITS = {
+    "rgym_llama_400": 2048, "rgym_llama_800": 2048, "skythought": 32467, "areal_deepscaler": 12000,
+    "areal_nemotron": 12000,
+}  # fmt: skip
+"""At which answers were stopped (tokens)."""
+TAILS = {  # log-normal with cv 1 over the set: longest of 8 of one prompt, of 16 prompts
+    "rgym_llama_400": (1.17, 1.00),
+    "rgym_llama_800": (1.43, 1.05),
+    "skythought": (1.17, 1.00),
+    "areal_deepscaler": (1.79, 1.70),
+    "areal_nemotron": (1.51, 1.12),
+}
+"""As docs/validation.md has them."""
+
+
+def longest_in_batch(name: str, prompts: int) -> float:
+    """Expected longest answer of 8 each to some prompts of a set: the chance that none is longer, exactly."""
+    groups = [np.sort(prompt.lengths) for prompt in read_source(name)]
+    values = np.unique(np.concatenate(groups))
+    none_longer = np.zeros(len(values))
+    for group in groups:
+        below = np.searchsorted(group, values, side="right")
+        chance = np.prod([(below - k).clip(0) / (len(group) - k) for k in range(8)], axis=0)
+        none_longer += chance / len(groups)
+    return float((values * np.diff(none_longer**prompts, prepend=0.0)).sum())
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_the_longest_of_a_batch_by_the_log_normal_is_no_shorter_than_real_ones(name):
+    """With cv 1, the mean of the set and its limit, as `validate` simulates rows without published lengths."""
+    mean = float(np.concatenate([prompt.lengths for prompt in read_source(name)]).mean())
+    source = workload(kind="lognormal", mean=mean, cv=1.0, max=LIMITS[name], group_size=8)
+    drawn = all_lengths(source, 5000).ravel().tolist()
+    of_a_prompt = [expected_longest(prompt.lengths.tolist(), 8) for prompt in read_source(name)]
+    assert longest_in_batch(name, 1) == pytest.approx(np.mean(of_a_prompt))
+    ratios = [expected_longest(drawn, 8 * prompts) / longest_in_batch(name, prompts) for prompts in (1, 16)]
+    assert ratios == pytest.approx(TAILS[name], abs=0.02)
+
+
+PHASES = {  # the same of the seconds in which 256 answers, 8 to a prompt, are generated
+    "rgym_llama_400": 1.01,
+    "rgym_llama_800": 1.01,
+    "skythought": 0.87,
+    "areal_deepscaler": 1.60,
+    "areal_nemotron": 1.14,
+}
+
+
+@pytest.mark.parametrize("name", PHASES)
+def test_a_synchronous_step_by_the_log_normal_lasts_as_long_as_by_real_answers_that_were_stopped(name):
+    """Four engines of 64 slots, a 7B on H100; where two answers of five are stopped it is 13 % too short."""
+    mean = float(np.concatenate([prompt.lengths for prompt in read_source(name)]).mean())
+    lengths = {"kind": "lognormal", "mean": mean, "cv": 1.0}, {"kind": "empirical", "source": name}
+
+    def seconds(length: dict[str, object]) -> float:
+        hardware = {"gpu": "H100", "model": "Qwen2.5-7B", "training": {"token_s": 0.0}, "weights": {}, "switch": {}}
+        tables = {
+            "optimizer_steps": 32,
+            "cluster": {"accelerators": 4},
+            "scheduler": {"kind": "conventional", "train_batch_size": 256, "generation_batch_size": 64},
+            "workload": {"group_size": 8, "prompt_tokens": 150, "length": {**length, "max": LIMITS[name]}},
+            "hardware": hardware,
+        }
+        return simulate(parse_run(tables)).duration_s
+
+    assert seconds(lengths[0]) / seconds(lengths[1]) == pytest.approx(PHASES[name], abs=0.01)

@@ -30,21 +30,23 @@ def value(
 
 def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
     made = CertaintyReport(
-        draws=400, ways=24, tie=0.03, right=0.58, regret=0.043, on_average="conventional G=8", on_average_right=0.6,
-        on_average_regret=0.04, asynchronous=None, fits=None, unknown={}, measurements=list(measurements),
+        draws=400, ways=24, tie=0.03, right=0.58, regret=0.043, least_regret=0.04, expected="pipeline 4/4",
+        expected_faster=0.0, expected_regret=0.043, keeps_limits=None, asynchronous=None, fits=None, unknown={},
+        measurements=list(measurements),
     )  # fmt: skip
     return made.model_copy(update=changed)
 
 
-def test_how_sure_a_plan_is_and_the_better_bet() -> None:
+def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
     first, *rest = certainty_lines(report())
     assert first == (
         "certainty: the recommendation is the fastest of 24 within 3% with probability 0.58, and loses 4.3% on average "
         "to the fastest (400 draws of what is not measured)"
     )
     assert rest == ["which measurement next: none, all that one would show is known"]
-    assert certainty_lines(report(regret=0.06, fits=0.876))[1:3] == [
-        "the better bet if nothing is measured: conventional G=8, with probability 0.60, and it loses 4.0%",
+    assert certainty_lines(report(expected_faster=0.19, expected_regret=0.15, keeps_limits=0.62, fits=0.876))[1:4] == [
+        "as things are expected pipeline 4/4 is 19% faster, but it loses 15.0% on average",
+        "it keeps to the limits with probability 0.62",
         "memory suffices with probability 0.88",
     ]
 
@@ -73,7 +75,7 @@ def test_measurements_are_listed_with_their_gain_and_cost_and_the_command_to_run
         )
     )
     assert lines[1:] == [
-        "which measurement next (right with probability 0.60 before; throughput gained):",
+        "which measurement next (right with probability 0.58 before; throughput gained):",
         "  weight transfer: 0.70, +2.0% (about 6 minutes on 8 GPUs)",
         "  decode step: nothing",
         "  weight transfer and mean answer: 0.70, +2.4% (about 6 minutes on 8 GPUs)",

@@ -31,9 +31,9 @@ def script():
 
 def test_an_interval_is_students_of_the_mean_and_of_a_ratio_that_of_its_logarithm(script):
     """Of 1, 2, 3: mean 2, standard deviation 1, and t = 4.30 with two degrees of freedom."""
-    assert script.interval([1.0, 2.0, 3.0]) == "2.000 ± 2.483"
+    assert script.interval([1.0, 2.0, 3.0]) == "2.000 ± 2.484"
     assert script.interval([1.0, 2.0]) == "1.500"
-    half = 4.30 / 3**0.5
+    half = 4.302653 / 3**0.5
     logs = [math.exp(one) for one in (1.0, 2.0, 3.0)]
     expected = f"{math.exp(2):.2f} ({math.exp(2 - half):.2f} to {math.exp(2 + half):.2f}), 3 seeds"
     assert script.ratio([5 * one for one in logs], [5.0] * 3) == expected

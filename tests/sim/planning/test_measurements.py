@@ -19,7 +19,7 @@ from sim.planning.instruments import MEASURE_MINUTES, START_MINUTES, Instruments
 from sim.planning.measurements import chosen_after, explained, observations, values_of_measurements
 from sim.planning.more_gpus import NOTHING
 from sim.planning.search_space import SearchSpace
-from sim.planning.uncertainty import log_rates, rightness
+from sim.planning.uncertainty import Bets, rightness
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
 WORLDS = 4000
@@ -141,7 +141,7 @@ def test_the_way_of_the_weights_decides_between_the_arms_of_the_small_run():
     """A synchronization of 2 s in steps of half a second: nothing else explains as much of the difference."""
     space, some = two_arms()
     draws = make_draws(space.config, Measured())
-    log_DW = log_rates(space.config, space.answers, some, draws=draws, factors={})
+    log_DW = Bets.of(space.config, space.answers, some, draws).log_rates({})
     ahead_D = log_DW[:, 0] - log_DW[:, 1]
     shown = observations(space.config, space.answers, draws, some[0], colocated={True, False})
     shares = {name: explained([known_D], ahead_D) for name, known_D in shown.items()}

@@ -14,16 +14,16 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import RunFailedError
 from sim.parallel import run_all_on_ray
 from sim.planning import simulate as planning_simulate
-from sim.planning.choose import best_of, pareto_front
+from sim.planning.choose import TIE, pareto_front
 from sim.run import simulate
 
 # ------------------------------------------------------------------------------------- recommendation
 
 
-def test_the_recommendation_is_the_best_of_the_simulated() -> None:
+def test_the_recommendation_is_simulated_and_loses_least_on_average_within_a_tie() -> None:
     report = priced_plan()
-    simulated: Any = report.simulated
-    assert dict(best_of(simulated)).items() <= dict(report.recommended).items()
+    assert report.recommended.label in {one.label for one in report.simulated}
+    assert 1 - report.certainty.regret >= (1 - TIE) * (1 - report.certainty.least_regret)
 
 
 def test_every_described_candidate_has_its_band_hours_and_cost() -> None:
@@ -44,7 +44,7 @@ def test_every_described_candidate_has_its_band_hours_and_cost() -> None:
 def test_front_kinds_and_decisions_name_simulated_candidates() -> None:
     report = priced_plan()
     simulated = {one.label: one for one in report.simulated}
-    assert report.search.simulated == len(simulated) == 6
+    assert report.search.simulated == len(simulated) == 7  # the best bet was not among the first 6
     points = [(simulated[label].tokens_per_s, simulated[label].lag_mean) for label in report.front]
     assert pareto_front(points) == list(range(len(points)))
     for family, one in report.families.items():

@@ -1,6 +1,7 @@
 """How sure a plan is: draws, the throughput of ways in them, and the odds that follow."""
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -24,8 +25,8 @@ from pipelinerl.theory.lengths import LengthStatistics, uniform_lengths
 from sim.planning.candidates import Screener
 from sim.planning.choose import TIE
 from sim.planning.draws import Draws, Unknown, longer_answers, make_draws, spreads
-from sim.planning.search_space import SearchSpace
-from sim.planning.uncertainty import arms, log_rates, memory_suffices, rightness
+from sim.planning.search_space import Limits, SearchSpace
+from sim.planning.uncertainty import Bets, ahead, memory_suffices, rightness
 
 NORMAL = NormalDist()
 
@@ -41,7 +42,7 @@ def draws_of(**logs):
 
 def rates(draws, factors=None):
     space, some = two_arms()
-    return np.exp(log_rates(space.config, space.answers, some, draws=draws, factors=factors or {}))[0]
+    return np.exp(Bets.of(space.config, space.answers, some, draws).log_rates(factors or {}))[0]
 
 
 def screened():
@@ -73,8 +74,45 @@ def test_without_uncertainty_the_fastest_is_right_and_loses_nothing():
 def test_each_arm_is_compared_at_its_best():
     _, (apart, together) = two_arms()
     log_DW = np.log([[10.0, 12.0, 11.0], [9.0, 8.0, 18.0]])
-    assert arms([apart, apart, together], log_DW) == pytest.approx(np.log([12 / 11, 9 / 18]))
-    assert arms([apart, apart], log_DW) is None
+    assert ahead([apart, apart, together], log_DW) == pytest.approx(np.log([12 / 11, 9 / 18]))
+    assert ahead([apart, apart], log_DW) is None
+
+
+def bets(log_DW, lag_DW=None, hours_DW=None):
+    """Two ways with these rates in every draw."""
+    nothing_DW = np.zeros(np.shape(log_DW))
+    return Bets(
+        two_arms()[1], log_DW, nothing_DW if lag_DW is None else lag_DW, nothing_DW if hours_DW is None else hours_DW
+    )
+
+
+def test_what_a_way_is_worth_is_its_share_of_the_fastest_on_average_and_one_less_its_regret():
+    """10 and 5, 10 and 20 tokens/s: (1 + 1/2) / 2 and (1/2 + 1) / 2; of 20 and 5, 20 and 20: 1 and (1/4 + 1) / 2."""
+    _, (apart, together) = two_arms()
+    compared = bets(np.log([[10.0, 5.0], [10.0, 20.0]]))
+    assert compared.shares({apart.label: 1.0, together.label: 1.0}) == pytest.approx(
+        {apart.label: 0.75, together.label: 0.75}
+    )
+    doubled = {apart.label: 2.0, together.label: 1.0}
+    assert compared.shares(doubled) == pytest.approx({apart.label: 1.0, together.label: 0.625})
+    assert compared.shares(doubled)[together.label] == pytest.approx(1 - rightness(compared.log_rates(doubled), 1)[1])
+    assert compared.without([apart.label]).shares(doubled) == {together.label: 1.0}
+
+
+def test_the_odds_of_keeping_to_a_limit_are_the_share_of_draws_that_keep_it():
+    _, (apart, _) = two_arms()
+    lag_DW, hours_DW = np.array([[1.0, 9.0], [2.0, 9.0], [3.0, 9.0], [4.0, 9.0]]), np.array([[8.0, 0.0]] * 4)
+    compared = bets(np.zeros((4, 2)), lag_DW, hours_DW)
+    free = Limits(lag=3, mean_lag=None, min_ess=None, drift=None, gpu_hours=None, budget=None, price=None)
+
+    def keeps(limits, slower=1.0, staler=1.0):
+        return compared.keeps(apart.label, limits, slower=slower, staler=staler)
+
+    assert keeps(free) is None
+    assert keeps(replace(free, mean_lag=3.5)) == 0.75
+    assert keeps(replace(free, mean_lag=3.5), staler=2.0) == 0.25
+    assert keeps(replace(free, gpu_hours=8.0)) == 1.0
+    assert keeps(replace(free, gpu_hours=8.0), slower=1.1) == 0.0
 
 
 def test_memory_suffices_as_a_normal_error_has_it():
@@ -187,7 +225,7 @@ def test_a_world_without_factors_is_the_screening_times_what_simulations_gave():
 
 def test_a_way_without_simulation_has_the_mean_ratio_of_its_kind():
     space, (apart, together) = two_arms()
-    log_DW = log_rates(space.config, space.answers, [apart, together], draws=draws_of(), factors={apart.label: 0.5})
+    log_DW = Bets.of(space.config, space.answers, [apart, together], draws_of()).log_rates({apart.label: 0.5})
     assert np.exp(log_DW)[0] == pytest.approx(screened() * [0.5, 0.75])  # of a kind without any: of all, and 1
 
 

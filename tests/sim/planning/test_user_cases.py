@@ -51,7 +51,7 @@ def test_a_plan_of_few_simulations_finds_one_that_keeps_the_limit(simulate: int)
     report = planned(*SIXTEEN, PIPELINE, f"plan.simulate={simulate}")
     assert report.recommended.lag_mean <= 4
     assert report.recommended.tokens_per_s > 13_000
-    assert report.search.simulated == max(2, simulate)
+    assert max(2, simulate) <= report.search.simulated <= simulate + 4  # and the best bet, where it was not
 
 
 def test_more_simulations_keep_the_candidates_of_fewer_and_lose_no_throughput() -> None:

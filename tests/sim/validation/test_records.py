@@ -1,5 +1,7 @@
 """Rows of published runs: typed columns, what follows from them, and what is wrong with a file."""
 
+from itertools import combinations
+
 import pytest
 from pydantic import ValidationError
 
@@ -46,6 +48,21 @@ def test_gpus_and_tokens_are_those_of_the_whole_cluster():
     parts = run(gpus_gen=24, gpus_train=8, tok_s_per_gpu=10.0)
     assert (parts.gpus, parts.apart, parts.tokens_per_s) == (32, True, 320.0)
     assert not run(gpus_total=8, gpus_gen=8, gpus_train=8).apart
+
+
+def job(row):
+    """All that is published of a row but its version and its results; the stack of the trainer is in the mode."""
+    cluster = (row.gpus, row.gpus_gen, row.gpus_per_engine, row.prompts_per_step, row.n_per_prompt, row.max_len)
+    return (*row.family, row.mode, row.precision, row.schedule, row.max_staleness, *cluster)
+
+
+def test_no_shipped_rows_are_one_job_in_two_versions_of_its_software_so_none_tells_what_a_version_is_worth():
+    """``source`` names the version. Two jobs were run again, by others; the third pair is UniRL and verl."""
+    rows = [row for row in shipped_runs() if row.avg_len is not None and row.measured_step_s is not None]
+    same = [(one, other) for one, other in combinations(rows, 2) if job(one) == job(other)]
+    assert [pair for pair in same if pair[0].source != pair[1].source] == []
+    again = [(one.step_s, other.step_s) for one, other in same]
+    assert again == [(147.0, 178.0), (230.0, 266.0), (64.0, 62.2)]
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
