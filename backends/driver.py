@@ -78,7 +78,7 @@ class Driver:
         self._client = TaskClient(config, task, parts.codec)
         self._pool = EnginePool(
             parts.engines,
-            restarts=config.train.engine.restarts,
+            restarts_per_hour=config.train.engine.restarts_per_hour,
             spawn=self._tasks.spawn,
             on_update=self.metrics.updated,
             on_restart=self.metrics.restarted,

@@ -1,15 +1,21 @@
-"""All engines of a run by engine id, their weights, and the restart of lost ones.
+"""All engines of a run by engine id, their weights, the restart of lost ones, and the seats of those given up.
 
-Theory of operation. Any call can find that an engine is lost. However many calls do, the engine is started again once,
-and it gets the newest published weights before it is *up* again. A task that needs an engine waits until it is up, and
-until it *may generate*: when a run is resumed from a checkpoint, engines have no weights that the scheduler knows of
-before the first publication.
+Theory of operation. The scheduler knows *seats*: engine ids, each with room for H rollouts. Any call can find that an
+engine is lost. However many calls do, the engine is started again once, and it gets the newest published weights before
+it is *up* again. Who needs an engine waits until it is up. Rollouts also wait until the weights of their seat are
+*known*: when a run is resumed from a checkpoint, engines have none that the scheduler knows of before the first
+publication.
+
+An engine that cannot be started costs its seat: the engine with the fewest seats serves it from then on. The scheduler
+goes on as before; what is more than an engine's room waits in that engine. Without any engine the run fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +24,8 @@ from pipelinerl.errors import EngineLostError
 from pipelinerl.scheduler.events import WeightUpdate
 
 LOG = logging.getLogger("pipelinerl")
+HOUR_S = 3600.0
+"""Time over which losses are counted (seconds)."""
 
 
 class EngineHandle:
@@ -28,15 +36,15 @@ class EngineHandle:
         self.engine = engine
         self.version = 0  # that it has loaded
         self.up = asyncio.Event()  # it answers
-        self.may_generate = asyncio.Event()  # its weights are what it says they are
         self.idle = asyncio.Event()  # no rollout is in progress
         self.idle.set()
-        self._num_in_flight = 0
+        self.updating = asyncio.Lock()
+        self.num_in_flight = 0
 
     def count(self, change: int) -> None:
         """Count rollouts in progress."""
-        self._num_in_flight += change
-        if self._num_in_flight:
+        self.num_in_flight += change
+        if self.num_in_flight:
             self.idle.clear()
         else:
             self.idle.set()
@@ -47,7 +55,7 @@ class EnginePool:
 
     Args:
         engines: By engine id; not yet started.
-        restarts: Times a lost engine is started again, in all (count).
+        restarts_per_hour: Engines lost within an hour, at most (count).
         spawn: Starts a task; the run ends if it fails.
         on_update: Called with the times of every update.
         on_restart: Called when a lost engine is up again.
@@ -58,83 +66,117 @@ class EnginePool:
         self,
         engines: Mapping[int, Engine],
         *,
-        restarts: int,
+        restarts_per_hour: int,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_update: Callable[[UpdateTimes], None],
         on_restart: Callable[[], None],
         bring_back: Callable[[EngineHandle], Coroutine[Any, Any, None]],
     ) -> None:
-        self._handles = {engine_id: EngineHandle(engine_id, engine) for engine_id, engine in engines.items()}
-        self._restarts_left = restarts
+        self._seats = {engine_id: EngineHandle(engine_id, engine) for engine_id, engine in engines.items()}
+        self._restarts_per_hour = restarts_per_hour
+        self._known = {seat: asyncio.Event() for seat in self._seats}  # its weights are what they are said to be
+        self._losses_s: deque[float] = deque()  # the times of those within an hour
         self._spawn, self._on_update, self._on_restart = spawn, on_update, on_restart
         self._bring_back = bring_back
         self.newest: Weights | None = None
         """Published last."""
         self._closing = False
 
-    def __getitem__(self, engine_id: int) -> EngineHandle:
-        return self._handles[engine_id]
+    def __getitem__(self, seat: int) -> EngineHandle:
+        """Return the engine that serves a seat."""
+        return self._seats[seat]
 
     def __iter__(self) -> Iterator[EngineHandle]:
-        return iter(self._handles.values())
+        """Yield the engines that have not been given up."""
+        return (handle for seat, handle in self._seats.items() if handle.engine_id == seat)
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(list(iter(self)))
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The engine ids that the scheduler knows."""
+        return tuple(self._seats)
 
     async def start(self) -> None:
-        """Start all engines, at version 0."""
-        await asyncio.gather(*(handle.engine.start() for handle in self))
-        for handle in self:
-            handle.up.set()
+        """Start all engines, at version 0; those that cannot be started are given up, unless none can.
+
+        Raises:
+            EngineLostError: If none can be started.
+        """
+        handles = list(self)
+        ends = await asyncio.gather(*(handle.engine.start() for handle in handles), return_exceptions=True)
+        for handle, end in zip(handles, ends, strict=True):
+            if end is None:
+                handle.up.set()
+        lost = [(handle, end) for handle, end in zip(handles, ends, strict=True) if end is not None]
+        for handle, end in lost:
+            if not isinstance(end, EngineLostError) or len(lost) == len(handles):
+                raise end
+            await self._give_up(handle, end)
 
     def may_generate(self) -> None:
         """Say that the weights of all engines are what they say they are."""
-        for handle in self:
-            handle.may_generate.set()
+        for known in self._known.values():
+            known.set()
+
+    async def serving(self, seat: int) -> EngineHandle:
+        """Return the engine that serves a seat, when it is up."""
+        while True:
+            handle = self._seats[seat]
+            await handle.up.wait()
+            if handle is self._seats[seat]:
+                return handle
+
+    async def generating(self, seat: int) -> EngineHandle:
+        """Return the engine that serves a seat, when it is up and may generate."""
+        await self._known[seat].wait()
+        return await self.serving(seat)
 
     async def load(self, weights: Weights) -> None:
         """Give all engines these weights, outside of the schedule; nothing is in progress."""
         self.newest = weights
-        await asyncio.gather(*(self._bring_to(handle, weights, WeightUpdate.KEEP) for handle in self))
+        await asyncio.gather(*(self._bring_to(seat, weights, WeightUpdate.KEEP) for seat in self.seats))
 
     async def generate(self, handle: EngineHandle, request: GenerateRequest) -> Generated:
         """Generate one answer, over as many restarts as it takes."""
         while True:
-            await handle.up.wait()
+            handle = await self.serving(handle.engine_id)
             try:
                 return await handle.engine.generate(request)
             except EngineLostError as error:
                 self.lost(handle, error)
 
-    async def update(self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate) -> float:
-        """Bring an engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
-        if weight_update is WeightUpdate.WAIT and handle.may_generate.is_set():
-            await handle.idle.wait()  # the scheduler starts nothing on it meanwhile
-        times = await self._bring_to(handle, weights, weight_update)
+    async def update(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> float:
+        """Bring a seat's engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
+        if weight_update is WeightUpdate.WAIT and self._known[seat].is_set():
+            while not self._seats[seat].idle.is_set():
+                await self._seats[seat].idle.wait()  # the scheduler starts nothing on it meanwhile
+        times = await self._bring_to(seat, weights, weight_update)
+        self._known[seat].set()
         if times is None:
             return 0.0
         self._on_update(times)
         return times.total_s
 
-    async def _bring_to(
-        self, handle: EngineHandle, weights: Weights, weight_update: WeightUpdate
-    ) -> UpdateTimes | None:
-        """Bring an engine to a version; return None if a restart has brought it there."""
+    async def _bring_to(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
+        """Bring a seat's engine to a version; return None if a restart, or another seat, has brought it there."""
         while True:
-            await handle.up.wait()
-            if handle.version >= weights.version:
-                return None
-            try:
-                times = await handle.engine.update(weights, weight_update)
-            except EngineLostError as error:
-                self.lost(handle, error)
-                continue
-            handle.version = weights.version
-            return times
+            handle = await self.serving(seat)
+            async with handle.updating:
+                if handle.version >= weights.version:
+                    return None
+                try:
+                    times = await handle.engine.update(weights, weight_update)
+                except EngineLostError as error:
+                    self.lost(handle, error)
+                    continue
+                handle.version = weights.version
+                return times
 
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
         """Have a lost engine started again, once however many notice."""
-        if not handle.up.is_set() or self._closing:
+        if not handle.up.is_set() or self._closing or self._seats[handle.engine_id] is not handle:
             return
         handle.up.clear()
         LOG.warning("engine %d lost: %s", handle.engine_id, error)
@@ -142,13 +184,15 @@ class EnginePool:
 
     async def _restart(self, handle: EngineHandle, error: EngineLostError) -> None:
         while True:
-            if not self._restarts_left:
-                raise error
-            self._restarts_left -= 1
+            self._count_loss(error)
+            await handle.engine.shutdown()
             try:
-                await handle.engine.shutdown()
                 await handle.engine.start()
-                handle.version = 0
+            except EngineLostError as again:
+                await self._give_up(handle, again)
+                return
+            handle.version = 0
+            try:
                 await self._bring_back(handle)
             except EngineLostError as again:
                 error = again
@@ -157,12 +201,38 @@ class EnginePool:
             self._on_restart()
             return
 
+    def _count_loss(self, error: EngineLostError) -> None:
+        now_s = time.monotonic()
+        while self._losses_s and now_s - self._losses_s[0] >= HOUR_S:
+            self._losses_s.popleft()
+        if len(self._losses_s) >= self._restarts_per_hour:
+            raise error
+        self._losses_s.append(now_s)
+
+    async def _give_up(self, handle: EngineHandle, error: EngineLostError) -> None:
+        """Have another engine serve the seats of one that cannot be started.
+
+        Raises:
+            EngineLostError: If there is none.
+        """
+        others = [one for one in self if one is not handle]
+        if not others:
+            raise error
+        served = list(self._seats.values())
+        host = min(others, key=lambda one: (not one.up.is_set(), served.count(one)))
+        LOG.warning("engine %d given up, engine %d serves its seat: %s", handle.engine_id, host.engine_id, error)
+        self._seats = {seat: host if its is handle else its for seat, its in self._seats.items()}
+        host.count(handle.num_in_flight)
+        handle.count(-handle.num_in_flight)
+        handle.up.set()  # who waits for it looks again
+        await handle.engine.shutdown()
+
     async def sleep(self) -> None:
         """Have all engines give their memory up, those that are being started again included."""
         await asyncio.gather(*(self._sleep(handle) for handle in self))
 
     async def _sleep(self, handle: EngineHandle) -> None:
-        while True:
+        while handle is self._seats[handle.engine_id]:
             await handle.up.wait()
             try:
                 await handle.engine.sleep()

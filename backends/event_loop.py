@@ -202,14 +202,13 @@ class EventLoop:
     # ------------------------------------------------------------------------------------ rollouts
 
     async def _generate(self, command: StartRollout) -> None:
-        state, rollout_id, handle = self._state, command.rollout_id, self._pool[command.engine]
+        state, rollout_id = self._state, command.rollout_id
         data = state.rollouts[rollout_id]
         if not 0 < len(data.prompt_tokens) <= self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         await self._preprocessing.room()
-        await handle.may_generate.wait()
-        await handle.up.wait()
+        handle = await self._pool.generating(command.engine)
         if self.stop is not None:
             return
         if rollout_id in state.aborting:

@@ -50,6 +50,14 @@ class GenerateRequest:
     """Seed of this request's sampling: the same request gives the same tokens on any engine of one version."""
     temperature: float
     """Softmax temperature; 0: the likeliest token."""
+    top_p: float = 1.0
+    """The likeliest words that have this probability together can be sampled (no unit). 1: all."""
+    top_k: int = 0
+    """So many of the likeliest words can be sampled (count). 0: all."""
+    min_p: float = 0.0
+    """Words this much less likely than the likeliest cannot be sampled (ratio of probabilities). 0: all can."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; the tokens that make them are in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Generated:
     tokens_T: NDArray[np.int64]
     """Generated tokens, the end token included if there is one."""
     logprob_T: NDArray[np.float32]
-    """Log-probability of each under the weights and the temperature that sampled it (nats)."""
+    """Log-probability of each in the distribution that it was sampled from (nats)."""
     spans: VersionSpans
     """Which weight version sampled which token, as the engine reports it; ends at T."""
     aborted: bool

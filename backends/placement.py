@@ -12,11 +12,13 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -31,9 +33,6 @@ from backends.vllm.ray_engine import RayEngine
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
-PLACEMENT_TIMEOUT_S = 600.0
-"""Seconds to wait for accelerators that exist and are in use."""
-
 
 @contextlib.contextmanager
 def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
@@ -43,16 +42,28 @@ def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
         ConfigError: If the cluster has too few, or they are not free.
     """
     _check_capacity(config)
+    assert config.train is not None
+    limit_s = config.train.placement_timeout_s
     group = placement_group(_bundles(config), strategy="PACK")
     try:
-        ray.get(group.ready(), timeout=PLACEMENT_TIMEOUT_S)
+        ray.get(group.ready(), timeout=limit_s)
     except ray.exceptions.GetTimeoutError:
-        raise ConfigError(
-            f"cluster.accelerators={config.cluster.accelerators} are not free in the Ray cluster, "
-            f"after {PLACEMENT_TIMEOUT_S:.0f} s"
-        ) from None
+        remove_placement_group(group)
+        raise ConfigError(_what_is_missing(config, limit_s)) from None
     yield group
     remove_placement_group(group)
+
+
+def _what_is_missing(config: RunConfig, limit_s: float) -> str:
+    """Return in one line what the run asks Ray for, and what is free, machine by machine."""
+    resource, wanted = _resource(config), [int(bundle[_resource(config)]) for bundle in _bundles(config)]
+    asked = ", ".join(f"{number} times {size}" for size, number in sorted(Counter(wanted).items(), reverse=True))
+    free = [f"{there.get(resource, 0):g}" for there in available_resources_per_node().values()]
+    return (
+        f"cluster.accelerators={config.cluster.accelerators} were not free in the Ray cluster within "
+        f"train.placement_timeout_s={limit_s:g}: {resource}s asked for, each number on one machine: {asked}; free by "
+        f"machine: {', '.join(free)}"
+    )
 
 
 def _resource(config: RunConfig) -> str:
@@ -139,6 +150,8 @@ def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEng
             cpu_cores=str(engine_id % (os.cpu_count() or 1)) if train.device == "cpu" else None,
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
+            generate_timeout_s=train.engine.generate_timeout_s,
+            arguments=train.engine.vllm,
         )
         options = {
             **_accelerators(config, each * share),

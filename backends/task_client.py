@@ -62,7 +62,7 @@ class TaskClient:
             prompt_tokens=(*data.prompt_tokens, *tokens),
             max_new_tokens=self._config.workload.length.max - len(tokens),
             seed=_request_seed(self._config.seed, rollout_id, len(tokens)),
-            temperature=self._train.sampling.temperature,
+            **self._train.sampling.model_dump(),
         )
 
     async def compute_reward(self, data: RolloutData) -> float:

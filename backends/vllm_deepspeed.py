@@ -12,6 +12,7 @@ from typing import Any
 
 from backends.huggingface_codec import first_line, load_codec
 from backends.interface import Parts
+from backends.vllm.version import check_arguments, check_version
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
@@ -31,6 +32,8 @@ class VLLMDeepSpeed:
         if missing:
             extra = f"train-{train.device}"
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: pip install 'pipelinerl[{extra}]'")
+        check_version()
+        check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
         longest = train.task.max_prompt_tokens + config.workload.length.max
         _check_settings(config, train, longest=longest)

@@ -101,7 +101,7 @@ class WeightSync:
         self, weights: Weights, weight_update: WeightUpdate, on_loaded: Callable[[WeightsLoaded], None]
     ) -> None:
         await self._transfer(weights)
-        await asyncio.gather(*(self._update(handle, weights, weight_update, on_loaded) for handle in self._pool))
+        await asyncio.gather(*(self._update(seat, weights, weight_update, on_loaded) for seat in self._pool.seats))
 
     async def _transfer(self, weights: Weights) -> None:
         """Bring the weights to where the engines that are up load them from.
@@ -124,14 +124,13 @@ class WeightSync:
 
     async def _update(
         self,
-        handle: EngineHandle,
+        seat: int,
         weights: Weights,
         weight_update: WeightUpdate,
         on_loaded: Callable[[WeightsLoaded], None],
     ) -> None:
-        pause_s = await self._pool.update(handle, weights, weight_update)
-        handle.may_generate.set()
-        on_loaded(WeightsLoaded(handle.engine_id, weights.version, pause_s))
+        pause_s = await self._pool.update(seat, weights, weight_update)
+        on_loaded(WeightsLoaded(seat, weights.version, pause_s))
 
     def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Keep a snapshot as it is while it is sent; files stay as they are anyway."""

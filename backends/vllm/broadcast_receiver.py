@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from backends.transfer.staging import Staging
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.vllm.verified_receiver import VerifiedTransferEngine
+from backends.vllm.version import transfer_bases
 from pipelinerl.errors import BackendError
+
+InitInfo: Any = transfer_bases().WeightTransferInitInfo
+UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
 
 
 @dataclass
-class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+class JoinInfo(InitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Meeting place of the members of a group."""
 
     meeting: str
@@ -26,7 +30,7 @@ class JoinInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to 
 
 
 @dataclass
-class StagedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+class StagedUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Weights that have arrived."""
 
     label: str

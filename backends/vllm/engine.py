@@ -9,15 +9,16 @@ attaches to it. If that cannot be reached the engine stays stopped and counts as
 =================  =====================================  ==================================================
 coroutine          waits for                              is unblocked by
 =================  =====================================  ==================================================
-``generate``       the last token                         vLLM; ``abort``; loss of the engine
+``generate``       the last token                         vLLM; ``abort``; loss of the engine, a hang included
 ``update``         its turn (one update at a time), then  the phase; ``update_timeout_s``; loss of the engine
                    one phase after the other
-``_watch``         the end of vLLM's processes            every ``WATCH_PERIOD_S``; it then declares the loss,
-                                                          which ends all others (a call into a dead vLLM
-                                                          would never return)
+``_watch``         the end of vLLM's processes, or        every ``WATCH_PERIOD_S``; it then declares the loss,
+                   ``generate_timeout_s`` without a       which ends all others (a call into a dead vLLM
+                   decode step and with requests          would never return)
 =================  =====================================  ==================================================
 
-The prefix cache is off: after an update it would hand out keys and values of old weights.
+The prefix cache is on. Its entries are salted with the number of updates: keys and values of old weights are never
+handed out to a request that begins after an update.
 """
 
 from __future__ import annotations
@@ -25,26 +26,22 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import replace
+from collections.abc import Awaitable
 from itertools import pairwise
 from typing import Any, TypeVar
 
-import numpy as np
-
-from backends.busy import busy_s
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.process import (
     VLLMSettings,
     check_model,
     end_processes,
-    make_llm,
     process_tree,
     remove_shared_memory,
     shared_memory_of,
 )
+from backends.vllm.version import Client, EngineDiedError, start_client
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
-from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import kind_and_line
 
 T = TypeVar("T")
@@ -58,7 +55,7 @@ class VLLMEngine:
 
     def __init__(self, settings: VLLMSettings) -> None:
         self._settings = settings
-        self._llm: Any = None
+        self._vllm: Client | None = None
         self._processes: list[Any] = []
         self._before: set[multiprocessing.process.BaseProcess] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -67,7 +64,7 @@ class VLLMEngine:
         self._updating = asyncio.Lock()
         self._running: dict[int, asyncio.Event] = {}
         self._checksums: dict[str, str] = {}
-        self._outputs_s = 0.0  # busy with the outputs of decode steps
+        self._num_updates = 0
 
     # ------------------------------------------------------------------------------------ life
 
@@ -87,9 +84,10 @@ class VLLMEngine:
             async with asyncio.timeout(settings.start_timeout_s):
                 await asyncio.to_thread(self._launch)
                 self._processes = process_tree(self._before)
-                self._watcher = asyncio.create_task(self._watch())
-                warm_up = GenerateRequest(-1, prompt_tokens=(0,), max_new_tokens=1, seed=0, temperature=1.0)
-                await self.generate(warm_up)
+                self._watcher = asyncio.create_task(self._watch(self._alive()))
+                async with self._updating:  # compiling is no hang
+                    warm_up = GenerateRequest(-1, prompt_tokens=(0,), max_new_tokens=1, seed=0, temperature=1.0)
+                    await self.generate(warm_up)
         except BaseException as error:
             seconds = time.perf_counter() - began
             await self.shutdown()
@@ -102,17 +100,7 @@ class VLLMEngine:
 
     def _launch(self) -> None:
         # Returns nothing: imports of optional packages that failed in here keep this thread's frames for ever.
-        self._llm = make_llm(self._settings)
-        outputs = self._llm.output_processor
-        process = outputs.process_outputs
-
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            begin_s = busy_s()
-            processed = process(*arguments, **keywords)
-            self._outputs_s += busy_s() - begin_s
-            return processed
-
-        outputs.process_outputs = timed
+        self._vllm = start_client(self._settings)
 
     async def shutdown(self) -> None:
         """End all processes, and with them what is in progress; a second call does nothing."""
@@ -120,9 +108,9 @@ class VLLMEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
-        llm, self._llm = self._llm, None
-        if llm is not None:
-            llm.shutdown()
+        client, self._vllm = self._vllm, None
+        if client is not None:
+            client.shutdown()
         before, self._before = self._before, None
         if before is None:
             return
@@ -131,6 +119,9 @@ class VLLMEngine:
         await asyncio.to_thread(end_processes, processes)
         remove_shared_memory(shared)
 
+    async def is_there(self) -> None:
+        """Do nothing: that this returns is a sign of life."""
+
     async def shared_memory(self) -> set[str]:
         """Return the files of shared memory that would be left if this process were killed."""
         return await asyncio.to_thread(shared_memory_of, self._processes)
@@ -138,34 +129,38 @@ class VLLMEngine:
     async def sleep(self) -> None:
         """Move the weights to main memory and drop the KV cache; nothing is in progress. Not colocated: nothing."""
         if self._settings.colocated:
-            await self._control("sleep", self._alive().sleep(level=1))
+            await self._control("sleep", self._alive().sleep())
 
     async def wake(self) -> None:
         """Take the memory back, with the weights as they were."""
         if self._settings.colocated:
-            await self._control("wake", self._alive().wake_up())
+            await self._control("wake", self._alive().wake())
 
-    async def _watch(self) -> None:
-        while not self._llm.errored:
+    async def _watch(self, client: Client) -> None:
+        limit_s, quiet_since_s = self._settings.generate_timeout_s, time.monotonic()
+        what = "a process of vLLM has ended"
+        while not client.died:
             await asyncio.sleep(WATCH_PERIOD_S)
-        self._lose(
-            f"engine lost: engine={self._settings.engine_id}; a process of vLLM has ended, start the engine again"
-        )
+            if not self._running or self._updating.locked():  # updates have limits of their own
+                quiet_since_s = time.monotonic()
+            quiet_since_s = max(quiet_since_s, client.last_output_s)
+            if time.monotonic() - quiet_since_s > limit_s:
+                what = f"no decode step for {limit_s:g} s, {len(self._running)} requests in progress"
+                break
+        self._lose(f"engine lost: engine={self._settings.engine_id}; {what}, start the engine again")
 
-    def _alive(self) -> Any:
+    def _alive(self) -> Client:
         """Return vLLM's engine, unless it is lost."""
-        if self._loss is not None or self._llm is None:
+        if self._loss is not None or self._vllm is None:
             raise EngineLostError(self._loss or f"engine lost: engine={self._settings.engine_id} has not been started")
-        return self._llm
+        return self._vllm
 
     def _lose(self, reason: str) -> EngineLostError:
         """Declare the engine lost, once; end every call in progress; return the error to raise."""
-        if self._loss is None and self._llm is not None:
-            from vllm.v1.engine.exceptions import EngineDeadError
-
+        if self._loss is None and self._vllm is not None:
             self._loss = reason
             self._lost.set()
-            self._llm.output_processor.propagate_error(EngineDeadError())
+            self._vllm.end_calls()
         return EngineLostError(reason)
 
     async def _until(self, call: Awaitable[T]) -> T:
@@ -204,40 +199,26 @@ class VLLMEngine:
     async def generate(self, request: GenerateRequest) -> Generated:
         """Generate one answer.
 
-        Log-probabilities are those of the distribution sampled from, temperature included; at temperature 0,
-        those of temperature 1.
+        Log-probabilities are those of the distribution sampled from, temperature included, and of the words that
+        ``top_p``, ``top_k`` and ``min_p`` leave; at temperature 0, those of temperature 1.
 
         Raises:
             EngineLostError: If the engine has died or has been declared lost.
             BackendError: If vLLM refuses the request, or it is already in progress.
         """
-        from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        llm, rollout_id = self._alive(), request.rollout_id
+        client, rollout_id = self._alive(), request.rollout_id
         if rollout_id in self._running:
             raise BackendError(
                 f"generation failed: engine={self._settings.engine_id} has rollout={rollout_id} in progress"
             )
         ended = self._running[rollout_id] = asyncio.Event()
-        output = None
         try:
-            parameters = SamplingParams(
-                max_tokens=request.max_new_tokens,
-                temperature=request.temperature,
-                seed=request.seed,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            # Tokens in this form are taken in before the first suspension: an abort cannot come too early.
-            prompt = tokens_input(list(request.prompt_tokens))
-            async for output in llm.generate(prompt, parameters, request_id=str(rollout_id)):  # noqa: B007
-                pass
-        except EngineDeadError:
+            return await client.generate(request, salt=str(self._num_updates))
+        except EngineDiedError:
             await self._lost.wait()  # the watcher sees it, too, and says why
             raise EngineLostError(self._loss) from None
+        except BackendError:
+            raise
         except Exception as error:
             cause = error.__cause__ or error
             raise BackendError(
@@ -246,12 +227,11 @@ class VLLMEngine:
         finally:
             del self._running[rollout_id]
             ended.set()
-        return replace(as_generated(output), front_end_s=busy_s() - self._outputs_s)
 
     async def abort(self, rollout_id: int) -> None:
         """See ``interface.Engine``."""
         if rollout_id in self._running and self._loss is None:
-            await self._llm.abort(str(rollout_id))
+            await self._alive().abort(rollout_id)
 
     # --------------------------------------------------------------------------------- weights
 
@@ -261,16 +241,13 @@ class VLLMEngine:
         Raises:
             EngineLostError: If it does not succeed in ``update_timeout_s``.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         info = {
             "meeting": meeting,
             "first_worker": first_worker,
             "timeout_s": self._settings.update_timeout_s,
         }
         async with self._updating:
-            request = WeightTransferInitRequest(init_info=info)
-            await self._control("joining the group", self._alive().init_weight_transfer_engine(request))
+            await self._control("joining the group", self._alive().join_group(info))
 
     async def update(self, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
         """See ``interface.Engine``.
@@ -279,20 +256,19 @@ class VLLMEngine:
             EngineLostError: If the update fails. The engine is then never resumed.
         """
         async with self._updating:
-            llm = self._alive()
+            client = self._alive()
             phase = "pause"
             clock_s = [time.perf_counter()]
             try:
-                await self._until(self._pause(weight_update))
+                await self._until(self._pause(client, weight_update))
                 clock_s.append(time.perf_counter())
+                self._num_updates += 1
                 phase = "transfer"
-                await self._receive(weights)
-                await self._until(llm.finish_weight_update(str(weights.version)))
-                if (label := await self._until(llm.get_weight_version())) != str(weights.version):
-                    raise BackendError(f"the engine reports version {label}")
+                await self._receive(client, weights)
+                await self._until(client.load(weights.version))
                 clock_s.append(time.perf_counter())
                 phase = "resume"
-                await self._until(llm.resume_generation())
+                await self._until(client.resume())
                 clock_s.append(time.perf_counter())
             except BaseException as error:
                 lost = self._lose(
@@ -305,20 +281,15 @@ class VLLMEngine:
             self._checksums = dict(weights.checksums)
             return UpdateTimes(*(after - before for before, after in pairwise(clock_s)))
 
-    async def _pause(self, weight_update: WeightUpdate) -> None:
+    async def _pause(self, client: Client, weight_update: WeightUpdate) -> None:
         """Stop between two decode steps."""
-        aborting = weight_update is WeightUpdate.ABORT
         in_progress = list(self._running.values())
-        await self._llm.pause_generation(
-            mode="abort" if aborting else "keep", clear_cache=weight_update is WeightUpdate.RECOMPUTE
-        )
-        if not await self._llm.is_paused():
-            raise BackendError("the engine did not pause")
-        if aborting:
+        await client.pause(weight_update)
+        if weight_update is WeightUpdate.ABORT:
             for ended in in_progress:
                 await ended.wait()
 
-    async def _receive(self, weights: Weights) -> None:
+    async def _receive(self, client: Client, weights: Weights) -> None:
         """Have all workers verify a file, or find that the weights have arrived, verified.
 
         No worker's model is touched here, so another attempt is safe.
@@ -332,7 +303,7 @@ class VLLMEngine:
             info = {"label": place}
         for attempt in range(1, TRANSFER_ATTEMPTS + 1):
             try:
-                await self._until(self._send_update(info))
+                await self._until(client.receive(info))
                 return
             except (EngineLostError, TimeoutError):
                 raise
@@ -340,50 +311,6 @@ class VLLMEngine:
                 if attempt == TRANSFER_ATTEMPTS:
                     raise
 
-    async def _send_update(self, info: dict[str, Any]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-
     async def checksums(self) -> dict[str, str]:
         """See ``interface.Engine``; empty at version 0."""
         return dict(self._checksums)
-
-
-# --------------------------------------------------------------------------------------- from and to vLLM
-
-
-def as_generated(output: Any) -> Generated:
-    """Turn vLLM's last output of a request into ours.
-
-    Raises:
-        BackendError: If it did not end as it should, or its spans do not cover its tokens.
-    """
-    (completion,) = output.outputs
-    if completion.finish_reason not in {"stop", "length", "abort"}:
-        raise BackendError(f"generation failed: rollout={output.request_id} ended with {completion.finish_reason}")
-    tokens = list(completion.token_ids)
-    logprobs = [step[token].logprob for token, step in zip(tokens, completion.logprobs or (), strict=True)]
-    return Generated(
-        tokens_T=np.array(tokens, dtype=np.int64),
-        logprob_T=np.array(logprobs, dtype=np.float32),
-        spans=version_spans(completion.weight_versions or (), len(tokens)),
-        aborted=completion.finish_reason == "abort",
-    )
-
-
-def version_spans(reported: Iterable[Any], num_tokens: int) -> VersionSpans:
-    """Turn vLLM's spans into ours: its label of the first weights, "default", is version 0.
-
-    Raises:
-        BackendError: If they do not cover ``num_tokens`` tokens.
-    """
-    ends: dict[int, int] = {}
-    for span in reported:
-        if span.end > span.start:
-            ends[0 if span.version == "default" else int(span.version)] = span.end
-    spans = VersionSpans(tuple(ends), tuple(ends.values()))
-    if spans.num_tokens != num_tokens:
-        raise BackendError(f"version spans end at token {spans.num_tokens}, but {num_tokens} tokens were generated")
-    return spans

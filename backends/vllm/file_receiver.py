@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.transfer.weights_file import read_verified
 from backends.vllm.verified_receiver import VerifiedTransferEngine
+from backends.vllm.version import transfer_bases
+
+InitInfo: Any = transfer_bases().WeightTransferInitInfo
+UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
 
 
 @dataclass
-class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+class NoInitInfo(InitInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """A file needs no meeting beforehand."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+class FileUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Where the weights of one version are."""
 
     path: str

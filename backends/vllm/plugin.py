@@ -6,6 +6,8 @@ this module loads neither torch nor vLLM.
 
 from __future__ import annotations
 
+from backends.vllm.version import register_transports
+
 ENGINES = {
     "pipelinerl_file": ("backends.vllm.file_receiver", "FileTransferEngine"),
     "pipelinerl_broadcast": ("backends.vllm.broadcast_receiver", "BroadcastTransferEngine"),
@@ -15,8 +17,4 @@ ENGINES = {
 
 def register() -> None:
     """Make our transports known to this process's vLLM; a second call does nothing."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
-
-    for name, (module, cls) in ENGINES.items():
-        if name not in Factory._registry:
-            Factory.register_engine(name, module, cls)
+    register_transports(ENGINES)

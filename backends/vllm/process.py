@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import multiprocessing
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,6 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where Python's shared memory (psm_*) and semaphores (sem.mp-*) are; of a killed process nobody removes them."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes have to end before they are killed."""
-MIN_BATCHED_TOKENS = 8192
-"""Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +35,7 @@ class VLLMSettings:
     transport: Literal["file", "broadcast"] = "file"
     """Transport of weights; every ``Weights.location`` begins with it."""
     tensor_parallel: int = 1
-    """Accelerators that share the model (count)."""
+    """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas (count)."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that the engine takes (no unit)."""
     colocated: bool = False
@@ -50,49 +47,11 @@ class VLLMSettings:
     start_timeout_s: float = 1200.0
     """Seconds the start may take."""
     update_timeout_s: float = 600.0
-    """Seconds each phase of an update, and every call but ``generate``, may take."""
-
-
-def make_llm(settings: VLLMSettings) -> Any:
-    """Start vLLM's processes and return its client; blocks until the model is loaded.
-
-    Raises:
-        ConfigError: If vLLM is not installed.
-    """
-    plugins = os.environ.get("VLLM_PLUGINS")
-    if plugins is not None and "pipelinerl" not in plugins.split(","):
-        os.environ["VLLM_PLUGINS"] = f"{plugins},pipelinerl"
-    os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(settings.start_timeout_s))
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
-    if settings.cpu_cores is not None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
-    for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'pipelinerl[train-{settings.device}]'"
-        ) from error
-    arguments = AsyncEngineArgs(
-        model=settings.model_path,
-        dtype="float32" if settings.device == "cpu" else "bfloat16",
-        enforce_eager=settings.device == "cpu",
-        max_model_len=settings.max_tokens,
-        max_num_seqs=settings.num_slots,
-        max_num_batched_tokens=max(MIN_BATCHED_TOKENS, settings.num_slots),
-        tensor_parallel_size=settings.tensor_parallel,
-        distributed_executor_backend="mp",
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enable_sleep_mode=settings.colocated and settings.device == "gpu",
-        enable_prefix_caching=False,
-        logprobs_mode="processed_logprobs",
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend=f"pipelinerl_{settings.transport}"),
-    )
-    return AsyncLLM.from_engine_args(arguments)
+    """Seconds each phase of an update, and every other call but ``generate``, may take."""
+    generate_timeout_s: float = 300.0
+    """Seconds without a decode step while requests are in progress, after which the engine hangs."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """More arguments of vLLM's engine, by name; see ``version.py``."""
 
 
 def check_model(settings: VLLMSettings) -> None:

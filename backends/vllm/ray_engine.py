@@ -1,4 +1,9 @@
-"""A vLLM engine in a Ray actor: the engine that the driver calls."""
+"""A vLLM engine in a Ray actor: the engine that the driver calls.
+
+Theory of operation. The actor looks after vLLM's processes, and this object after the actor. Its start has a time
+limit, placing it included. From then on it is asked for a sign of life every ``BEAT_S``: when it gives none for
+``generate_timeout_s`` it hangs, and every call in progress ends. A dead actor is reported by Ray.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,10 @@ from pipelinerl.scheduler.events import WeightUpdate
 
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds an engine has to end before its process is killed."""
+PLACING_S = 60.0
+"""Seconds that Ray has to make the actor's process, beside those that the engine has to start."""
+BEAT_S = 5.0
+"""Seconds between two signs of life."""
 
 
 class RayEngine:
@@ -31,14 +40,30 @@ class RayEngine:
         self._settings, self._options = settings, options
         self._actor: Any = None
         self._shared_memory: set[str] = set()
+        self._hung = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
         self.num_started = 0
 
     async def start(self) -> None:
-        """Start the process and load the model, at version 0."""
+        """Start the process and load the model, at version 0.
+
+        Raises:
+            EngineLostError: If that fails, or takes too long; it can be placed nowhere then, or it hangs.
+        """
         self.num_started += 1
+        self._hung = asyncio.Event()
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
-        await self._call("start")
-        self._shared_memory = await self._call("shared_memory")
+        limit_s = self._settings.start_timeout_s + PLACING_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._call("start")
+                self._shared_memory = await self._call("shared_memory")
+        except TimeoutError:
+            raise EngineLostError(
+                f"engine {self._settings.engine_id} lost: phase=start: no answer for {limit_s:g} s; "
+                "its accelerators may be gone"
+            ) from None
+        self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Generate one answer; see ``interface.Engine``."""
@@ -74,10 +99,15 @@ class RayEngine:
     async def shutdown(self) -> None:
         """End the process; a second call does nothing."""
         actor, self._actor = self._actor, None
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
         if actor is None:
             return
         try:
             with contextlib.suppress(RayError, TimeoutError):
+                if self._hung.is_set():
+                    return
                 await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
         finally:  # also when cancelled: no other object holds the actor
             ray.kill(actor)
@@ -88,13 +118,37 @@ class RayEngine:
         actor = self._actor
         if actor is None:
             raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}; it is being started again")
+        call = asyncio.ensure_future(_future(getattr(actor, method).remote(*arguments, **keywords)))
+        hung = asyncio.ensure_future(self._hung.wait())
         try:
-            return await _future(getattr(actor, method).remote(*arguments, **keywords))
+            await asyncio.wait({call, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineLostError(
+                    f"engine {self._settings.engine_id} lost: phase={method}: no sign of life of its process for "
+                    f"{self._settings.generate_timeout_s:g} s"
+                )
+            return call.result()
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
             what = str(error).strip().partition("\n")[0]
             raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
+        finally:
+            call.cancel()
+            hung.cancel()
+
+    async def _watch(self) -> None:
+        """Find that the actor's process hangs."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                async with asyncio.timeout(self._settings.generate_timeout_s):
+                    await _future(self._actor.is_there.remote())
+            except TimeoutError:
+                self._hung.set()
+                return
+            except RayError:  # who calls it is told
+                return
 
 
 async def _future(reference: Any) -> Any:

@@ -13,10 +13,6 @@ When ``finish_weight_update`` fails there may be a mixture of versions: that eng
 
 Between the two a worker sees all weights in the host's memory, whole: a file that it maps, or the row that they have
 arrived in, of which there is one per machine. The GPU needs room for one parameter beside the model.
-
-The model's parameters may be packed or fused after loading. vLLM's layerwise reload undoes that, lets the
-model's own loader have the Hugging Face parameters, and packs again into the same storage. It is made for plain,
-unquantised models.
 """
 
 from __future__ import annotations
@@ -25,11 +21,13 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from backends.vllm.version import load_weights, transfer_bases
+
+TransferEngine: Any = transfer_bases().WeightTransferEngine
 
 
-class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
+class VerifiedTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
     """A worker's end of a transport, on CPU and GPU; ``receive`` is what transports differ in."""
 
     _verified: dict[str, torch.Tensor] | None = None
@@ -62,9 +60,7 @@ class VerifiedTransferEngine(WeightTransferEngine):  # type: ignore[misc]  # vLL
         """Load what has been received."""
         if self._verified is None:
             raise RuntimeError("finish_weight_update called before update_weights")
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(self._verified.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
+        load_weights(self.model, self.model_config, self._verified.items())
         self._verified = None
 
     def shutdown(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from pipelinerl.rl.config import LossConfig, TaskConfig
 from pipelinerl.util.limits import Count, CountOrZero, Tokens
@@ -27,6 +27,14 @@ class SamplingConfig(StrictModel):
 
     temperature: Temperature = 1.0
     """Softmax temperature (no unit); log-probabilities are those of the distribution sampled from."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the likeliest words that have this probability together are sampled (no unit). 1: all words."""
+    top_k: CountOrZero = 0
+    """Only so many of the likeliest words are sampled (count). 0: all words."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Words whose probability is below this share of the likeliest one's are not sampled (no unit). 0: all words."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end an answer, beside the model's end token; the answer keeps them."""
 
 
 class OptimizerConfig(StrictModel):
@@ -79,13 +87,18 @@ class VLLMConfig(StrictModel):
     start_timeout_s: float = Field(default=1200.0, gt=0)
     """Seconds an engine may take to start."""
     update_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds each phase of a weight update may take (pause, transfer, resume)."""
-    restarts: CountOrZero = 3
-    """Times a lost engine is started again, in all, before the run fails (count)."""
+    """Seconds each phase of a weight update may take (pause, transfer, resume), and falling asleep or waking up."""
+    generate_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds without a decode step, or without a sign of life of its process, after which an engine hangs."""
+    restarts_per_hour: CountOrZero = 10
+    """Losses of engines within an hour after which the run fails (count). An engine that cannot be started again costs
+    its seat only."""
+    vllm: dict[str, JsonValue] = {}
+    """Arguments of vLLM's engine, by their names there: `kv_cache_dtype`, `max_num_batched_tokens`, ..."""
 
 
 EngineConfig = VLLMConfig
-"""A union tagged by ``kind``, of one member. Every member has ``restarts``, which the driver reads."""
+"""A union tagged by ``kind``, of one member. Every member has ``restarts_per_hour``, which the driver reads."""
 
 
 class CheckpointConfig(StrictModel):
@@ -118,6 +131,8 @@ class TrainConfig(StrictModel):
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
     ray_address: str | None = None
     """Address of a running Ray cluster. None: a Ray of its own on this machine."""
+    placement_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds to wait for accelerators of the Ray cluster that are in use."""
     transport: Literal["file", "broadcast"] | None = None
     """How weights reach engines: in a file in ``weights_folder``, or sent to all while they generate (not colocated).
     None: broadcast on GPUs with engines and trainer apart, else file."""

@@ -117,7 +117,7 @@ def test_the_effective_sample_size_is_that_of_the_fake_drift(tmp_path, out):
 )
 def test_the_ledger_is_right_whatever_dies(tmp_path_factory, setting, kills, raises_every, reference_dies_s):
     loss = {"kl_coefficient": 0.0 if reference_dies_s is None else 0.1}
-    config = config_of(**setting, train={"engine": {"restarts": 10}, "loss": loss})
+    config = config_of(**setting, train={"engine": {"restarts_per_hour": 10}, "loss": loss})
     parts = parts_of(config, task=Letters(raises_every=raises_every))
 
     class Kills(FakeTrainer):

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 
 import pytest
 from in_memory import (
@@ -21,11 +22,14 @@ from in_memory import (
     run,
     run_checked,
 )
+from ledger_check import records
 
 import backends.driver
-from backends.fake import FakeTrainer
-from pipelinerl.errors import BackendError, RunFailedError
+import backends.engines
+from backends.fake import FakeEngine, FakeTrainer
+from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
 from pipelinerl.rl.problems import Problem
+from pipelinerl.scheduler.events import RolloutFinished, WeightsLoaded
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 
@@ -41,15 +45,87 @@ def test_a_run_survives_the_loss_of_an_engine(out, setting):
 
 
 def test_an_engine_that_is_lost_too_often_ends_the_run(out):
-    config = config_of(train={"engine": {"restarts": 0}}, steps=50, longest=40)
+    config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=50, longest=40)
     parts = parts_of(config)
     parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
     with pytest.raises(BackendError, match="engine lost"):
         run(config, out, parts)
     done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
     assert done >= 2
-    again = config_of(train={"engine": {"restarts": 1}}, steps=50, longest=40)
+    again = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=50, longest=40)
     run_checked(again, out, resume=True)  # the trainer was well: nothing is lost
+
+
+def test_losses_count_for_an_hour(out, monkeypatch):
+    config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=8, longest=40)
+    losses = iter([2, 4])
+
+    def die():
+        parts.engines[1].die()
+        parts.trainer.at = next(losses, None)
+
+    def parts_with_two_losses():
+        parts = parts_of(config)
+        parts.trainer = Killer(train_batch_size=8, at=next(losses), do=die)
+        return parts
+
+    parts = parts_with_two_losses()
+    monkeypatch.setattr(backends.engines, "HOUR_S", 0.0)
+    assert run_checked(config, out, parts).engine_restarts == 2
+    monkeypatch.undo()
+    losses = iter([2, 4])
+    parts = parts_with_two_losses()
+    with pytest.raises(BackendError, match="engine lost"):
+        run(config, out.with_name("within an hour"), parts)
+
+
+class NoMore(FakeEngine):
+    """Can be started so many times."""
+
+    def __init__(self, times, **settings):
+        super().__init__(**settings)
+        self.times = times
+
+    async def start(self):
+        if self.num_started == self.times:
+            raise EngineLostError("engine start failed: no room")
+        await super().start()
+
+
+@pytest.mark.parametrize("times", [0, 1])
+@pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
+def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, times):
+    """The scheduler goes on as with two engines; the other one serves the rollouts of both seats."""
+    config = config_of(**setting, steps=20)
+    parts = parts_of(config)
+    parts.engines[1] = NoMore(times, num_slots=config.scheduler.generation_batch_size)
+    if times:
+        parts.trainer = Killer(train_batch_size=8, at=2, do=parts.engines[1].die)
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 0
+    assert "engine 1 given up, engine 0 serves its seat: engine start failed: no room" in caplog.text
+    assert parts.engines[0].num_started == 1
+    on_seat = Counter(row.event.engine for row in records(out) if isinstance(row.event, RolloutFinished))
+    assert on_seat.keys() == {0, 1}
+    loads = [row.event for row in records(out) if isinstance(row.event, WeightsLoaded)]
+    versions = [[one.version for one in loads if one.engine == seat] for seat in (0, 1)]
+    assert len(versions[0]) > 1
+    assert all(one == other for one, other in zip(*versions, strict=False))  # the run may end between the newest two
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_without_any_engine_the_run_fails(out, times):
+    config = config_of(steps=50)
+    parts = parts_of(config)
+    parts.engines = [NoMore(times) for _ in range(2)]
+
+    def die():
+        for engine in parts.engines:
+            engine.die()
+
+    parts.trainer = Killer(train_batch_size=8, at=2, do=die)
+    with pytest.raises(EngineLostError, match="engine start failed: no room"):
+        run(config, out, parts)
 
 
 class Long(Letters):

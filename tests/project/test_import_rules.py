@@ -199,6 +199,11 @@ def test_only_modules_with_a_reason_import_by_string() -> None:
     assert {own for own, path in ALL.items() if imports_by_string(path.read_text(encoding="utf-8"))} == set(BY_STRING)
 
 
+def test_what_holds_for_one_version_of_vllm_is_in_one_file() -> None:
+    offline = "backends.vllm.offline"  # for measuring: the plainest calls
+    assert {own for own, path in ALL.items() if "vllm" in roots(imported(path))} == {"backends.vllm.version", offline}
+
+
 @pytest.mark.parametrize(
     ("modules", "heavy"),
     [

@@ -165,7 +165,7 @@ def test_the_trainer_trains_while_it_sends(out):
 
 
 def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
-    config = config_of(train={"engine": {"restarts": 0}}, steps=20, longest=40)
+    config = config_of(train={"engine": {"restarts_per_hour": 0}}, steps=20, longest=40)
     _, parts = wired(config)
     parts.trainer.when("send", 3, parts.engines[1].die)
     with pytest.raises(EngineLostError, match="engine lost"):

@@ -161,7 +161,7 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
 
 async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> list[Generated]:
     """Hold two engines of the same weights to each other; return the answers of the first, which knows an end token."""
-    digests = [await engine._llm.compute_weight_checksums() for engine in (fresh, other)]
+    digests = [await engine._vllm.llm.compute_weight_checksums() for engine in (fresh, other)]
     assert digests[0] == digests[1]
     # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
     answers = await gather(fresh, [request(number, 200) for number in range(8)])
@@ -189,13 +189,13 @@ async def bad_files_change_nothing(engine: VLLMEngine, weights: Weights, folder:
         "corrupted": "have a wrong checksum in 1 of 27 parameters: model.norm.weight",
         "missing": "cannot be read",
     }
-    await engine._llm.pause_generation(mode="keep", clear_cache=False)
+    await engine._vllm.llm.pause_generation(mode="keep", clear_cache=False)
     for name, text in faults.items():
         info = {"path": str(folder / name), "checksums": weights.checksums}
-        await engine._llm.start_weight_update()
+        await engine._vllm.llm.start_weight_update()
         with pytest.raises(Exception, match=text):
-            await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-    await engine._llm.resume_generation()
+            await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await engine._vllm.llm.resume_generation()
 
 
 async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
@@ -281,11 +281,11 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
         before = await answers_bit_for_bit_the_same(engine, subject.engine)
         other = make_model(tmp_path / "other", seed=10, end_token=None)
         assert await trainer.send(8, wrong_in_one_bit(other), said_to_be=other) == 1
-        await engine._llm.pause_generation(mode="keep", clear_cache=False)
+        await engine._vllm.llm.pause_generation(mode="keep", clear_cache=False)
         for refused in (trainer.weights(8, other), weights, trainer.weights(9, other)):
             with pytest.raises(Exception, match="are not staged: nothing that is complete and right is"):
                 await swap_only(engine, refused)
-        await engine._llm.resume_generation()
+        await engine._vllm.llm.resume_generation()
         after = await gather(engine, [request(number, 200) for number in range(8)])
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
         assert await trainer.send(8, other) == 0
@@ -328,8 +328,8 @@ async def swap_only(engine: VLLMEngine, weights: Weights) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     info = {"label": weights.location.removeprefix("broadcast:")}
-    await engine._llm.start_weight_update()
-    await engine._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+    await engine._vllm.llm.start_weight_update()
+    await engine._vllm.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
 
 
 @real
@@ -345,7 +345,7 @@ def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject
         await engine.generate(request(9, 10))
         os.kill(processes[0].pid, signal.SIGKILL)
         killed = time.perf_counter()
-        ends = await asyncio.gather(*tasks, engine._until(engine._llm.is_paused()), return_exceptions=True)
+        ends = await asyncio.gather(*tasks, engine._until(engine._vllm.llm.is_paused()), return_exceptions=True)
         assert [type(end) for end in ends] == [EngineLostError] * 5, ends
         return time.perf_counter() - killed
 

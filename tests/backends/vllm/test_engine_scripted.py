@@ -11,8 +11,9 @@ import pytest
 from vllm_engine import real, settings
 
 from backends.interface import Weights
-from backends.vllm.engine import VLLMEngine, version_spans
+from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
+from backends.vllm.version import Client, version_spans
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -52,7 +53,9 @@ class ScriptedLLM:
     def __init__(self, *, fail: tuple[str, ...] = (), hang: str = "", label: str = "7") -> None:
         self.calls: list[str] = []
         self._fail, self._hang, self._label = list(fail), hang, label
-        self.output_processor = SimpleNamespace(propagate_error=lambda error: self.calls.append("propagate"))
+        self.output_processor = SimpleNamespace(
+            propagate_error=lambda error: self.calls.append("propagate"), process_outputs=lambda: None
+        )
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +73,7 @@ class ScriptedLLM:
 def update_scripted(llm: ScriptedLLM) -> list[str]:
     async def scenario() -> list[str]:
         engine = VLLMEngine(settings(Path("model"), update_timeout_s=0.05))
-        engine._llm = llm
+        engine._vllm = Client(llm)
         await engine.update(Weights(7, "file:/weights"), WeightUpdate.KEEP)
         return llm.calls
 

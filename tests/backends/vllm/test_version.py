@@ -1,0 +1,87 @@
+"""What holds for one version of vLLM: its arguments, checked by name before anything starts; its answers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_engine import settings
+
+from backends.vllm import version
+from backends.vllm.version import as_generated, check_arguments, check_version, engine_arguments
+from pipelinerl.errors import BackendError, ConfigError
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def refusal(arguments: dict[str, Any], accelerators: int = 1) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(arguments, accelerators=accelerators)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@needs_vllm
+def test_an_unknown_argument_is_one_line_with_the_nearest_names() -> None:
+    assert refusal({"kv_cache_type": "fp8"}) == (
+        'train.engine.vllm.kv_cache_type is no argument of vLLM 0.32\'s engine; did you mean kv_cache_dtype? got "fp8"'
+    )
+    check_arguments({"kv_cache_dtype": "fp8", "enable_expert_parallel": True, "seed": 3}, accelerators=1)
+
+
+def test_what_follows_from_another_key_names_it() -> None:
+    assert refusal({"max_num_seqs": 64}) == (
+        "train.engine.vllm.max_num_seqs must be left out, since scheduler.generation_batch_size decides, got 64"
+    )
+    assert refusal({"quantization": "fp8"}) == (
+        "train.engine.vllm.quantization must be left out, since new weights can be loaded into plain parameters only, "
+        'got "fp8"'
+    )
+
+
+@pytest.mark.parametrize("replicas", [0, 3, "2", True])
+def test_replicas_divide_an_engines_accelerators(replicas: object) -> None:
+    text = "train.engine.vllm.data_parallel_size must divide cluster.tensor_parallel=4, the accelerators of an engine, "
+    assert refusal({"data_parallel_size": replicas}, accelerators=4).startswith(f"{text}got ")
+    check_arguments({"data_parallel_size": 2}, accelerators=4)
+
+
+@needs_vllm
+def test_every_argument_that_is_named_here_is_one_of_this_version() -> None:
+    check_version()
+    named = engine_arguments(settings(Path("model"))).keys() | version.DECIDED_BY.keys() | version.REFUSED.keys()
+    assert named - version._argument_names() == set()
+
+
+@needs_vllm
+def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "VERSION", "0.3")  # not even the beginning of it is enough
+    with pytest.raises(ConfigError, match=r"^train needs vLLM 0\.3 \(backends/vllm/version\.py .*\), got 0\.32\.\d+$"):
+        check_version()
+
+
+def test_arguments_of_the_run_file_go_before_ours_but_for_those_that_follow_from_its_keys() -> None:
+    plain = engine_arguments(settings(Path("model"), num_slots=64, tensor_parallel=4))
+    assert (plain["enable_prefix_caching"], plain["max_num_seqs"], plain["tensor_parallel_size"]) == (True, 64, 4)
+    given = {"enable_prefix_caching": False, "data_parallel_size": 4, "max_num_batched_tokens": 1000, "max_num_seqs": 1}
+    changed = engine_arguments(settings(Path("model"), num_slots=66, tensor_parallel=4, arguments=given))
+    assert (changed["enable_prefix_caching"], changed["max_num_batched_tokens"]) == (False, 1000)
+    assert (changed["data_parallel_size"], changed["tensor_parallel_size"], changed["max_num_seqs"]) == (4, 1, 17)
+
+
+def answer(tokens: list[int], of_tokens: list[int]) -> Any:
+    spans = [SimpleNamespace(version="default", start=0, end=len(tokens))]
+    flat = SimpleNamespace(token_ids=of_tokens, logprobs=[-1.0 - index for index in range(len(of_tokens))])
+    completion = SimpleNamespace(finish_reason="stop", token_ids=tokens, logprobs=flat, weight_versions=spans)
+    return SimpleNamespace(outputs=[completion], request_id="7")
+
+
+def test_every_token_has_its_own_log_probability() -> None:
+    assert as_generated(answer([4, 5], [4, 5])).logprob_T.tolist() == [-1.0, -2.0]
+    assert as_generated(answer([], [])).logprob_T.tolist() == []
+    for others in ([4], [4, 6], [4, 5, 6]):
+        with pytest.raises(BackendError, match="rollout=7 has log-probabilities of other tokens"):
+            as_generated(answer([4, 5], others))
