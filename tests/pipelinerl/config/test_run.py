@@ -135,7 +135,7 @@ def tables(data: dict[str, Any], path: str = "") -> Iterator[str]:
     """Yield the dotted key of every table whose keys are fixed."""
     yield path
     for key, value in data.items():
-        if isinstance(value, dict) and key not in ("coefficients", "settings"):
+        if isinstance(value, dict) and key not in ("coefficients", "settings", "vllm"):
             yield from tables(value, f"{path}.{key}" if path else key)
 
 
