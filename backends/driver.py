@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
 from backends.event_loop import EventLoop
@@ -25,7 +26,14 @@ from backends.state import DriverState, Keeper, fresh_state
 from backends.task_client import TaskClient
 from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import BackendError, EngineLostError, ReferenceLostError, RunFailedError, TrainerLostError
+from pipelinerl.errors import (
+    BackendError,
+    EngineLostError,
+    ReferenceLostError,
+    RunFailedError,
+    RunInterruptedError,
+    TrainerLostError,
+)
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
 from pipelinerl.rl.problems import Task
@@ -50,6 +58,7 @@ class Driver:
         state: State of the run to resume; None: a new run.
         resume_from: The trainer's part of it.
         export_to: Folder for the trained model when the run is done; None: it is not exported.
+        when_up: Awaited once, when all parts are up and before the first rollout; the trainer has its memory then.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class Driver:
         state: DriverState | None = None,
         resume_from: Path | None = None,
         export_to: Path | None = None,
+        when_up: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         assert config.train is not None  # the caller has seen to it
         assert sorted(parts.engines) == list(range(config.num_engines))
@@ -72,7 +82,7 @@ class Driver:
         self._resumed = state is not None
         self._state = state or fresh_state(config)
         self.metrics = self._state.metrics
-        self._resume_from, self._export_to = resume_from, export_to
+        self._resume_from, self._export_to, self._when_up = resume_from, export_to, when_up
         self._interrupted = False
         self._tasks = RunTasks()
         self._client = TaskClient(config, task, parts.codec)
@@ -123,6 +133,8 @@ class Driver:
             if self._lost is not None:
                 self._tasks.spawn(self._watch(self._lost))
             await self._tasks.unless_ended(self._bring_up(), before)
+            if self._when_up is not None:
+                await self._tasks.unless_ended(self._measured(self._when_up), before)
             if self._train_config.evaluation.problems and not self._resumed:
                 state.evaluation["success_before"] = await self._tasks.unless_ended(
                     self._client.success_rate(self._pool), before
@@ -184,6 +196,11 @@ class Driver:
         if self._config.colocated:
             await self._trainer.offload()
 
+    async def _measured(self, when_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await self._sync.to_training()
+        await when_up()
+        await self._sync.to_generation()
+
     # --------------------------------------------------------------------------------------- end
 
     async def _until_stopped(self) -> None:
@@ -227,7 +244,7 @@ class Driver:
                 raise self._tasks.failure
             await self._keep()
             self._loop.record_interrupted()
-            raise RunFailedError("interrupted; what was finished is kept, and --resume goes on from there")
+            raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
         await self._loop.abort_all()
         await self._freeze()
         await self._keep()

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,8 @@ from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.huggingface_codec import load_codec
-from backends.interface import GroupMembers, Parts
+from backends.interface import GroupMembers, Parts, SelfTest
+from backends.place_facts import place_facts
 from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
@@ -127,7 +129,21 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path) -> Parts
         codec=load_codec(config.train.model.path),
         reference=_make_reference(config, places),
         group=None if transport(config) == "file" else members,
+        self_test=partial(self_test, places, trainer),
     )
+
+
+async def self_test(places: PlacementGroup, trainer: DeepSpeedTrainer, num_bytes: int, marker: str | None) -> SelfTest:
+    """Measure where trainer and engines are, while they are up; see ``interface.Parts``."""
+    look = ray.remote(place_facts)
+    bundles = range(places.bundle_count)
+    looks = [
+        look.options(num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(places, bundle)).remote(marker)
+        for bundle in bundles
+    ]
+    facts = [await one for one in looks]
+    machines = {one.machine: one for one in facts}
+    return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes))
 
 
 def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEngine]:

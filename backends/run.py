@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
@@ -39,6 +39,7 @@ def drive(
     out: Path,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
+    trial: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> RunReport:
     """Run with these parts, and keep the run in a folder.
 
@@ -52,6 +53,7 @@ def drive(
         out: The run's folder; new, or that of ``checkpoint``.
         checkpoint: Checkpoint to resume; its trainer's part is loaded by the trainer.
         on_step: Called with the row and the metrics of each optimizer step.
+        trial: Awaited when all parts are up; no checkpoint and no model are kept then. None: the run is none.
 
     Returns:
         The numbers of the run, as summary.json has them.
@@ -77,10 +79,11 @@ def drive(
         parts=parts,
         task=task,
         recorder=recording.recorder,
-        keeper=CheckpointKeeper(out, config, recording),
+        keeper=None if trial else CheckpointKeeper(out, config, recording),
         state=None if checkpoint is None else checkpoint.state,
         resume_from=None if checkpoint is None else checkpoint.trainer_folder,
-        export_to=out / MODEL_FOLDER,
+        export_to=None if trial else out / MODEL_FOLDER,
+        when_up=trial,
     )
     with closing(log):
         try:

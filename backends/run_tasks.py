@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from pipelinerl.errors import RunFailedError
+from pipelinerl.errors import RunInterruptedError
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class RunTasks:
         Used for work before the first command and after the last one.
 
         Raises:
-            RunFailedError: With the text ``interrupted``, if the run has ended without a failure.
+            RunInterruptedError: With the text ``interrupted``, if the run has ended without a failure.
             BaseException: The failure that has ended the run, or what ``work`` raises.
         """
         task = asyncio.ensure_future(work)
@@ -50,7 +50,7 @@ class RunTasks:
             return task.result()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        raise self.failure or RunFailedError(interrupted)
+        raise self.failure or RunInterruptedError(interrupted)
 
     async def cancel_all(self) -> None:
         """Cancel every task and wait until all have ended."""

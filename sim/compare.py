@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from pipelinerl.config.compare import CompareConfig, Variant
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError, PipelineRLError, RunFailedError, RunInterruptedError
+from pipelinerl.hardware.tables import WeightTransferConfig
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport, RepeatReport, ScenarioReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, check_vacant, make_folder, write_json
@@ -100,6 +101,7 @@ def compare(
     out: Path | None = None,
     workers: int | None = None,
     on_done: Callable[[Cell, str | None], None] | None = None,
+    weights: Mapping[bool, WeightTransferConfig] | None = None,
 ) -> ComparisonReport:
     """Simulate all cells and put them side by side.
 
@@ -110,12 +112,13 @@ def compare(
         out: Folder to keep the runs and comparison.json in.
         workers: Processes (count). None: one per core.
         on_done: Called after each cell, with what went wrong with it, if anything.
+        weights: Measured weight transfers, of runs apart (False) and colocated (True); arms that state theirs keep it.
 
     Raises:
         ConfigError: If the input is wrong; nothing is written.
     """
     comparison = config.compare or default_comparison(config)
-    cells = plan_cells(config)
+    cells = [_with_weights(cell, config, weights or {}) for cell in plan_cells(config)]
     _check_files(cells, out)
     reports: dict[str, RunReport] = {}
     failures: list[str] = []
@@ -143,6 +146,14 @@ def compare(
     if out is not None and reports:
         write_json(out / COMPARISON_FILE, result.to_dict())
     return result
+
+
+def _with_weights(cell: Cell, config: RunConfig, weights: Mapping[bool, WeightTransferConfig]) -> Cell:
+    hardware, found = cell.config.hardware, weights.get(cell.config.colocated)
+    if found is None or hardware.weights != config.hardware.weights:
+        return cell
+    hardware = hardware.model_copy(update={"weights": found})
+    return replace(cell, config=cell.config.model_copy(update={"hardware": hardware}))
 
 
 def _check_files(cells: list[Cell], out: Path | None) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,6 +178,18 @@ def footprint(
     return Footprint(states, workspace, activations.peak)
 
 
+def footprint_of(config: RunConfig, model_config: Any, **changed: Any) -> Footprint:
+    """Return what a rank of a run needs on a GPU, with some keys of ``train.trainer`` changed."""
+    assert config.train is not None
+    return footprint(
+        model_config,
+        config.train.trainer.model_copy(update=changed),
+        num_ranks=trainer_ranks(config),
+        value_head=config.train.loss.value_coefficient > 0,
+        reference=config.train.loss.kl_coefficient > 0,
+    )
+
+
 def check_memory(config: RunConfig, model_config: Any) -> None:
     """Check that a rank of the trainer fits into the memory of its GPU.
 
@@ -187,16 +200,7 @@ def check_memory(config: RunConfig, model_config: Any) -> None:
     trainer, memory, whose = config.train.trainer, *_gpu_memory(config)
     usable = coefficients(config.hardware.level).memory_share * memory
 
-    def needs(**changed: Any) -> Footprint:
-        assert config.train is not None
-        return footprint(
-            model_config,
-            trainer.model_copy(update=changed),
-            num_ranks=trainer_ranks(config),
-            value_head=config.train.loss.value_coefficient > 0,
-            reference=config.train.loss.kl_coefficient > 0,
-        )
-
+    needs = partial(footprint_of, config, model_config)
     now = needs()
     if now.total <= usable:
         return

@@ -36,8 +36,9 @@ from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
 from backends.deepspeed.publisher import Publisher
 from backends.deepspeed.rank_settings import RankSettings, deepspeed_config, make_optimizer
+from backends.deepspeed.self_test import self_test
 from backends.deepspeed.step_meter import StepMeter
-from backends.interface import Weights
+from backends.interface import RankFacts, Weights
 from backends.transfer.meeting import MeetingStore, own_address
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
@@ -265,6 +266,10 @@ class TrainerRank:
         if self._settings.rank == 0:
             save_policy(self._engine.module, copies, folder)
             transformers.AutoTokenizer.from_pretrained(self._settings.model_path).save_pretrained(folder)
+
+    def self_test(self, num_bytes: int) -> RankFacts:
+        """Measure device and links; see ``self_test.py``."""
+        return self_test(self._device, num_bytes)
 
     def offload(self) -> None:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""

@@ -14,7 +14,7 @@ import torch
 
 from backends.deepspeed.packing import PackedRow
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import LanguageModel, find_gpu, find_model, gpu_names
+from pipelinerl.hardware.catalogue import LanguageModel, find_model, gpu_of_device
 
 PHASES = ("forward_s", "backward_s", "optimizer_s")
 """Phases of a rank's work on a micro-batch. With waits for the other ranks, which it meets in all of them."""
@@ -31,7 +31,8 @@ class StepMeter:
     def __init__(self, device: torch.device, model_path: str) -> None:
         self._cuda = device.type == "cuda"
         self._model = _known_model(model_path)
-        self._peak = peak_flops(torch.cuda.get_device_name(device)) if self._cuda else None
+        gpu = gpu_of_device(torch.cuda.get_device_name(device)) if self._cuda else None
+        self._peak = None if gpu is None else gpu.bf16_flops
         self._marks: list[tuple[str, Any]] = []
 
     def begin(self) -> None:
@@ -95,9 +96,3 @@ def _known_model(model_path: str) -> LanguageModel | None:
         return find_model(str(Path(model_path) / "config.json"))
     except ConfigError:  # of a kind whose parameters the catalogue cannot count
         return None
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak of a GPU by the name that its driver gives it, such as ``NVIDIA H100 80GB HBM3``."""
-    named = [name for name in gpu_names() if name.casefold() in device_name.casefold()]
-    return find_gpu(max(named, key=len)).bf16_flops if named else None

@@ -37,7 +37,7 @@ from backends.deepspeed.rank import TrainerRank
 from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.deepspeed.step_meter import PHASES
-from backends.interface import Sample, TrainResult, Weights
+from backends.interface import RankFacts, Sample, TrainResult, Weights
 from pipelinerl.errors import TrainerLostError, TransferError
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -186,6 +186,10 @@ class DeepSpeedTrainer:
     async def export(self, folder: Path) -> None:
         """See ``interface.Trainer``."""
         await self._call("export", "export", folder)
+
+    async def self_test(self, num_bytes: int) -> tuple[RankFacts, ...]:
+        """Have all ranks measure their devices and links; see ``self_test.py``."""
+        return tuple(await self._call("self_test", "self_test", num_bytes))
 
     async def offload(self) -> None:
         """See ``interface.Trainer``."""

@@ -58,6 +58,19 @@ def merged(config: RunConfig, sources: Sequence[Path]) -> tuple[RunConfig, Measu
     return config, measured
 
 
+def of_its_arm(config: RunConfig, sources: Sequence[Path]) -> RunConfig:
+    """Return a run file with measurements merged into it, and the weight transfer measured in a run of its arm.
+
+    Raises:
+        ConfigError: As ``merged``.
+    """
+    config, measured = merged(config, sources)
+    weights = measured.weights.get(config.colocated)
+    if weights is None:
+        return config
+    return config.model_copy(update={"hardware": config.hardware.model_copy(update={"weights": weights})})
+
+
 def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunConfig, Measured]:
     if source.is_dir() and (source / TRACE_FILE).exists():
         return _with_run(config, measured, source)

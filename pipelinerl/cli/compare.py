@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, complain, print_json
+from pipelinerl.cli.options import (
+    JsonOption,
+    MeasuredOption,
+    OutOption,
+    RunArgument,
+    SeedOption,
+    SetOption,
+    complain,
+    print_json,
+)
 
 
 def compare(
@@ -12,17 +21,19 @@ def compare(
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     seed: SeedOption = None,
     out: OutOption = None,
+    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Simulate the same workload under several schedulers and circumstances: the [compare] table of the run file."""
+    from pipelinerl.calibration.measured import merged
     from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
     from sim.compare import compare as compare_runs
     from sim.compare import plan_cells
 
-    config = load_run(run, overrides, seed)
+    config, found = merged(load_run(run, overrides, seed), measured)
     with progress_bar("runs", len(plan_cells(config))) as advance:
-        result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance())
+        result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
     if as_json:
         print_json(result.to_dict())
     else:

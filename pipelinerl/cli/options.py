@@ -19,6 +19,14 @@ SetOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
+MeasuredOption = Annotated[
+    list[Path],
+    typer.Option(
+        "--measured",
+        metavar="PATH",
+        help="Merge what measure, train --check or calibrate wrote; may be given several times.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, complain, print_json
+from pipelinerl.cli.options import (
+    JsonOption,
+    MeasuredOption,
+    OutOption,
+    RunArgument,
+    SeedOption,
+    SetOption,
+    complain,
+    print_json,
+)
 
 
 def plan(
@@ -22,14 +31,7 @@ def plan(
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,
-    measured: Annotated[
-        list[Path],
-        typer.Option(
-            "--measured",
-            metavar="PATH",
-            help="Merge what measure, train --check or calibrate wrote; may be given several times.",
-        ),
-    ] = [],  # noqa: B006 - typer copies it
+    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""

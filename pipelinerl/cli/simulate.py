@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, print_json
+from pipelinerl.cli.options import JsonOption, MeasuredOption, OutOption, RunArgument, SeedOption, SetOption, print_json
 from pipelinerl.errors import ConfigError
 
 
@@ -24,14 +24,16 @@ def simulate(
     seed: SeedOption = None,
     out: OutOption = None,
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
+    measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
     """Simulate one run and print what it would give: throughput, token lag, where the time goes."""
+    from pipelinerl.calibration.measured import of_its_arm
     from pipelinerl.cli.progress import progress_bar
     from pipelinerl.config.run_file import load_run
     from sim.run import simulate as simulate_run
 
-    config = load_run(run, overrides, seed)
+    config = of_its_arm(load_run(run, overrides, seed), measured)
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:

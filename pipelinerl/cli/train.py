@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelinerl.cli.interrupts import said_if_interrupted
 from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, needs_extra, print_json
 from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipelinerl.config.run import RunConfig
 
 
 @said_if_interrupted()
@@ -19,21 +24,22 @@ def train(
     out: OutOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out DIR.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only a few optimizer steps, to measure; plan --measured DIR reads them.")
+        bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
     from analysis.plot import draw
     from pipelinerl.cli.progress import training_bar
-    from pipelinerl.config.check import check_config
     from pipelinerl.config.run_file import load_run
 
     config = load_run(run, overrides, seed)
+    if check:
+        if resume:
+            raise ConfigError("--check begins a run of its own, got --resume, too")
+        _check(config, run.name, out, as_json=as_json)
     if out is None:
         raise ConfigError("train needs --out DIR to keep checkpoints, metrics and the trained model in")
-    if check:
-        config = check_config(config)
     with needs_extra("train-cpu"):
         from backends.run import train as train_run
 
@@ -46,3 +52,19 @@ def train(
 
         print_summary(report, run.name)
     draw([out])
+
+
+def _check(config: RunConfig, name: str, out: Path | None, *, as_json: bool) -> None:
+    from backends.check.run_check import check as check_run
+    from pipelinerl.cli.progress import training_bar
+    from pipelinerl.config.check import CHECK_STEPS
+
+    with TemporaryDirectory(prefix="pipelinerl-check-") as folder, training_bar(CHECK_STEPS) as on_step:
+        report = check_run(config, out=Path(folder) if out is None else out, shared=out is not None, on_step=on_step)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        from pipelinerl.cli.render_check import print_check
+
+        print_check(report, name)
+    raise typer.Exit(int(report.wrong))

@@ -248,6 +248,12 @@ def gpu_names() -> list[str]:
     return [gpu.name for gpu in _gpus()]
 
 
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return a GPU by the name of its driver, such as ``NVIDIA H100 80GB HBM3``; None: the catalogue has it not."""
+    named = [gpu for gpu in _gpus() if gpu.name.casefold() in device_name.casefold()]
+    return max(named, key=lambda gpu: len(gpu.name), default=None)
+
+
 def model_names() -> list[str]:
     """Return the names of the models in the catalogue."""
     return [model.name for model in _models()]

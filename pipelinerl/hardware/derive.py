@@ -171,10 +171,14 @@ def gather_seconds(gpu: Gpu, model: LanguageModel, *, accelerators: int) -> floa
     """
     if accelerators == 1:
         return 0.0
-    network = gpu.gpus_per_node * gpu.network
-    inside = gpu.nvlink or gpu.network
-    link = inside if accelerators <= gpu.gpus_per_node else min(inside, network)
+    link = ring_bytes_s(gpu, one_node=accelerators <= gpu.gpus_per_node)
     return GATHERED_BYTES * (model.parameters - model.expert_parameters) / link
+
+
+def ring_bytes_s(gpu: Gpu, *, one_node: bool) -> float:
+    """Return the bytes/s of a collective of many accelerators: of NVLink, between nodes at most of all their links."""
+    inside = gpu.nvlink or gpu.network
+    return inside if one_node else min(inside, gpu.gpus_per_node * gpu.network)
 
 
 NODES_PER_TOKEN = 4

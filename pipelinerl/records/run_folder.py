@@ -14,6 +14,7 @@ comparison.json    of ``compare`` instead: all its runs side by side
 plan.json          of ``plan`` instead: what it found, with
 recommended.toml   the run file that it recommends
 model/             the trained model in Hugging Face format
+check.json         of ``train --check``: what it found, with a hardware.toml
 =================  =====================================================================================
 """
 
@@ -39,6 +40,7 @@ COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
 RECOMMENDED_FILE = "recommended.toml"
 VALIDATION_FILE = "validation.json"
+CHECK_FILE = "check.json"
 FIGURES_FOLDER = "figures"
 
 _FILES = (
@@ -47,6 +49,7 @@ _FILES = (
     PLAN_FILE,
     RECOMMENDED_FILE,
     VALIDATION_FILE,
+    CHECK_FILE,
     STEPS_FILE,
     SUMMARY_FILE,
     PROFILE_FILE,

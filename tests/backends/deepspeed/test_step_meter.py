@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from backends.deepspeed.step_meter import peak_flops, training_flop
-from pipelinerl.hardware.catalogue import find_model
+from backends.deepspeed.step_meter import training_flop
+from pipelinerl.hardware.catalogue import find_model, gpu_of_device
 
 
 def test_flop_of_a_7b() -> None:
@@ -30,4 +30,5 @@ def test_flop_of_a_7b() -> None:
     ],
 )
 def test_the_peak_of_a_gpu(name: str, peak: float | None) -> None:
-    assert peak_flops(name) == peak
+    gpu = gpu_of_device(name)
+    assert (gpu and gpu.bf16_flops) == peak

@@ -11,9 +11,9 @@ from tiny_plan import unknown_run
 from pipelinerl.cli.render_certainty import certainty_lines
 from pipelinerl.config.check import CHECK_STEPS, check_config
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import dump_run
-from pipelinerl.errors import ConfigError
+from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport, MeasurementValue
+from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from sim.run import simulate
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
@@ -87,23 +87,32 @@ def test_measurements_are_listed_with_their_gain_and_cost_and_the_command_to_run
     assert certainty_lines(report(value("switch", gain=0.02, commands=())))[-1].startswith("  switch: 0.70")
 
 
-def test_train_check_makes_a_short_run_of_the_run_file(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[RunConfig] = []
-
-    def train(config: RunConfig, **_: Any) -> None:
-        seen.append(config)
-        raise ConfigError("that is all")
-
-    monkeypatch.setattr("backends.run.train", train)
-    options = sets("scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=32")
-    for check in ([], ["--check"]):
-        assert_fails(command("train", EXAMPLE, *check, *options, "--out", tmp_path / "out"), 2, "that is all")
-    whole, short = seen
+def test_a_check_of_a_run_file_is_its_first_steps() -> None:
+    whole = load_run(EXAMPLE, ["scheduler.kind=conventional", "scheduler.optimizer_steps_per_rl_step=32"])
+    short = check_config(whole)
     assert (whole.optimizer_steps, short.optimizer_steps) == (1000, CHECK_STEPS)
     assert (whole.scheduler.optimizer_steps_per_rl_step, short.scheduler.optimizer_steps_per_rl_step) == (32, 1)
     assert short.cluster == whole.cluster
+
+
+@pytest.mark.parametrize(("finding", "status"), [(Finding.SLOW, 0), (Finding.UNCHECKED, 0), (Finding.WRONG, 1)])
+def test_train_check_ends_with_status_1_if_something_is_wrong(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finding: Finding, status: int
+) -> None:
+    seen: list[tuple[Path, bool]] = []
+
+    def check(config: RunConfig, *, out: Path, shared: bool, **_: Any) -> CheckReport:
+        seen.append((out, shared))
+        return CheckReport(rows=[CheckRow(what="links", measured="1 GB/s", finding=finding, advice="look")])
+
+    monkeypatch.setattr("backends.check.run_check.check", check)
+    assert command("train", EXAMPLE, "--check", "--out", tmp_path / "out").status == status
+    result = command("train", EXAMPLE, "--check", "--json")
+    assert (result.status, json.loads(result.out)["rows"][0]["finding"]) == (status, finding)
+    (out, shared), (temporary, alone) = seen
+    assert (out, shared, alone) == (tmp_path / "out", True, False)
+    assert not temporary.exists()
+    assert_fails(command("train", EXAMPLE, "--check", "--resume"), 2, "--check begins a run of its own, got --resume")
 
 
 @pytest.mark.filterwarnings("default")
@@ -121,4 +130,28 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
     assert plans[1]["unknown"]["decode step"] < plans[0]["unknown"]["decode step"]
     (asked,) = plans[0]["measurements"][0]["commands"]
     assert f"{path} --set seed=1 --weight-sync-s SECONDS" in asked
-    assert_fails(command("plan", path, "--measured", tmp_path / "none"), 2, "--measured must be a folder of `measure`")
+    for name in ("plan", "simulate", "compare"):
+        assert_fails(
+            command(name, path, "--measured", tmp_path / "none"), 2, "--measured must be a folder of `measure`"
+        )
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_simulate_and_compare_take_what_was_measured_each_arm_its_own(command: Command, tmp_path: Path) -> None:
+    """Weights that take 3 s in a run of the pipeline do so in its arm, and not in that of synchronous RL."""
+    base = unknown_run("hardware.weights={publish_s=0.5}").model_dump(mode="json", exclude_none=True)
+    slow, path = tmp_path / "slow", tmp_path / "run.toml"
+    simulate(check_config(parse_run(with_overrides(base, ["hardware.weights.publish_s=3.0"]))), out=slow, trace=True)
+    path.write_text(dump_run(parse_run({**base, "optimizer_steps": 6})))
+
+    def publish_s(folder: Path) -> float:
+        weights = load_run(folder / "run.toml").hardware.weights
+        assert weights is not None
+        return weights.publish_s
+
+    assert command("simulate", path, "--measured", slow, "--out", tmp_path / "s").status == 0
+    assert publish_s(tmp_path / "s") == pytest.approx(3.0, rel=0.01)
+    arms = 'compare.arms=[{ name = "a" }, { name = "b", set = ["scheduler.kind=conventional"] }]'
+    result = command("compare", path, "--measured", slow, "--out", tmp_path / "c", *sets(arms, "compare.baseline=a"))
+    assert result.status == 0
+    assert [publish_s(tmp_path / "c" / "as_given" / arm) for arm in "ab"] == pytest.approx([3.0, 0.5], rel=0.01)

@@ -1,0 +1,1 @@
+"""``train --check``: what a user runs first, on the machines that are to train."""

@@ -1,0 +1,164 @@
+"""A check of the machines: versions, memory, links, kernels; and of one longest pack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from backends.check.expected import Expected, reduce_bytes_s
+from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
+from backends.preflight import trainer_ranks
+from pipelinerl.config.run import RunConfig
+from pipelinerl.records.check_report import CheckRow, wrong
+from pipelinerl.rl.segments import Segment
+
+ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
+"""Largest error of attention over its largest value: float32 and bfloat16 have 2^-24 and 2^-9, and some hops."""
+WARM_UPS = 1
+"""Packs that are trained on before one is timed (count)."""
+
+
+def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights_gb: float) -> list[CheckRow]:
+    """Compare what the machines say of themselves.
+
+    Args:
+        config: What is to be run; ``config.train`` is there.
+        test: What they say.
+        own: Versions on the driver's machine.
+        weights_gb: Of the model, in the type of the engines (GB).
+    """
+    assert config.train is not None
+    others = {
+        f"{one.machine}: {name} {one.versions.get(name)}"
+        for one in test.places
+        for name in own.keys() | one.versions.keys()
+        if one.versions.get(name) != own.get(name)
+    }
+    text = ", ".join(f"{name} {number}" for name, number in own.items())
+    rows = [CheckRow(what="versions", measured=text, expected="the same on all machines")]
+    if others:
+        rows = [wrong("versions", f"{text}; but {', '.join(sorted(others))}", "install the same on all machines")]
+    rows += [_machine_row(one) for one in test.places]
+    if any(one.sees_folder is False for one in test.places):
+        blind = ", ".join(one.machine for one in test.places if one.sees_folder is False)
+        rows.append(
+            wrong("--out", f"{blind} does not see it", "take a folder that all machines share: ranks write checkpoints")
+        )
+    free_gb = min(one.free_memory_gb for one in test.places)
+    if free_gb < weights_gb:
+        rows.append(
+            wrong("host memory", f"{free_gb:.1f} GB are free", f"weights of {weights_gb:.1f} GB are staged there")
+        )
+    return rows + _rank_rows(config, test.ranks, one_node=len(test.places) == 1)
+
+
+def _machine_row(one: PlaceFacts) -> CheckRow:
+    gpus = f"; {'; '.join(one.gpus)}" if one.gpus else ""
+    text = f"{one.free_memory_gb:.0f} of {one.memory_gb:.0f} GB free, {one.free_shared_gb:.0f} GB in /dev/shm{gpus}"
+    return CheckRow(what=f"machine {one.machine}", measured=text)
+
+
+def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool) -> list[CheckRow]:
+    assert config.train is not None
+    first, expected = ranks[0], Expected.of(config, ranks[0].device)
+    most, errors = ATTENTION_ERROR[config.train.device], [one.attention_error for one in ranks]
+    error = math.nan if any(map(math.isnan, errors)) else max(errors)
+    text = f"{first.kernel}; differs from plain attention by {error:.1e} of its largest value"
+    kernel = CheckRow(what="attention kernel", measured=text, expected=f"at most {most:.0e}")
+    if not error <= most:
+        kernel = wrong("attention kernel", text, f"at most {most:.0e} is rounding: torch and driver do not fit")
+    rows = [kernel]
+    if all(one.same_checksum for one in ranks):
+        rows.append(CheckRow(what="checksum of weights", measured="the same bits on device and host"))
+    else:
+        rows.append(wrong("checksum of weights", "other bits on device and host", "engines would refuse all weights"))
+    if first.reduce_gb_s is not None:
+        speed = min(one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None)
+        backend = "NCCL" if config.train.device == "gpu" else "gloo"
+        advice = "look at NCCL_DEBUG=INFO: which network it takes, and whether over GPUDirect RDMA"
+        what = f"all-reduce of {len(ranks)} ranks ({backend})"
+        rows.append(expected.rate(what, speed, reduce_bytes_s(one_node=one_node), advice))
+    if first.to_host_gb_s is not None:
+        speed = min(one.to_host_gb_s for one in ranks if one.to_host_gb_s is not None)
+        advice = "weights cross to the host at every update: look at PCIe lanes and at the NUMA node of the process"
+        rows.append(expected.rate("GPU to pinned memory", speed, lambda _, values: values.host_bandwidth, advice))
+    return rows
+
+
+# -------------------------------------------------------------------------------------------- the longest pack
+
+
+def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample], list[int]]:
+    """Return what fills the longest row of every rank and teaches nothing, and the lengths of one row (tokens).
+
+    Args:
+        config: What is to be run; ``config.train`` is there.
+        prompt: Tokens that the model knows, repeated as often as needed.
+    """
+    assert config.train is not None
+    pack_tokens, prompts = config.train.trainer.pack_tokens, config.train.task.max_prompt_tokens
+    longest = prompts + config.workload.length.max
+    lengths = [longest] * (pack_tokens // longest)
+    if (rest := pack_tokens % longest) > 1:
+        lengths.append(rest)
+
+    def sample(number: int, length: int) -> Sample:
+        token_N = np.resize(np.array(prompt, dtype=np.int64), length)
+        num_prompt = min(prompts, length // 2)
+        nothing_T = np.zeros(length - num_prompt, dtype=np.float32)
+        return Sample(
+            rollout_id=number,
+            prompt_P=token_N[:num_prompt],
+            segments=(Segment.generated(token_N[num_prompt:], nothing_T),),
+            reward=0.0,
+            advantage=0.0,
+            reference_logprob_T=nothing_T,
+        )
+
+    on_all = [length for length in lengths for _ in range(trainer_ranks(config))]
+    return [sample(-1 - number, length) for number, length in enumerate(on_all)], lengths
+
+
+def pack_rows(
+    config: RunConfig, result: TrainResult, lengths: list[int], rank: RankFacts, preflight_gb: float | None
+) -> list[CheckRow]:
+    """Judge the training on one longest pack.
+
+    Args:
+        config: What is to be run; ``config.train`` is there.
+        result: Of the trainer.
+        lengths: Sequences of the row of a rank (tokens).
+        rank: One of them.
+        preflight_gb: What the preflight counted (GB). None: it does not count on this device.
+    """
+    expected, metrics = Expected.of(config, rank.device), result.metrics
+    phases = {name: _slowest(metrics, f"{name}_s") for name in ("forward", "backward", "optimizer")}
+    spent_s = sum(phases.values())
+    times = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phases.items())
+    what = f"a pack of {sum(lengths)} tokens"
+    if "flop_sum" in metrics and "peak_flops" in metrics and spent_s:
+        mfu = metrics["flop_sum"] / trainer_ranks(config) / spent_s / metrics["peak_flops"]
+        times += f"; {mfu:.0%} of the peak FLOP/s"
+    advice = "look at clocks and power (nvidia-smi -q -d PERFORMANCE), other processes, and the all-reduce above"
+    rows = [expected.seconds(what, times, phases["forward"] + phases["backward"], expected.pack_s(lengths), advice)]
+    peak_gb = _slowest(metrics, "peak_memory_gb")
+    if math.isnan(peak_gb):
+        return rows
+    text = f"{peak_gb:.2f} GB at most"
+    if rank.total_gb is None or preflight_gb is None:
+        return [*rows, CheckRow(what="  its memory", measured=text, expected="of the whole process")]
+    usable_gb = expected.usable_gb(rank.total_gb)
+    row = CheckRow(
+        what="  its memory", measured=text, expected=f"preflight {preflight_gb:.1f} GB; {usable_gb:.0f} GB usable"
+    )
+    if peak_gb > usable_gb:
+        row = wrong(row.what, f"{text} of {usable_gb:.0f} GB usable", "train.trainer.pack_tokens must be smaller")
+    return [*rows, row]
+
+
+def _slowest(metrics: dict[str, Any], name: str) -> float:
+    """Return a metric of the rank that has most of it; nan if none has it."""
+    return max((value for key, value in metrics.items() if key.rpartition("/")[2] == name), default=math.nan)

@@ -1,0 +1,57 @@
+"""What ``train --check`` found, as a type: the content of check.json."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pipelinerl.util.report import Report
+
+
+class Finding(StrEnum):
+    """What a measurement means."""
+
+    OK = "ok"
+    """As it should be, or there is nothing to compare it with."""
+    SLOW = "slow"
+    """It works, and is slower than the pessimistic level of the hardware catalogue."""
+    WRONG = "wrong"
+    """A run would fail or learn nothing."""
+    UNCHECKED = "not checked"
+    """It could not be measured."""
+
+
+class CheckRow(Report):
+    """One measurement."""
+
+    what: str
+    """Name of the measurement."""
+    measured: str
+    """Value with its unit; where nothing could be measured, why."""
+    expected: str = ""
+    """What it is compared with, and where that comes from. Empty: with nothing."""
+    finding: Finding = Finding.OK
+    """What it means."""
+    advice: str = ""
+    """What to do. Empty: nothing."""
+
+
+class CheckReport(Report):
+    """All measurements, in the order in which they were made."""
+
+    rows: list[CheckRow]
+    """The measurements."""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether something is wrong."""
+        return any(row.finding is Finding.WRONG for row in self.rows)
+
+
+def unchecked(what: str, why: str, advice: str = "") -> CheckRow:
+    """Return the row of what could not be measured."""
+    return CheckRow(what=what, measured=why, finding=Finding.UNCHECKED, advice=advice)
+
+
+def wrong(what: str, measured: str, advice: str) -> CheckRow:
+    """Return the row of what is wrong."""
+    return CheckRow(what=what, measured=measured, finding=Finding.WRONG, advice=advice)

@@ -1,0 +1,121 @@
+"""What the check says of machines and links: against the catalogue, by hand; and the pack that fills every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.check.expected import Expected
+from backends.check.machine_rows import longest_pack, machine_rows, pack_rows
+from backends.deepspeed.packing import pack
+from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run
+from pipelinerl.hardware.catalogue import find_gpu, find_model
+from pipelinerl.records.check_report import CheckRow, Finding
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
+OWN = {"python": "3.11.9", "torch": "2.13.0"}
+PLACE = PlaceFacts(
+    machine="a", versions=OWN, gpus=(), memory_gb=1000.0, free_memory_gb=500.0, free_shared_gb=400.0, sees_folder=True
+)  # fmt: skip
+RANK = RankFacts(
+    device="NVIDIA H100 80GB HBM3", kernel="varlen", attention_error=2e-3, same_checksum=True, reduce_gb_s=100.0,
+    to_host_gb_s=20.0, total_gb=85.9,
+)  # fmt: skip
+
+
+def run(*sets: str) -> RunConfig:
+    return load_run(EXAMPLE, list(sets))
+
+
+def rows(
+    place: dict[str, Any] | None = None, rank: dict[str, Any] | None = None, *more: PlaceFacts
+) -> dict[str, CheckRow]:
+    test = SelfTest((replace(PLACE, **place or {}), *more), (RANK, replace(RANK, **rank or {})))
+    return {row.what: row for row in machine_rows(run(), test, OWN, 15.2)}
+
+
+def test_machines_that_are_as_they_should_be() -> None:
+    assert {row.finding for row in rows().values()} == {Finding.OK}
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "what"),
+    [
+        ({"versions": {**OWN, "torch": "2.12.0"}}, {}, "versions"),
+        ({"sees_folder": False}, {}, "--out"),
+        ({"free_memory_gb": 15.0}, {}, "host memory"),
+        ({}, {"attention_error": 0.5}, "attention kernel"),
+        ({}, {"attention_error": float("nan")}, "attention kernel"),
+        ({}, {"same_checksum": False}, "checksum of weights"),
+    ],
+)
+def test_what_is_wrong_with_a_machine(place: dict[str, Any], rank: dict[str, Any], what: str) -> None:
+    found = {name: row.finding for name, row in rows(place, rank).items()}
+    assert [name for name, finding in found.items() if finding is Finding.WRONG] == [what]
+
+
+def test_a_link_below_the_pessimistic_level_is_slow() -> None:
+    """H100: NVLink 450 GB/s, 8 links of 50 GB/s between nodes; an all-reduce reaches 0.35 of it, 0.2 at worst."""
+    name = "all-reduce of 2 ranks (NCCL)"
+    assert rows()[name].expected == "158 GB/s; slow below 90"
+    assert [rows(rank={"reduce_gb_s": speed})[name].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
+    assert rows({}, {}, replace(PLACE, machine="b"))[name].expected == "140 GB/s; slow below 80"
+    slow = rows(rank={"to_host_gb_s": 9.0})["GPU to pinned memory"]
+    assert (slow.finding, slow.expected) == (Finding.SLOW, "25 GB/s; slow below 10")
+
+
+def test_nothing_is_expected_of_what_the_catalogue_does_not_know() -> None:
+    test = SelfTest((PLACE,), (replace(RANK, device="CPU", to_host_gb_s=None),))
+    (found,) = [row for row in machine_rows(run(), test, OWN, 0.0) if row.what.startswith("all-reduce")]
+    assert (found.finding, found.expected[:7]) == (Finding.OK, "nothing")
+
+
+def test_the_pack_takes_at_least_its_flop_at_the_peak_and_is_slow_when_it_takes_far_more() -> None:
+    """8 FLOP per parameter and token with recomputation, of 7.6e9 parameters at 989e12 FLOP/s: 1.0 s for 16384."""
+    config = run()
+    expected = Expected(config, find_gpu("H100"), find_model("Qwen2.5-7B"))
+    lengths = [9216, 7168]
+    least_s = 8 * 7.6e9 * 16384 / 989e12
+    row = expected.seconds("pack", "", 0.0, expected.pack_s(lengths), "")
+    central_s, limit_s = (float(part.rpartition(" s")[0]) for part in row.expected.split("; slow above "))
+    assert least_s < central_s < 3 * least_s
+    for seconds, finding in ((0.99 * limit_s, Finding.OK), (1.01 * limit_s, Finding.SLOW)):
+        assert expected.seconds("pack", "", seconds, expected.pack_s(lengths), "").finding is finding
+
+
+@given(
+    pack_tokens=st.integers(20, 3000), prompts=st.integers(1, 10), longest=st.integers(2, 10), ranks=st.integers(1, 5)
+)
+def test_the_longest_pack_is_one_full_row_on_every_rank(
+    pack_tokens: int, prompts: int, longest: int, ranks: int
+) -> None:
+    config = run(
+        f"train.trainer.pack_tokens={pack_tokens}",
+        f"train.task.max_prompt_tokens={prompts}",
+        "train.task.overlong_tokens=0",
+        f"workload.length={{kind='fixed', max={longest}}}",
+        f"cluster.accelerators={48 + ranks}",
+    )
+    samples, lengths = longest_pack(config, [7, 8, 9])
+    rows = pack(samples, pack_tokens=pack_tokens, num_ranks=ranks)
+    assert [len(own) for own in rows] == [1] * ranks
+    assert all(pack_tokens - 1 <= sum(lengths) == len(own[0].token_N) <= pack_tokens for own in rows)
+
+
+def test_the_memory_of_a_pack_is_compared_with_what_the_gpu_has() -> None:
+    def rows_at(peak_gb: float) -> list[CheckRow]:
+        times = {f"rank0/{name}_s": 1.0 for name in ("forward", "backward", "optimizer")}
+        result = TrainResult([], times | {"rank0/peak_memory_gb": peak_gb, "rank1/peak_memory_gb": 1.0})
+        return pack_rows(run(), result, [16384], RANK, 15.3)
+
+    times, memory = rows_at(20.0)
+    assert times.measured == "forward 1 s, backward 1 s, optimizer 1 s"
+    assert (memory.measured, memory.expected) == ("20.00 GB at most", "preflight 15.3 GB; 77 GB usable")
+    assert [rows_at(peak)[1].finding for peak in (20.0, 80.0)] == [Finding.OK, Finding.WRONG]

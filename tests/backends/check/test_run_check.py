@@ -1,0 +1,156 @@
+"""The whole check with parts in memory: what is written, and how a failure is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("tensorboard")
+
+from in_memory import Killer, Letters, config_of, interrupt
+from refusals import message
+
+from backends.check.run_check import MARKER, check
+from backends.fake import FakeBackend, FakeTrainer
+from backends.interface import Parts, PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
+from pipelinerl.calibration.measured import merged, of_its_arm
+from pipelinerl.cli.render_check import print_check
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import RunInterruptedError
+from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+
+ROOT = Path(__file__).parents[3]
+
+
+class Machines(FakeBackend):
+    """Parts in memory that measure themselves, and a trainer that does something when a step begins."""
+
+    def __init__(self, *, at: int | None = None, do: Callable[[], None] | None = None) -> None:
+        self.at, self.do, self.trainer = at, do, FakeTrainer(train_batch_size=8)
+
+    @contextmanager
+    def open(self, config: RunConfig) -> Iterator[Parts]:
+        async def self_test(num_bytes: int, marker: str | None) -> SelfTest:
+            from backends.place_facts import versions
+
+            sees = None if marker is None else Path(marker).is_file()
+            place = PlaceFacts("here", versions(), (), 100.0, 50.0, 50.0, sees)
+            return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, None, None),))
+
+        self.trainer = PackTrainer(train_batch_size=8, at=self.at, do=self.do)
+        with super().open(config) as parts:
+            yield replace(parts, trainer=self.trainer, self_test=self_test)
+
+
+class PackTrainer(Killer):
+    """Trains on what is no batch, too: the pack that is timed."""
+
+    async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        if samples[0].rollout_id < 0:
+            return TrainResult([], {"rank0/forward_s": 1.0, "rank0/backward_s": 2.0, "rank0/optimizer_s": 0.5})
+        return await super().train(samples, completes_step=completes_step)
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> Letters:
+    task = Letters()
+    monkeypatch.setattr("backends.check.run_check.load_task", lambda _: task)
+    return task
+
+
+def checked(out: Path, backend: Machines, **changed: object) -> tuple[CheckReport, dict[str, CheckRow]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
+        report = check(config_of(**changed), out=out, backend=backend)
+    return report, {row.what.strip(): row for row in report.rows}
+
+
+def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out: Path, letters: Letters) -> None:
+    backend = Machines()
+    report, rows = checked(out, backend, steps=50)
+    assert not report.wrong
+    assert len(backend.trainer.trained) == 4
+    assert rows["a pack of 16384 tokens"].measured == "forward 1 s, backward 2 s, optimizer 0.5 s"
+    assert rows["optimizer steps"].measured.startswith("4, ")
+    assert rows["agreement"].finding is Finding.OK
+    assert list(rows)[-1] == "hardware.toml"
+    assert CheckReport.read(out / "check.json") == report
+    assert not {"checkpoints", "model", MARKER} & {path.name for path in out.iterdir()}
+    config = config_of(steps=50)
+    by_file, by_folder = (of_its_arm(config, [source]) for source in (out / "hardware.toml", out))
+    assert by_file.hardware == by_folder.hardware != config.hardware
+    assert merged(config, [out])[1].weights[False] == by_file.hardware.weights
+
+
+def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path, letters: Letters) -> None:
+    def die() -> None:
+        from pipelinerl.errors import TrainerLostError
+
+        raise TrainerLostError("trainer died: phase=train rank=3")
+
+    report, rows = checked(out, Machines(at=1, do=die))
+    assert report.wrong
+    assert (rows["run"].finding, rows["run"].measured) == (Finding.WRONG, "trainer died: phase=train rank=3")
+    assert rows["attention kernel"].finding is Finding.OK
+    assert CheckReport.read(out / "check.json") == report
+
+
+def test_rewards_that_are_all_alike_teach_nothing(out: Path, letters: Letters) -> None:
+    letters.given = lambda problem: 1.0
+    report, rows = checked(out, Machines())
+    assert rows["signal"].finding is Finding.WRONG
+    assert report.wrong
+
+
+def test_a_folder_that_holds_a_check_is_refused_and_ctrl_c_is_one_line(out: Path, letters: Letters) -> None:
+    with pytest.raises(RunInterruptedError, match="interrupted; the check is not complete"):
+        checked(out, Machines(at=1, do=interrupt))
+    assert not (out / "check.json").exists()
+    assert "--out must be a folder without a run" in message(check, config_of(), out=out, backend=Machines())
+    out.rename(out.with_name("old"))
+    out.mkdir()
+    (out / "hardware.toml").touch()
+    assert "--out must be a folder without a hardware.toml" in message(check, config_of(), out=out, backend=Machines())
+
+
+def test_the_table_says_each_finding_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        CheckRow(what="one", measured="1 [GB]"),
+        CheckRow(what="  two", measured="2", expected="3", finding=Finding.SLOW, advice="wait"),
+    ]
+    print_check(CheckReport(rows=rows), "run.toml")
+    text = capsys.readouterr().out
+    assert "1 [GB]" in text
+    assert text.rstrip().endswith("slow, two: wait")
+
+
+HIDE = """
+import sys
+for name in ("torch", "vllm", "deepspeed", "ray", "transformers", "tokenizers", "tensorboard", "psutil", "safetensors"):
+    sys.modules[name] = None
+sys.argv = ["pipelinerl", "train", "examples/tiny_arithmetic.toml", "--check", "--json"]
+from pipelinerl.cli import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_without_the_packages_of_training_the_task_is_checked_and_the_rest_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", HIDE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {row["what"]: row for row in json.loads(done.stdout)["rows"]}
+    assert rows["rewards"]["measured"].startswith("64 of 64")
+    assert rows["lengths in tokens"]["finding"] == "not checked"
+    for what in ("machines and links", "training", "engines and weights"):
+        assert rows[what]["finding"] == "not checked"
+        assert rows[what]["measured"] == "torch, vLLM, DeepSpeed, Ray, transformers not installed"
+        assert rows[what]["advice"] == "pip install 'pipelinerl[train-cpu]'"

@@ -1,0 +1,103 @@
+"""The check of a task and its data: what is right, what is wrong, and what a run would leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from command_line import TINY
+
+from backends.check.task_rows import SAMPLE, task_rows
+from backends.fake import FakeCodec
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import with_overrides
+from pipelinerl.records.check_report import CheckRow, Finding
+from pipelinerl.rl.tasks import Arithmetic, Problem
+
+
+def config(longest_answer: int = 50, max_prompt_tokens: int = 8) -> RunConfig:
+    import json
+    import tomllib
+
+    train = {
+        "device": "cpu",
+        "model": {"path": "nowhere"},
+        "task": {"name": "arithmetic", "max_prompt_tokens": max_prompt_tokens, "reward_timeout_s": 0.5},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    data = with_overrides(tomllib.loads(TINY) | {"train": train}, [f"workload.length.max={longest_answer}"])
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+class Own:
+    """A task made of two functions."""
+
+    num_held_out = None
+
+    def __init__(self, problem: Any = None, reward: Any = None) -> None:
+        self.made = problem or (lambda index: Problem(f"{index}?", str(index)))
+        self.given = reward or (lambda problem, answer: float(answer == problem.expected))
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        assert not held_out
+        return self.made(index)  # type: ignore[no-any-return]
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        return self.given(problem, answer)  # type: ignore[no-any-return]
+
+
+def rows(task: Any, **changed: Any) -> dict[str, CheckRow]:
+    return {row.what: row for row in task_rows(config(**changed), task, FakeCodec())}
+
+
+def test_a_task_that_is_right() -> None:
+    """Sums below 50 + 50 have 4 to 6 letters with the = sign, and answers of 1 or 2."""
+    found = rows(Arithmetic())
+    assert {row.finding for row in found.values()} == {Finding.OK}
+    assert found["rewards"].measured.startswith(f"{SAMPLE} of {SAMPLE} expected answers earn more than an empty one")
+    assert found["prompt tokens"].measured.endswith("largest 6")
+    assert found["expected answer tokens"].measured.endswith("largest 2")
+    assert not any(row.advice for row in found.values())
+
+
+def test_an_answer_that_must_be_boxed_counts_as_right_when_it_is() -> None:
+    boxed = Own(reward=lambda problem, answer: answer == f"\\boxed{{{problem.expected}}}")
+    assert rows(boxed)["rewards"].finding is Finding.OK
+
+
+def raises(*_: Any) -> float:
+    raise RuntimeError("no sandbox")
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "words"),
+    [
+        (Own(problem=raises), "prompts", "a problem raised RuntimeError: no sandbox"),
+        (Own(problem=lambda index: Problem("", "1")), "prompts", f"{SAMPLE} of {SAMPLE} are empty"),
+        (Own(reward=raises), "rewards", f"all of {SAMPLE} raised: RuntimeError: no sandbox"),
+        (Own(reward=lambda *_: 1.0), "rewards", f"0 of {SAMPLE} expected answers earn more than an empty one"),
+        (Own(problem=lambda index: Problem("9 letters", "1")), "prompt tokens", f"{SAMPLE} of {SAMPLE} would fail"),
+        (Own(problem=lambda index: Problem("?", "1" * 50)), "expected answer tokens", "64 of 64 would be cut"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_task(task: Any, row: str, words: str) -> None:
+    found = rows(task)[row]
+    assert found.finding is Finding.WRONG
+    assert words in found.measured
+    assert found.advice
+
+
+def test_what_a_run_leaves_out_is_counted_and_is_no_fault() -> None:
+    """Index 10 and above have two digits: 54 of 64 prompts are too long for two tokens."""
+    found = rows(Own(), max_prompt_tokens=2)["prompt tokens"]
+    assert (found.finding, found.measured) == (Finding.OK, f"mean 3, largest 3; {SAMPLE - 10} of {SAMPLE} would fail")
+    some = Own(reward=lambda problem, answer: raises() if problem.expected == "3" else answer == problem.expected)
+    found = rows(some)["rewards"]
+    assert found.finding is Finding.OK
+    assert found.measured.endswith("1 raised, the first: RuntimeError: no sandbox")
+
+
+def test_without_a_tokenizer_lengths_are_not_checked() -> None:
+    *_, last = task_rows(config(), Arithmetic(), None, "transformers is not installed")
+    assert (last.what, last.finding) == ("lengths in tokens", Finding.UNCHECKED)
+    assert last.measured == "transformers is not installed"
