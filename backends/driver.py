@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
+from backends.evaluation import Evaluation
 from backends.event_loop import EventLoop
 from backends.interface import Parts
 from backends.preprocessing import Preprocessing
 from backends.run_tasks import RunTasks
+from backends.samples_log import SamplesLog
 from backends.state import DriverState, Keeper, fresh_state
 from backends.task_client import TaskClient
 from backends.weight_sync import WeightSync
@@ -53,6 +55,8 @@ class Driver:
         config: What to run; ``config.train`` is there.
         parts: Engines, trainer and the rest, as many engines as ``config.num_engines``.
         task: Problems and rewards.
+        evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
+        samples: Where some answers are written; None: nowhere.
         recorder: Called with every event and command, in order.
         keeper: Where checkpoints go; None: nowhere.
         state: State of the run to resume; None: a new run.
@@ -68,6 +72,8 @@ class Driver:
         parts: Parts,
         task: Task,
         recorder: Recorder,
+        evaluation_task: Task | None = None,
+        samples: SamplesLog | None = None,
         keeper: Keeper | None = None,
         state: DriverState | None = None,
         resume_from: Path | None = None,
@@ -100,6 +106,14 @@ class Driver:
         self._preprocessing = Preprocessing(
             parts.reference, limit=config.scheduler.ready_queue_limit, spawn=self._tasks.spawn
         )
+        self._evaluation = Evaluation(
+            config,
+            self._state,
+            client=TaskClient(config, evaluation_task or task, parts.codec),
+            pool=self._pool,
+            tasks=self._tasks,
+            samples=samples,
+        )
         self._loop = EventLoop(
             config,
             self._state,
@@ -109,6 +123,8 @@ class Driver:
             sync=self._sync,
             client=self._client,
             preprocessing=self._preprocessing,
+            evaluation=self._evaluation,
+            samples=samples,
             recorder=recorder,
             keep_checkpoint=self._keep,
         )
@@ -137,7 +153,7 @@ class Driver:
                 await self._tasks.unless_ended(self._measured(self._when_up), before)
             if self._train_config.evaluation.problems and not self._resumed:
                 state.evaluation["success_before"] = await self._tasks.unless_ended(
-                    self._client.success_rate(self._pool), before
+                    self._evaluation.success_rate(), before
                 )
             if state.scheduler.stopped is None:
                 await self._until_stopped()
@@ -217,6 +233,7 @@ class Driver:
         after = "interrupted after the last optimizer step; --resume evaluates again"
         if self._tasks.failure is None and not self._interrupted:
             self._tasks.ended.clear()
+        await self._tasks.unless_ended(self._evaluation.finished(), after)
         if self._export_to is not None:
             if self._resumed:  # else the trainer has the memory
                 await self._tasks.unless_ended(self._sync.to_training(), after)
@@ -228,7 +245,7 @@ class Driver:
         if self._train_config.evaluation.problems:
             await self._tasks.unless_ended(self._sync.load_trained(self._state.version), after)
             self._state.evaluation["success_after"] = await self._tasks.unless_ended(
-                self._client.success_rate(self._pool), after
+                self._evaluation.success_rate(), after
             )
 
     async def _wind_up(self) -> None:

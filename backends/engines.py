@@ -145,6 +145,8 @@ class EnginePool:
             try:
                 return await handle.engine.generate(request)
             except EngineLostError as error:
+                if self._closing:
+                    raise
                 self.lost(handle, error)
 
     async def update(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> float:

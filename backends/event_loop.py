@@ -35,10 +35,12 @@ import numpy as np
 
 from backends.busy import busy_s
 from backends.engines import EnginePool
+from backends.evaluation import Evaluation
 from backends.interface import Sample, Trainer
 from backends.preprocessing import Preprocessing
 from backends.rollouts import lag_of_tokens, samples_of
 from backends.run_tasks import RunTasks
+from backends.samples_log import SamplesLog
 from backends.state import DriverState
 from backends.task_client import TaskClient
 from backends.weight_sync import WeightSync
@@ -81,6 +83,8 @@ class EventLoop:
         sync: Brings weights to the engines.
         client: Makes prompts, computes rewards.
         preprocessing: Computes reference log-probabilities.
+        evaluation: Answers held-out problems beside the run.
+        samples: Where some answers are written; None: nowhere.
         recorder: Called with every event and command, in order.
         keep_checkpoint: Writes a checkpoint of the state as it is.
     """
@@ -96,6 +100,8 @@ class EventLoop:
         sync: WeightSync,
         client: TaskClient,
         preprocessing: Preprocessing,
+        evaluation: Evaluation,
+        samples: SamplesLog | None,
         recorder: Recorder,
         keep_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
@@ -103,7 +109,7 @@ class EventLoop:
         self._train_config, self._group_size = config.train, config.workload.group_size
         self._state, self._tasks, self._trainer, self._pool, self._sync = state, tasks, trainer, pool, sync
         self._client, self._preprocessing, self._recorder = client, preprocessing, recorder
-        self._keep_checkpoint = keep_checkpoint
+        self._keep_checkpoint, self._evaluation, self._samples_log = keep_checkpoint, evaluation, samples
         self.trainer_task: asyncio.Task[None] | None = None
         """The trainer's newest task."""
         self.stop: StopReason | None = None
@@ -165,6 +171,8 @@ class EventLoop:
             self._carry_out_all(self._state.scheduler.handle(event))
         except Exception as error:
             self._tasks.fail(error)
+        if isinstance(event, WeightsLoaded):
+            self._evaluation.begin_if_due()
         num_rollouts = isinstance(event, RolloutFinished)
         self._state.metrics.driver_worked(time.perf_counter() - begin_s, num_rollouts=num_rollouts)
 
@@ -302,6 +310,8 @@ class EventLoop:
 
     async def _train(self, command: StartTraining) -> None:
         state = self._state
+        if self._sync.takes_turns:
+            await self._evaluation.finished()
         await self._sync.to_training()
         samples = self._samples(command)
         begin_s = time.monotonic()
@@ -315,6 +325,10 @@ class EventLoop:
         state.micro_batches.append(command)
         if command.completes_step:
             state.version = command.version + 1
+            self._evaluation.step_done(state.version)
+            if self._samples_log is not None:
+                ids = [one for done in state.micro_batches for one in done.rollout_ids]
+                self._samples_log.trained(state.version, [state.rollouts[one] for one in ids])
             for done in state.micro_batches:
                 for rollout_id in done.rollout_ids:
                     del state.rollouts[rollout_id]

@@ -325,8 +325,8 @@ class FakeBackend:
         """Accept every run file: nothing is needed."""
 
     @contextmanager
-    def open(self, config: RunConfig) -> Iterator[Parts]:
-        """Make the parts."""
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:  # noqa: ARG002
+        """Make the parts; they print nothing."""
         assert config.train is not None
         kl_coefficient, slots = config.train.loss.kl_coefficient, config.scheduler.generation_batch_size
         yield Parts(

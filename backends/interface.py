@@ -427,8 +427,12 @@ class Backend(Protocol):
             ConfigError: If a package is missing, the model cannot be used, or a setting does not fit.
         """
 
-    def open(self, config: RunConfig) -> AbstractContextManager[Parts]:
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> AbstractContextManager[Parts]:
         """Return the parts of a run that has been checked; leaving the context gives back all that they stand on.
+
+        Args:
+            config: What is to be run; ``config.train`` is there.
+            logs: Folder for what the processes of the parts print; it need not be there. None: it is not kept.
 
         Raises:
             ConfigError: If the machines have not what the run needs.

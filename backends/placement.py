@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
+from backends.evaluation import evaluation_slots
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts, SelfTest
 from backends.place_facts import place_facts
@@ -113,10 +114,11 @@ def transport(config: RunConfig) -> Literal["file", "broadcast"]:
     return "broadcast" if config.train.device == "gpu" and not config.colocated else "file"
 
 
-def make_parts(config: RunConfig, places: PlacementGroup, folder: Path) -> Parts:
-    """Return the parts of a run, not yet started; the trainer publishes into ``folder``."""
+def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Path | None) -> Parts:
+    """Return the parts of a run, not yet started; the trainer publishes into ``folder``, all print into ``logs``."""
     assert config.train is not None
-    engines, trainer = _make_engines(config, places), _make_trainer(config, places, folder)
+    logs = None if logs is None else logs.resolve()
+    engines, trainer = _make_engines(config, places, logs), _make_trainer(config, places, folder, logs)
     members = GroupMembers(
         trainer,
         engines,
@@ -146,7 +148,7 @@ async def self_test(places: PlacementGroup, trainer: DeepSpeedTrainer, num_bytes
     return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes))
 
 
-def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEngine]:
+def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) -> dict[int, RayEngine]:
     train, each = config.train, config.cluster.tensor_parallel
     assert train is not None
     share = 0.5 if config.colocated else 1.0
@@ -155,7 +157,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEng
         settings = VLLMSettings(
             engine_id=engine_id,
             model_path=train.model.path,
-            num_slots=config.scheduler.generation_batch_size,
+            num_slots=config.scheduler.generation_batch_size + evaluation_slots(config),
             max_tokens=train.task.max_prompt_tokens + config.workload.length.max,
             device=train.device,
             transport=transport(config),
@@ -164,6 +166,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup) -> dict[int, RayEng
             colocated=config.colocated,
             cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
             cpu_cores=str(engine_id % (os.cpu_count() or 1)) if train.device == "cpu" else None,
+            log_file=None if logs is None else str(logs / f"engine-{engine_id}.log"),
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
             generate_timeout_s=train.engine.generate_timeout_s,
@@ -184,7 +187,7 @@ def _accelerators(config: RunConfig, number: float) -> dict[str, float]:
     return {"num_gpus": 0, "num_cpus": number}
 
 
-def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path) -> DeepSpeedTrainer:
+def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path, logs: Path | None) -> DeepSpeedTrainer:
     train = config.train
     assert train is not None
     bundles = _rank_bundles(config)
@@ -201,6 +204,7 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path) -> De
         optimizer_steps=config.optimizer_steps,
         transport=transport(config),
         weights_folder=str(folder),
+        logs=None if logs is None else str(logs),
         colocated=config.colocated,
     )
     return DeepSpeedTrainer(

@@ -7,6 +7,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.problems import Task
+from pipelinerl.rl.tasks import load_task
 
 
 def check_run(config: RunConfig) -> TrainConfig:
@@ -38,14 +39,27 @@ def trainer_ranks(config: RunConfig) -> int:
     return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
 
 
-def check_evaluation(train: TrainConfig, task: Task) -> None:
-    """Check that a task has as many held-out problems as the evaluation asks for.
+def evaluation_task(config: RunConfig, task: Task) -> Task:
+    """Return the task of evaluations: that of training, or the same with other settings.
 
     Raises:
-        ConfigError: If it has fewer.
+        ConfigError: If it has fewer held-out problems than are asked for, it cannot be made, or its answers would be
+            longer than those of training.
     """
+    train = config.train
+    assert train is not None
+    longest, most = train.evaluation.max_tokens, config.workload.length.max
+    if longest is not None and longest > most:
+        raise ConfigError(f"train.evaluation.max_tokens must be at most workload.length.max = {most}, got {longest}")
+    if train.evaluation.settings:
+        settings = train.task.settings | train.evaluation.settings
+        try:
+            task = load_task(train.task.model_copy(update={"settings": settings}))
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("train.task.settings", "train.evaluation.settings")) from None
     wanted, there = train.evaluation.problems, task.num_held_out
     if there is not None and wanted > there:
         raise ConfigError(
             f"train.evaluation.problems must be at most the task's {there} held-out problems, got {wanted}"
         )
+    return task

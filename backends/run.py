@@ -14,13 +14,14 @@ from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
 from backends.interface import Backend, Parts
 from backends.metrics_log import MetricsLog
-from backends.preflight import check_evaluation, check_run
+from backends.preflight import check_run, evaluation_task
+from backends.samples_log import SamplesLog
 from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig, VLLMConfig
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
-from pipelinerl.records.run_folder import check_vacant
+from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 from pipelinerl.rl.tasks import load_task
@@ -37,6 +38,7 @@ def drive(
     parts: Parts,
     task: Task,
     out: Path,
+    evaluation_task: Task | None = None,
     checkpoint: Checkpoint | None = None,
     on_step: Progress | None = None,
     trial: Callable[[], Coroutine[Any, Any, None]] | None = None,
@@ -52,6 +54,7 @@ def drive(
         task: Problems and rewards.
         out: The run's folder; new, or that of ``checkpoint``.
         checkpoint: Checkpoint to resume; its trainer's part is loaded by the trainer.
+        evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
         on_step: Called with the row and the metrics of each optimizer step.
         trial: Awaited when all parts are up; no checkpoint and no model are kept then. None: the run is none.
 
@@ -73,11 +76,14 @@ def drive(
 
     mark = None if checkpoint is None else checkpoint.recording
     recording = Recording(config, out=out, trace=True, on_step=step_done, go_on_from=mark)
-    log = MetricsLog(out, config, go_on_after=0 if mark is None else len(mark.ledger.steps))
+    steps_done = 0 if mark is None else len(mark.ledger.steps)
+    log = MetricsLog(out, config, go_on_after=steps_done)
     driver = Driver(
         config,
         parts=parts,
         task=task,
+        evaluation_task=evaluation_task,
+        samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(out, config, recording),
         state=None if checkpoint is None else checkpoint.state,
@@ -123,12 +129,20 @@ def train(
     backend = backend or backend_of(train)
     backend.check(config)
     task = load_task(train.task)
-    check_evaluation(train, task)
+    held_out = evaluation_task(config, task)
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    with backend.open(config) as parts:
-        return drive(config, parts=parts, task=task, out=out, checkpoint=checkpoint, on_step=on_step)
+    with backend.open(config, logs=out / LOGS_FOLDER) as parts:
+        return drive(
+            config,
+            parts=parts,
+            task=task,
+            evaluation_task=held_out,
+            out=out,
+            checkpoint=checkpoint,
+            on_step=on_step,
+        )
 
 
 def backend_of(train: TrainConfig) -> Backend:

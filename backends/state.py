@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from backends.rollouts import RolloutData
 from backends.step_metrics import StepMetrics
@@ -37,8 +37,8 @@ class DriverState:
     """Optimizer steps the trainer has done."""
     published: int = 0
     """Version last handed to the engines."""
-    evaluation: dict[str, float] = field(default_factory=dict)
-    """Success rates on held-out problems, by when: ``evaluation`` of summary.json."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """Success on held-out problems, by when: ``evaluation`` of summary.json."""
 
 
 class Keeper(Protocol):

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from backends.interface import UpdateTimes
 from pipelinerl.records.ledger import RunLedger
-from pipelinerl.records.reports import RunMeasurements, UpdateReport
+from pipelinerl.records.reports import EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
@@ -29,6 +29,7 @@ class StepMetrics:
         self._updates = {name: RunningMean() for name in ("pause", "transfer", "resume")}
         self._ratio_means = RatioMeans()
         self._num_restarts = self._num_skipped = 0
+        self._evaluation: dict[str, float] = {}
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
@@ -58,6 +59,10 @@ class StepMetrics:
     def restarted(self) -> None:
         """Count the restart of an engine."""
         self._num_restarts += 1
+
+    def evaluated(self, point: EvaluationPoint) -> None:
+        """Add an evaluation that has ended."""
+        self._evaluation = {f"evaluation/{name}": float(value) for name, value in point}
 
     def driver_worked(self, seconds: float, *, num_rollouts: int) -> None:
         """Add time that the driver spent on an event (s), and the rollouts that ended with it (count)."""
@@ -116,8 +121,9 @@ class StepMetrics:
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
         }
+        logged |= self._evaluation
         self._ratios = RatioStats(truncation=self._truncation)
-        self._trainer = {}
+        self._trainer, self._evaluation = {}, {}
         self._step_updates = {name: RunningMean() for name in self._step_updates}
         return logged
 

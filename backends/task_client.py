@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 
 import numpy as np
 
-from backends.engines import EnginePool
 from backends.interface import Codec, GenerateRequest
 from backends.rewards import RewardThreads
 from backends.rollouts import RolloutData
@@ -55,13 +53,13 @@ class TaskClient:
             raise RunFailedError(f"train.task: {what} gives no prompt: {kind_and_line(error)}") from error
 
     def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
-        """Return the request that has an engine continue a rollout; held-out ones have negative ids."""
+        """Return the request that has an engine continue a rollout."""
         tokens = data.tokens
         return GenerateRequest(
             rollout_id=rollout_id,
             prompt_tokens=(*data.prompt_tokens, *tokens),
             max_new_tokens=self._config.workload.length.max - len(tokens),
-            seed=_request_seed(self._config.seed, rollout_id, len(tokens)),
+            seed=request_seed(self._config.seed, rollout_id, len(tokens)),
             **self._train.sampling.model_dump(),
         )
 
@@ -74,35 +72,11 @@ class TaskClient:
             Exception: Whatever the task raises.
         """
         task, limit = self._train.task, self._config.workload.length.max
-        reward = await self._reward(data)
+        reward = await self.reward(data)
         reward += overlong_penalty(len(data.tokens), max_tokens=limit, overlong_tokens=task.overlong_tokens)
         if not math.isfinite(reward):
             raise ValueError(f"the reward must be finite, got {reward}")
         return reward
-
-    async def success_rate(self, pool: EnginePool) -> float:
-        """Return the share of held-out problems that the engines answer right, as they sample in training.
-
-        An answer that cannot be generated or rewarded is not right.
-        """
-        room = asyncio.Semaphore(self._config.scheduler.generation_batch_size * len(pool))
-
-        engine_ids = [handle.engine_id for handle in pool]
-
-        async def answered_right(index: int) -> bool:
-            data = self.begin(index, held_out=True)
-            try:
-                async with room:
-                    handle = pool[engine_ids[index % len(engine_ids)]]
-                    data.extend(await pool.generate(handle, self.request(-1 - index, data)))
-                return await self._reward(data) >= 1.0
-            except (Exception, SystemExit) as error:
-                self.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
-                return False
-
-        number = self._train.evaluation.problems
-        right = await asyncio.gather(*(answered_right(index) for index in range(number)))
-        return sum(right) / number
 
     def log_failure(self, failure: str) -> None:
         """Log a failure, unless there have been many."""
@@ -110,12 +84,13 @@ class TaskClient:
         if self._num_failed <= FAILURES_LOGGED:
             LOG.warning("%s", failure)
 
-    async def _reward(self, data: RolloutData) -> float:
+    async def reward(self, data: RolloutData) -> float:
+        """Return the reward of an answer as the task gives it; see ``compute_reward``."""
         answer, timeout_s = self._codec.decode(data.tokens), self._train.task.reward_timeout_s
         return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
 
 
-def _request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:
+def request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:
     """Return the seed of one request: a function of the run's seed, the rollout, and the tokens it has."""
     entropy = (seed, rollout_id % 2**63, num_tokens)
     return int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**31

@@ -41,7 +41,7 @@ class VLLMDeepSpeed:
         load_codec(train.model.path)
 
     @contextlib.contextmanager
-    def open(self, config: RunConfig) -> Iterator[Parts]:
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
         from backends.placement import accelerators, make_parts, weights_folder
         from backends.ray_cluster import ray_cluster
@@ -49,7 +49,7 @@ class VLLMDeepSpeed:
         assert config.train is not None
         address = config.train.ray_address
         with ray_cluster(address) as lost, accelerators(config) as places, weights_folder(config) as folder:
-            yield replace(make_parts(config, places, folder), lost=lost)
+            yield replace(make_parts(config, places, folder, logs), lost=lost)
 
 
 def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> None:

@@ -49,7 +49,9 @@ class WeightSync:
     def __init__(
         self, *, trainer: Trainer, pool: EnginePool, group: GroupMembers | None, colocated: bool, tasks: RunTasks
     ) -> None:
-        self._trainer, self._pool, self._colocated, self._tasks = trainer, pool, colocated, tasks
+        self._trainer, self._pool, self._tasks = trainer, pool, tasks
+        self.takes_turns = colocated
+        """Whether engines and trainer have the same memory, in turn."""
         self._group = None if group is None else WeightSyncGroup(group)
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
@@ -140,21 +142,21 @@ class WeightSync:
 
     async def to_training(self) -> None:
         """Colocated: have the engines give their memory to the trainer."""
-        if self._colocated and self._engines_have_memory:
+        if self.takes_turns and self._engines_have_memory:
             await self._pool.sleep()
             await self._trainer.reload()
             self._engines_have_memory = False
 
     async def to_generation(self) -> None:
         """Colocated: have the trainer give its memory to the engines."""
-        if self._colocated and not self._engines_have_memory:
+        if self.takes_turns and not self._engines_have_memory:
             await self._trainer.offload()
             await self._pool.wake()
             self._engines_have_memory = True
 
     async def to_saving(self) -> None:
         """Colocated: have the trainer take the memory to save from; nothing is generated any more."""
-        if self._colocated and self._engines_have_memory:
+        if self.takes_turns and self._engines_have_memory:
             await self._pool.shutdown()
             await self._trainer.reload()
             self._engines_have_memory = False

@@ -12,7 +12,7 @@ from backends.check.expected import Expected, reduce_bytes_s
 from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
 from backends.preflight import trainer_ranks
 from pipelinerl.config.run import RunConfig
-from pipelinerl.records.check_report import CheckRow, wrong
+from pipelinerl.records.check_report import CheckRow, unchecked, wrong
 from pipelinerl.rl.segments import Segment
 
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
@@ -75,7 +75,9 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
         rows.append(CheckRow(what="checksum of weights", measured="the same bits on device and host"))
     else:
         rows.append(wrong("checksum of weights", "other bits on device and host", "engines would refuse all weights"))
-    if first.reduce_gb_s is not None:
+    if first.reduce_gb_s is None:
+        rows.append(unchecked("all-reduce", "the trainer has one rank"))
+    else:
         speed = min(one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None)
         backend = "NCCL" if config.train.device == "gpu" else "gloo"
         advice = "look at NCCL_DEBUG=INFO: which network it takes, and whether over GPUDirect RDMA"

@@ -20,7 +20,7 @@ from backends.check.task_rows import task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.place_facts import versions
-from backends.preflight import check_evaluation, check_run, trainer_ranks
+from backends.preflight import check_run, evaluation_task, trainer_ranks
 from backends.run import backend_of, drive
 from backends.vllm_deepspeed import NEEDED
 from pipelinerl.calibration.calibrate import calibrate_trace
@@ -30,7 +30,7 @@ from pipelinerl.config.check import check_config
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.records.check_report import CheckReport, CheckRow, unchecked, wrong
-from pipelinerl.records.run_folder import CHECK_FILE, check_vacant, make_folder, write_json
+from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.tasks import load_task
 
@@ -66,7 +66,7 @@ def check(
     """
     train = check_run(config)
     task = load_task(train.task)
-    check_evaluation(train, task)
+    evaluation_task(config, task)
     missing = [] if backend else [name for package, name in NEEDED.items() if find_spec(package) is None]
     backend = backend or backend_of(train)
     if not missing:
@@ -130,7 +130,7 @@ class _Trial:
         short, task = check_config(self._config), load_task(self._train.task)
         began_s = time.monotonic()
         try:
-            with self._backend.open(short) as parts:
+            with self._backend.open(short, logs=self._out / LOGS_FOLDER) as parts:
 
                 async def when_up() -> None:
                     up_s = time.monotonic() - began_s

@@ -13,7 +13,7 @@ from backends.interface import Codec
 from backends.rewards import RewardThreads
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.check_report import CheckRow, unchecked, wrong
-from pipelinerl.rl.tasks import Problem, Task
+from pipelinerl.rl.problems import Problem, Task
 from pipelinerl.util.user_code import kind_and_line
 
 SAMPLE = 64

@@ -39,6 +39,7 @@ from backends.deepspeed.rank_settings import RankSettings, deepspeed_config, mak
 from backends.deepspeed.self_test import self_test
 from backends.deepspeed.step_meter import StepMeter
 from backends.interface import RankFacts, Weights
+from backends.process_log import log_to
 from backends.transfer.meeting import MeetingStore, own_address
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
@@ -77,6 +78,7 @@ class TrainerRank:
             master_port: A free port there.
         """
         settings = self._settings
+        log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
         os.environ |= {
             "DS_ACCELERATOR": "cpu" if settings.device == "cpu" else "cuda",
             "RANK": str(settings.rank),

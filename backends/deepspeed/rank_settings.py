@@ -40,6 +40,8 @@ class RankSettings:
     """Transport of weights to the engines."""
     weights_folder: str
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""
+    logs: str | None = None
+    """Folder where every rank prints to a file of its own. None: to where its process does."""
     colocated: bool = False
     """Whether the GPU is an engine's in turn."""
     whole_parameter_elements: int = 100_000

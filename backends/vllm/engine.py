@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
+from backends.process_log import log_to
 from backends.vllm.process import (
     VLLMSettings,
     check_model,
@@ -76,6 +77,7 @@ class VLLMEngine:
             EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
         """
         settings = self._settings
+        log_to(settings.log_file)
         check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}
         began = time.perf_counter()

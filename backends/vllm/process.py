@@ -44,6 +44,8 @@ class VLLMSettings:
     """KV cache on CPU (GiB)."""
     cpu_cores: str | None = None
     """Cores that the workers compute on, such as ``0`` or ``0-3``. None: vLLM chooses."""
+    log_file: str | None = None
+    """Where all its processes print to. None: to where this one does, errors only."""
     start_timeout_s: float = 1200.0
     """Seconds the start may take."""
     update_timeout_s: float = 600.0

@@ -163,7 +163,8 @@ def start_client(settings: VLLMSettings) -> Client:
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
     if settings.cpu_cores is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
-    for name, value in ENVIRONMENT.items():
+    level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
+    for name, value in (ENVIRONMENT | level).items():
         os.environ.setdefault(name, value)
     try:
         from vllm.config.weight_transfer import WeightTransferConfig

@@ -15,6 +15,9 @@ START_UP_SHARE = 0.1
 """Share by which the second half of a run may be faster than the whole; beyond it the start-up has not faded. The whole
 is slow by start-up time / duration: with twice as many steps the share would be about half."""
 
+LAST_EVALUATIONS = 5
+"""Evaluations beside the run that are shown, the newest (count)."""
+
 _BOTTLENECKS = {
     Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
     Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
@@ -66,8 +69,13 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
         parts = (f"{name[:-2]} {1e3 * value:.1f} ms" for name, value in report.updates if name.endswith("_s"))
         yield "weight updates", f"{report.updates.count:,}: {', '.join(parts)}"
     if report.evaluation:
-        rates = (f"{when.removeprefix('success_')} {rate:.1%}" for when, rate in report.evaluation if rate is not None)
-        yield "held-out problems", ", ".join(rates)
+        before, after, during = dict(report.evaluation).values()
+        rates = [
+            ("before", before),
+            *((f"step {one.step}", one.success) for one in (during or [])[-LAST_EVALUATIONS:]),
+            ("after", after),
+        ]
+        yield "held-out problems", ", ".join(f"{when} {rate:.1%}" for when, rate in rates if rate is not None)
     if not report.complete:
         yield "complete", "no: the run ended early"
 

@@ -115,6 +115,8 @@ PATHS = (
     ("train", "weights_folder"),
     ("train", "task", "settings", "path"),
     ("train", "task", "settings", "held_out_path"),
+    ("train", "evaluation", "settings", "path"),
+    ("train", "evaluation", "settings", "held_out_path"),
 )
 """Keys that hold a path, relative to the run file."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -10,7 +10,8 @@ from pipelinerl.rl.config import LossConfig, TaskConfig
 from pipelinerl.util.limits import Count, CountOrZero, Tokens
 from pipelinerl.util.strict_model import StrictModel
 
-Temperature = Annotated[float, Field(ge=0.01, le=100)]
+LEAST_TEMPERATURE = 0.01
+Temperature = Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)]
 """Temperature of a softmax (no unit). Below 0.01 engines sample at 0.01, as numbers overflow, and log-probabilities
 would be of another distribution than the one sampled from; above 100 all words are alike."""
 
@@ -111,10 +112,27 @@ class CheckpointConfig(StrictModel):
 
 
 class EvaluationConfig(StrictModel):
-    """Held-out problems, answered before the first and after the last optimizer step."""
+    """Held-out problems, answered before the first and after the last optimizer step, and beside the run."""
 
     problems: CountOrZero = 0
     """Held-out problems (count). 0: no evaluation."""
+    every: Count | None = None
+    """Optimizer steps between evaluations beside the run, on slots that engines have besides those of rollouts: an
+    eighth of ``scheduler.generation_batch_size``. None: before and after the run only."""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """Softmax temperature (no unit): 0, the likeliest token, or at least 0.01. None: that of training."""
+    max_tokens: Count | None = None
+    """Length at which answers are cut (tokens), at most ``workload.length.max``. None: that."""
+    settings: dict[str, Any] = {}
+    """Settings of the task that are others here, such as the file or split of the problems."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.every is not None and not self.problems:
+            raise ValueError("every needs problems of at least 1, got problems=0")
+        if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}")
+        return self
 
 
 class LoggingConfig(StrictModel):

@@ -155,14 +155,31 @@ class UpdateReport(Report):
     """Mean per update: from then until the engine generated again (s)."""
 
 
+class EvaluationPoint(Report):
+    """An evaluation beside the run."""
+
+    step: int
+    """Optimizer steps after which it was due (count)."""
+    success: float
+    """Held-out problems that were solved (share)."""
+    version_min: int
+    """Oldest version that sampled an answer (optimizer steps)."""
+    version_max: int
+    """Newest version that sampled an answer: weights may arrive meanwhile (optimizer steps)."""
+    seconds: float
+    """How long it took, beside the rollouts (s)."""
+
+
 class EvaluationReport(Report):
     """Share of held-out problems that are solved (0 to 1)."""
 
     success_before: float | None = None
-    """Held-out problems answered right by the model that the run began with, sampled as in training; with
-    ``train.evaluation.problems``, absent if the run was resumed (share)."""
+    """Held-out problems answered right by the model that the run began with; absent without
+    ``train.evaluation.problems`` and if the run was resumed (share)."""
     success_after: float | None = None
     """The same with the last version; absent if the run ended early (share)."""
+    during: list[EvaluationPoint] | None = None
+    """Evaluations every ``train.evaluation.every`` optimizer steps. Absent without them."""
 
 
 class RunIdentity(Report):

@@ -8,7 +8,9 @@ profile.json       what figures need beyond the rows
 trace.jsonl.gz     every event and command, if wanted
 figures/           the figures
 metrics.jsonl      what only a real run can measure, a line per optimizer step
+samples.jsonl      some answers of a real run, with their rewards and versions
 tensorboard/       the same for TensorBoard
+logs/              what every engine and rank of a real run has printed
 checkpoints/       what ``train --resume`` goes on from
 comparison.json    of ``compare`` instead: all its runs side by side
 plan.json          of ``plan`` instead: what it found, with
@@ -36,6 +38,8 @@ SUMMARY_FILE = "summary.json"
 PROFILE_FILE = "profile.json"
 TRACE_FILE = "trace.jsonl.gz"
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+LOGS_FOLDER = "logs"
 COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
 RECOMMENDED_FILE = "recommended.toml"
@@ -55,6 +59,7 @@ _FILES = (
     PROFILE_FILE,
     TRACE_FILE,
     METRICS_FILE,
+    SAMPLES_FILE,
 )
 
 

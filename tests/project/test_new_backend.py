@@ -141,7 +141,7 @@ class Backend:
             raise ConfigError("scheduler.kind must not be 'conventional' here")
 
     @contextlib.contextmanager
-    def open(self, config):
+    def open(self, config, *, logs=None):
         yield Parts({engine_id: Engine() for engine_id in range(config.num_engines)}, Trainer(), Codec())
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import backends.run
 from backends.fake import FakeBackend, FakeEngine
@@ -18,7 +19,7 @@ class OnRay(FakeBackend):
     """The parts do not use Ray, but need it, as real ones do."""
 
     @contextmanager
-    def open(self, config: RunConfig) -> Iterator[Parts]:
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         from backends.ray_cluster import ray_cluster
 
         bystander = None

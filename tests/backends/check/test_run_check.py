@@ -38,7 +38,7 @@ class Machines(FakeBackend):
         self.at, self.do, self.trainer = at, do, FakeTrainer(train_batch_size=8)
 
     @contextmanager
-    def open(self, config: RunConfig) -> Iterator[Parts]:
+    def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         async def self_test(num_bytes: int, marker: str | None) -> SelfTest:
             from backends.place_facts import versions
 

@@ -12,7 +12,8 @@ from backends.fake import FakeCodec
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import with_overrides
 from pipelinerl.records.check_report import CheckRow, Finding
-from pipelinerl.rl.tasks import Arithmetic, Problem
+from pipelinerl.rl.problems import Problem
+from pipelinerl.rl.sums import Arithmetic
 
 
 def config(longest_answer: int = 50, max_prompt_tokens: int = 8) -> RunConfig:

@@ -1,0 +1,156 @@
+"""Held-out problems, answered by the engines of the run: before it, every so many optimizer steps beside it, after it.
+
+Theory of operation. An evaluation is *due* when its optimizer step is done, and begins when all engines have loaded
+the weights of that step or newer ones. Its requests go beside the rollouts: no scheduler and no ledger counts them, and
+nothing is trained on them. Engines have slots of their own for it (``evaluation_slots``), so that no rollout waits for
+one. Weights that arrive meanwhile are loaded as ever: so the versions that sampled an answer are reported with it.
+Where engines and trainer take turns, the next training waits until an evaluation has ended. One that is in progress
+when a run ends by Ctrl-C is not made up for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+
+from backends.engines import EnginePool
+from backends.interface import GenerateRequest
+from backends.rollouts import RolloutData
+from backends.run_tasks import RunTasks
+from backends.samples_log import SamplesLog
+from backends.state import DriverState
+from backends.task_client import TaskClient, request_seed
+from pipelinerl.config.run import RunConfig
+from pipelinerl.records.reports import EvaluationPoint
+from pipelinerl.util.user_code import kind_and_line
+
+SHARE_OF_SLOTS = 8
+"""A rollout slot in so many is added to an engine for evaluations beside the run."""
+
+
+def evaluation_slots(config: RunConfig) -> int:
+    """Return the slots that an engine has for evaluations besides those of rollouts (count)."""
+    beside = config.train is not None and config.train.evaluation.every is not None
+    return math.ceil(config.scheduler.generation_batch_size / SHARE_OF_SLOTS) if beside else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    data: RolloutData
+    reward: float
+
+
+class Evaluation:
+    """The evaluations of a run.
+
+    Args:
+        config: What is run; ``config.train`` is there.
+        state: The state of the run; results are kept there.
+        client: Asks the problems.
+        pool: Answers them.
+        tasks: Runs those beside the run.
+        samples: Where some answers are written; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: DriverState,
+        *,
+        client: TaskClient,
+        pool: EnginePool,
+        tasks: RunTasks,
+        samples: SamplesLog | None,
+    ) -> None:
+        assert config.train is not None
+        self._run, self._config, self._state = config, config.train.evaluation, state
+        self._sampling = config.train.sampling.model_dump()
+        if self._config.temperature is not None:
+            self._sampling["temperature"] = self._config.temperature
+        self._client, self._pool, self._tasks, self._samples = client, pool, tasks, samples
+        self._due: int | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def step_done(self, version: int) -> None:
+        """Say that an optimizer step is done."""
+        if self._config.every is not None and version % self._config.every == 0:
+            self._due = version
+
+    def begin_if_due(self) -> None:
+        """Begin beside the run, if one is due, none is running, and all engines have the weights for it."""
+        due = self._due
+        if due is None or self._running is not None or any(one.version < due for one in self._pool):
+            return
+        self._due = None
+        self._running = self._tasks.spawn(self._beside(due))
+
+    async def finished(self) -> None:
+        """Wait for the one that is running."""
+        while self._running is not None:
+            await asyncio.wait({self._running})
+
+    async def _beside(self, step: int) -> None:
+        try:
+            point = await self._answers(step, slots=evaluation_slots(self._run))
+        finally:
+            self._running = None
+        self._state.evaluation.setdefault("during", []).append(point)
+        self._state.metrics.evaluated(point)
+        self.begin_if_due()
+
+    async def success_rate(self) -> float:
+        """Return the share of problems that are solved while nothing else is generated."""
+        slots = self._run.scheduler.generation_batch_size + evaluation_slots(self._run)
+        return (await self._answers(self._state.version, slots=slots)).success
+
+    async def _answers(self, step: int, *, slots: int) -> EvaluationPoint:
+        """Answer all problems; an answer that cannot be generated or rewarded is not right.
+
+        Args:
+            step: Optimizer steps done.
+            slots: Requests in progress per engine (count).
+        """
+        begin_s = time.monotonic()
+        handles = list(self._pool)
+        room = {handle.engine_id: asyncio.Semaphore(slots) for handle in handles}
+
+        async def answer(index: int) -> _Answer | None:
+            handle = handles[index % len(handles)]
+            data = self._client.begin(index, held_out=True)
+            try:
+                async with room[handle.engine_id]:
+                    aborted = True
+                    while aborted:  # by an update of that kind
+                        generated = await self._pool.generate(handle, self._request(index, data))
+                        data.extend(generated)
+                        aborted = generated.aborted
+                return _Answer(data, await self._client.reward(data))
+            except (Exception, SystemExit) as error:
+                self._client.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
+                return None
+
+        answers = await asyncio.gather(*(answer(index) for index in range(self._config.problems)))
+        given = [one for one in answers if one is not None]
+        if self._samples is not None:
+            self._samples.evaluated(step, [(one.data, one.reward) for one in given])
+        versions = [version for one in given for version in one.data.spans.versions] or [step]
+        return EvaluationPoint(
+            step=step,
+            success=sum(one.reward >= 1.0 for one in given) / self._config.problems,
+            version_min=min(versions),
+            version_max=max(versions),
+            seconds=time.monotonic() - begin_s,
+        )
+
+    def _request(self, index: int, data: RolloutData) -> GenerateRequest:
+        """Return the request that has an engine answer a problem; rollouts have no negative ids."""
+        tokens, longest = data.tokens, self._config.max_tokens or self._run.workload.length.max
+        return GenerateRequest(
+            rollout_id=-1 - index,
+            prompt_tokens=(*data.prompt_tokens, *tokens),
+            max_new_tokens=longest - len(tokens),
+            seed=request_seed(self._run.seed, -1 - index, len(tokens)),
+            **self._sampling,
+        )
