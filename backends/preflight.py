@@ -48,6 +48,8 @@ def evaluation_task(config: RunConfig, task: Task) -> Task:
     """
     train = config.train
     assert train is not None
+    if train.evaluation.every is not None and not train.evaluation.problems:
+        raise ConfigError("train.evaluation.every needs train.evaluation.problems of at least 1, got problems=0")
     longest, most = train.evaluation.max_tokens, config.workload.length.max
     if longest is not None and longest > most:
         raise ConfigError(f"train.evaluation.max_tokens must be at most workload.length.max = {most}, got {longest}")

@@ -128,8 +128,6 @@ class EvaluationConfig(StrictModel):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
-        if self.every is not None and not self.problems:
-            raise ValueError("every needs problems of at least 1, got problems=0")
         if self.temperature is not None and 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         return self

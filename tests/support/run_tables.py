@@ -199,7 +199,13 @@ EVERY_KEY: dict[str, Any] = {
             "vllm": {"kv_cache_dtype": "fp8"},
         },
         "checkpoint": {"every": 10, "keep": 3},
-        "evaluation": {"problems": 50},
+        "evaluation": {
+            "problems": 50,
+            "every": 5,
+            "temperature": 0.5,
+            "max_tokens": 90,
+            "settings": {"operators": "+"},
+        },
         "logging": {"wandb_project": "lag"},
     },
 }
