@@ -15,6 +15,7 @@ from pages import ENVIRONMENT, EXAMPLES, FENCE, PAGES, ROOT, first_cells, flat, 
 from backends.fake import FakeBackend
 from backends.run import drive
 from pipelinerl.config.run_file import load_run
+from pipelinerl.records.reports import EvaluationPoint
 from pipelinerl.records.steps import COLUMNS
 from pipelinerl.records.trace import TraceWriter
 from pipelinerl.rl.config import LossConfig
@@ -144,7 +145,7 @@ def real_folder(tmp_path_factory):
     pytest.importorskip("torch")  # TensorBoard's writer is torch's
     pytest.importorskip("tensorboard")
     config = load_run(
-        EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4", "train.evaluation.every=1"]
+        EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"]
     )
     folder = tmp_path_factory.mktemp("real") / "run"
     with FakeBackend().open(config) as parts:
@@ -194,10 +195,11 @@ def test_every_key_that_a_real_run_writes_has_a_row(real_folder):
 
 @WARNS
 def test_metrics_are_those_of_the_pages(real_folder):
-    """The pages have the key of lag 0 for those of each lag, and the loss for all that a loss logs."""
+    """The pages have the key of lag 0 for those of each lag, the loss for all that a loss logs, and an evaluation's."""
     lines = [json.loads(line) for line in (real_folder / "metrics.jsonl").read_text().splitlines()]
     written = {re.sub(r"(ess/lag_)\d+$", r"\g<1>0", key) for line in lines for key in line}
     of_all = {key for key in written if not key.startswith("train/") or key == "train/loss"}
+    of_all |= {f"evaluation/{name}" for name in EvaluationPoint.model_fields}
     assert sorted(first_cells(CONCEPTS, "metrics.jsonl")) == sorted(of_all)
     watched = first_cells("docs/training.md", "Numbers to watch")
     assert len(watched) > 8
