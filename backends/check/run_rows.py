@@ -39,7 +39,7 @@ def run_rows(
     rows = [CheckRow(what="optimizer steps", measured=text)]
     if weights and report.updates is not None:
         rows += _weight_rows(report.updates, expected, weights, weights_gb)
-    rows += _agreement(report)
+    rows += _agreement(report, expected.config)
     return [*rows, _signal_row(expected.config, folder)]
 
 
@@ -68,12 +68,15 @@ def _weight_rows(
     ]
 
 
-def _agreement(report: RunReport) -> list[CheckRow]:
+def _agreement(report: RunReport, config: RunConfig) -> list[CheckRow]:
+    assert config.train is not None
     floor = None if report.mismatch is None else report.mismatch.kl_at_lag_0
     if floor is None:
         return []
     most = -math.log(1 - MOST_LOST) / 2
     text = f"{floor:.1e} nats per token between engine and trainer, of the same weights"
+    if config.train.sampling.leaves_words_out:
+        return [CheckRow(what="agreement", measured=text, expected="nothing: sampling leaves words out")]
     if not floor <= most:
         return [wrong("agreement", text, f"above {most:.2g} it is no rounding: engines have other weights or settings")]
     return [

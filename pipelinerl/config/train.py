@@ -37,6 +37,11 @@ class SamplingConfig(StrictModel):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end an answer, beside the model's end token; the answer keeps them."""
 
+    @property
+    def leaves_words_out(self) -> bool:
+        """Whether some words are never sampled, so that engines sample from another distribution than is trained."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
 
 class OptimizerConfig(StrictModel):
     """AdamW, its schedule, and gradient clipping."""

@@ -94,7 +94,7 @@ def test_an_evaluation_samples_in_its_own_way(out):
 
 
 def test_an_engine_that_is_lost_in_an_evaluation_answers_after_its_restart(out):
-    config = config_of(steps=9, train={"evaluation": {"problems": 8, "every": 3}, "engine": {"restarts": 1}})
+    config = config_of(steps=9, train={"evaluation": {"problems": 8, "every": 3}, "engine": {"restarts_per_hour": 1}})
     parts = seen(config)
 
     class Dies(Seen):

@@ -144,9 +144,7 @@ def real_folder(tmp_path_factory):
     """The folder of a run of the real driver, on an engine and a trainer in memory."""
     pytest.importorskip("torch")  # TensorBoard's writer is torch's
     pytest.importorskip("tensorboard")
-    config = load_run(
-        EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"]
-    )
+    config = load_run(EXAMPLES / "tiny_arithmetic.toml", [*TINY, "train.evaluation.problems=4"])
     folder = tmp_path_factory.mktemp("real") / "run"
     with FakeBackend().open(config) as parts:
         drive(config, parts=parts, task=Ones(), out=folder)
