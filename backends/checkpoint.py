@@ -2,10 +2,10 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format),
 ``run.pickle`` (scheduler, ledger, rollouts that are finished and not trained on, place in the trace) and
-``manifest.json`` (a checksum of every file). It is written under another name, brought to disk, and renamed when it is
-complete; only then is an older one of the same version removed. What is read is checked first. A checkpoint that is
-broken is passed over for the one before it, and named. Pickles can run code when they are read: resume only from
-checkpoints that you have written yourself.
+``manifest.json`` (a checksum of every file). What it holds is copied in one instant, and written while the run goes on:
+under another name, brought to disk, and renamed when it is complete; only then is an older one of the same version
+removed. What is read is checked first. A checkpoint that is broken is passed over for the one before it, and named.
+Pickles can run code when they are read: resume only from checkpoints that you have written yourself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backends.manifest import check_sealed, seal, settle, sync
+from backends.manifest import check_sealed, seal, sync
 from backends.state import DriverState
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -31,9 +31,9 @@ FOLDER = "checkpoints"
 MAY_DIFFER = (
     ("hardware",),
     ("compare",),
-    *(("train", one) for one in ("checkpoint", "logging", "engine", "ray_address", "weights_folder")),
+    *(("train", one) for one in ("checkpoint", "logging", "engine", "trainer", "ray_address", "weights_folder")),
 )
-"""Keys of a run file that may differ when a run is resumed."""
+"""Keys of a run file that may differ when a run is resumed; where they have accelerators of their own, ranks, too."""
 _TRAINER, _RUN, _PARTIAL, _BEFORE = "trainer", "run.pickle", "partial", ".before"
 
 
@@ -58,7 +58,6 @@ class CheckpointKeeper:
         assert config.train is not None
         self._out, self._folder, self._config, self._recording = out, out / FOLDER, config, recording
         self._num_kept = config.train.checkpoint.keep
-        self._settled: dict[str, str] = {}
 
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
@@ -67,22 +66,23 @@ class CheckpointKeeper:
         partial.mkdir(parents=True)
         return partial / _TRAINER
 
-    def settle_trainer(self) -> None:
-        """Bring the trainer's part, which has been written, to disk."""
-        partial = self._folder / _PARTIAL
-        with writing(partial):
-            self._settled = settle(partial)
+    def copy(self, state: DriverState) -> bytes:
+        """Return what a checkpoint holds besides the trainer's part; the trace is on disk up to here."""
+        return pickle.dumps({"config": _fixed(self._config), "state": state, "recording": self._recording.mark()})
 
-    def keep(self, state: DriverState) -> None:
-        """Complete the checkpoint of ``state.version`` and forget the oldest; the trainer's part is on disk."""
-        partial, whole = self._folder / _PARTIAL, self._folder / f"step_{state.version:06d}"
-        content = {"config": _fixed(self._config), "state": state, "recording": self._recording.mark()}
+    def keep(self, version: int, content: bytes) -> None:
+        """Complete the checkpoint of a version and forget the oldest; the trainer's part has been written.
+
+        Args:
+            version: Optimizer steps done.
+            content: What ``copy`` has returned.
+        """
+        partial, whole = self._folder / _PARTIAL, self._folder / f"step_{version:06d}"
         with writing(partial):
-            with (partial / _RUN).open("wb") as file:
-                pickle.dump(content, file)
-            for records in (STEPS_FILE, METRICS_FILE):  # that of the trace is part of its mark
+            (partial / _RUN).write_bytes(content)
+            for records in (STEPS_FILE, METRICS_FILE):
                 sync(self._out / records)
-            seal(partial, settle(partial, known=self._settled))
+            seal(partial)
         before = whole.with_suffix(_BEFORE)
         if whole.exists():
             shutil.rmtree(before, ignore_errors=True)
@@ -138,6 +138,8 @@ def _fixed(config: RunConfig) -> dict[str, Any]:
         for name in tables:
             table = table[name]
         table.pop(key, None)
+    if not config.colocated:  # the engines remain as many
+        del data["cluster"]["accelerators"]
     return data
 
 

@@ -34,7 +34,6 @@ from pipelinerl.errors import (
     ReferenceLostError,
     RunFailedError,
     RunInterruptedError,
-    TrainerLostError,
 )
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
@@ -90,6 +89,7 @@ class Driver:
         self.metrics = self._state.metrics
         self._resume_from, self._export_to, self._when_up = resume_from, export_to, when_up
         self._interrupted = False
+        self._writing: asyncio.Task[None] | None = None  # the newest checkpoint
         self._tasks = RunTasks()
         self._client = TaskClient(config, task, parts.codec)
         self._pool = EnginePool(
@@ -260,11 +260,13 @@ class Driver:
             if self._tasks.failure is not None:
                 raise self._tasks.failure
             await self._keep()
+            await self._kept()
             self._loop.record_interrupted()
             raise RunInterruptedError("interrupted; what was finished is kept, and --resume goes on from there")
         await self._loop.abort_all()
         await self._freeze()
         await self._keep()
+        await self._kept()
 
     async def _keep_in_spite_of(self, failure: BaseException) -> None:
         """Keep a checkpoint although reference or engines are lost, if the trainer does not wait for an engine."""
@@ -276,9 +278,10 @@ class Driver:
             _, unfinished = await asyncio.wait({self._loop.trainer_task}, timeout=limit_s)
             if unfinished:  # an engine was lost, too
                 return
-        with contextlib.suppress(TrainerLostError):
+        with contextlib.suppress(BackendError):
             await self._sync.to_saving()
             await self._keep()
+            await self._kept()
 
     async def _freeze(self) -> None:
         """Deliver nothing any more, and wait until the trainer is done; colocated, it gets the memory to save from."""
@@ -301,11 +304,23 @@ class Driver:
                 LOG.warning("trainer or reference model could not be shut down: %s", error)
 
     async def _keep(self) -> None:
-        """Write a checkpoint: the trainer's part first, then the rest in one instant."""
+        """Copy what a checkpoint holds, and have it written beside training; one that is being written is waited for.
+
+        First the trainer's part is copied, then the rest in one instant.
+        """
         if self._keeper is None:
             return
-        state = self._state
-        await self._trainer.save(self._keeper.trainer_folder())
-        await asyncio.to_thread(self._keeper.settle_trainer)
-        state.time_s = self._loop.now()
-        self._keeper.keep(state)
+        await self._kept()
+        await self._trainer.snapshot()
+        self._state.time_s = self._loop.now()
+        writing = self._write(self._keeper, self._state.version, self._keeper.copy(self._state))
+        self._writing = self._tasks.spawn(writing)
+
+    async def _write(self, keeper: Keeper, version: int, content: bytes) -> None:
+        await self._trainer.save(await asyncio.to_thread(keeper.trainer_folder))
+        await asyncio.to_thread(keeper.keep, version, content)
+
+    async def _kept(self) -> None:
+        """Wait until the checkpoint that is being written, if there is one, is complete."""
+        if self._writing is not None:
+            await self._writing

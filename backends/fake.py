@@ -83,14 +83,13 @@ class FakeEngine:
         self._weights = Weights(0, "memory:0")
         self._running: dict[int, _Sequence] = {}
         self._waiting: dict[int, _Sequence] = {}
-        self._work = asyncio.Event()
-        self._between_steps = asyncio.Lock()
         self._loop: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin, at version 0."""
         self.num_started += 1
         self._lost, self._weights = False, Weights(0, "memory:0")
+        self._work, self._between_steps = asyncio.Event(), asyncio.Lock()  # of this event loop
         self._loop = asyncio.create_task(self._steps())
 
     def die(self) -> None:
@@ -243,6 +242,7 @@ class FakeTrainer:
         self._batch, self._train_s, self._publish_s = train_batch_size, train_s, publish_s
         self._kl_coefficient = kl_coefficient
         self._accumulated: list[int] = []
+        self._copied = 0
 
     async def start(self) -> None:
         """Begin, at version 0."""
@@ -274,10 +274,13 @@ class FakeTrainer:
     async def send(self, weights: Weights) -> None:
         """Do nothing: the weights are in memory."""
 
+    async def snapshot(self) -> None:
+        """Copy the weights."""
+        self._copied = self.version
+
     async def save(self, folder: Path) -> None:
-        """Write the weights."""
-        folder.mkdir(parents=True)
-        (folder / "fake.json").write_text(json.dumps({"version": self.version}), encoding="utf-8")
+        """Write what was copied."""
+        _write(folder, self._copied)
 
     async def load(self, folder: Path) -> None:
         """Go on from what ``save`` wrote."""
@@ -286,7 +289,7 @@ class FakeTrainer:
 
     async def export(self, folder: Path) -> None:
         """Write the weights."""
-        await self.save(folder)
+        _write(folder, self.version)
 
     async def offload(self) -> None:
         """Do nothing: no memory is shared."""
@@ -296,6 +299,11 @@ class FakeTrainer:
 
     async def shutdown(self) -> None:
         """Do nothing: no process runs."""
+
+
+def _write(folder: Path, version: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "fake.json").write_text(json.dumps({"version": version}), encoding="utf-8")
 
 
 def _divergence(sample: Sample, now: float) -> float:

@@ -250,8 +250,14 @@ class Trainer(Protocol):
             TrainerLostError: If a rank has died.
         """
 
+    async def snapshot(self) -> None:
+        """Copy weights, optimizer and schedule, for ``save``; nothing is trained meanwhile."""
+
     async def save(self, folder: Path) -> None:
-        """Write weights, optimizer and schedule into a new folder."""
+        """Write what ``snapshot`` copied last into a new folder; what is trained meanwhile goes on.
+
+        No snapshot is made before it has returned.
+        """
 
     async def load(self, folder: Path) -> None:
         """Go on from what ``save`` wrote."""

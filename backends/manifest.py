@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,25 +17,15 @@ NUM_THREADS = 8
 """Files that are read at a time (count); while they are read and hashed Python is free for others."""
 
 
-def settle(folder: Path, *, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Bring all files below a folder to disk, and return their SHA-256 by their path in the folder.
-
-    Args:
-        folder: Its files are not written to any more.
-        known: What was returned before: these files are not read again.
+def seal(folder: Path) -> None:
+    """Bring all files of a folder that is complete to disk, and then its manifest.
 
     Raises:
         OSError: A file cannot be read or written.
     """
-    digests = dict(known or {})
-    new = {name: path for name, path in _files(folder).items() if name not in digests}
+    files = _files(folder)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        digests |= zip(new, pool.map(_settled, new.values()), strict=True)
-    return digests
-
-
-def seal(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the manifest of a folder that is complete and settled: all of it is on disk then."""
+        digests = dict(zip(files, pool.map(_settled, files.values()), strict=True))
     manifest = folder / MANIFEST_FILE
     manifest.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     sync(manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,6 +20,7 @@ from backends.samples_log import SamplesLog
 from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig, VLLMConfig
+from pipelinerl.errors import ConfigError, TrainerLostError
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
@@ -26,6 +28,7 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 from pipelinerl.rl.tasks import load_task
 
+LOG = logging.getLogger("pipelinerl")
 MODEL_FOLDER = "model"
 """Folder of a run's trained model."""
 
@@ -44,6 +47,9 @@ def drive(
     trial: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> RunReport:
     """Run with these parts, and keep the run in a folder.
+
+    If the trainer is lost, all parts are shut down and started again, and the run goes on from its newest checkpoint,
+    as after ``--resume``: what was recorded since then is cut off.
 
     On Ctrl-C the run ends as soon as the trainer is done with what it does, a checkpoint is written, and what was
     finished is kept. A second Ctrl-C ends it at once.
@@ -67,6 +73,36 @@ def drive(
         BackendError: If the trainer, the reference model, or too many engines, were lost; the folder holds what
             happened until then.
     """
+    assert config.train is not None
+    limit, before = (
+        config.train.trainer.restarts,
+        0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts,
+    )
+    for restarts in range(limit + 1):
+        try:
+            return _drive_on(config, parts=parts, task=task, out=out, checkpoint=checkpoint, on_step=on_step)
+        except TrainerLostError as error:
+            lost = error
+        if restarts < limit:
+            try:
+                checkpoint = read_newest(out, config)
+            except ConfigError:  # there is none yet
+                raise lost from None
+            checkpoint.state.metrics.trainer_restarts = before + restarts + 1
+            LOG.warning("%s; the run goes on from step %d", lost, checkpoint.state.version)
+    raise TrainerLostError(f"{lost} (train.trainer.restarts={limit} are used up)")
+
+
+def _drive_on(
+    config: RunConfig,
+    *,
+    parts: Parts,
+    task: Task,
+    out: Path,
+    checkpoint: Checkpoint | None,
+    on_step: Progress | None,
+) -> RunReport:
+    """Run from the start or a checkpoint, until the end or the loss of something; see ``drive``."""
 
     def step_done(row: StepRow) -> None:
         metrics = driver.metrics.take(row, recording.ledger)

@@ -47,11 +47,11 @@ class Keeper(Protocol):
     def trainer_folder(self) -> Path:
         """Return a new folder for the trainer's part of the next checkpoint."""
 
-    def settle_trainer(self) -> None:
-        """Bring the trainer's part, which has been written, to disk; blocks, and may be called in a thread."""
+    def copy(self, state: DriverState) -> bytes:
+        """Return what the next checkpoint holds besides it, as it is now."""
 
-    def keep(self, state: DriverState) -> None:
-        """Complete the checkpoint of ``state.version``; the trainer's part is on disk."""
+    def keep(self, version: int, content: bytes) -> None:
+        """Complete the checkpoint, whose trainer's part has been written; blocks, and may be called in a thread."""
 
 
 def fresh_state(config: RunConfig) -> DriverState:

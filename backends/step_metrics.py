@@ -30,6 +30,8 @@ class StepMetrics:
         self._ratio_means = RatioMeans()
         self._num_restarts = self._num_skipped = 0
         self._evaluation: dict[str, float] = {}
+        self.trainer_restarts = 0
+        """Times the run has gone on from a checkpoint because its trainer was lost."""
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
@@ -117,6 +119,7 @@ class StepMetrics:
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
             **{f"rollouts/{end}": float(num) for end, num in ledger.ended().items()},
+            "restarts/trainer": float(self.trainer_restarts),
             **{f"train/{name}": value for name, value in _derived(self._trainer).items()},
             **ratios,
             **{f"sync/{name}_s": means.mean for name, means in self._step_updates.items() if means.num},
@@ -136,6 +139,7 @@ class StepMetrics:
                 count=updates["pause"].num, **{f"{name}_s": means.mean for name, means in updates.items()}
             ),
             engine_restarts=self._num_restarts,
+            trainer_restarts=self.trainer_restarts,
             skipped_steps=self._num_skipped,
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),

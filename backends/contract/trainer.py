@@ -101,6 +101,7 @@ class TrainerContract:
     async def _save(self) -> int:
         self.saved.append(self.version)
         number = len(self.saved) - 1
+        await self.trainer.snapshot()
         await self.trainer.save(self.folder / f"saved-{number}")
         return number
 
@@ -189,6 +190,16 @@ class TrainerContract:
         _, again = await self._step(1)
         check_metrics(again, metrics, rel=1e-6)
         assert (await self._publish()).checksums == after.checksums
+
+    async def what_is_saved_is_what_was_copied_whatever_is_trained_meanwhile(self) -> None:
+        await self._step()
+        copied = await self._publish()
+        await self.trainer.snapshot()
+        await asyncio.gather(self.trainer.save(self.folder / "meanwhile"), self._step(1))
+        assert (await self._publish()).checksums != copied.checksums
+        await self.trainer.load(self.folder / "meanwhile")
+        self.version = copied.version
+        assert (await self._publish()).checksums == copied.checksums
 
     async def an_export_writes_files_and_changes_nothing(self) -> None:
         before = await self._publish()

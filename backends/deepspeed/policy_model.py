@@ -95,11 +95,18 @@ class PolicyModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to myp
         return logprob_M, entropy_M, value_M
 
 
-def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], dtype: torch.dtype | None = None) -> torch.nn.Module:
+def load_policy(
+    model_path: str,
+    *,
+    device: Literal["cpu", "gpu"],
+    dtype: torch.dtype | None = None,
+    zero3: dict[str, Any] | None = None,
+) -> torch.nn.Module:
     """Load a causal language model in training mode.
 
     Weights that are stored in the type they are trained in are mapped from their file, not read: the ranks of a machine
-    share its pages, and none has a copy of its own in the host's memory.
+    share its pages, and none has a copy of its own in the host's memory. Under ZeRO-3 none is ever whole on a rank, in
+    whatever type it is stored.
 
     Dropout is turned off: the policy that is trained is the one that samples.
 
@@ -107,6 +114,7 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], dtype: torch.
         model_path: Folder in Hugging Face format.
         device: Where it will run; it is loaded into the host's memory.
         dtype: Type of its parameters. None: that of the device, ``TRAINED_DTYPES``.
+        zero3: DeepSpeed's configuration, if it is to be split over the ranks, which load it together.
 
     Raises:
         ConfigError: If the GPU has no kernel for packed rows.
@@ -116,16 +124,34 @@ def load_policy(model_path: str, *, device: Literal["cpu", "gpu"], dtype: torch.
     config = AutoConfig.from_pretrained(model_path)
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
+    dtype = dtype or TRAINED_DTYPES[device]
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         config=config,
-        dtype=dtype or TRAINED_DTYPES[device],
+        dtype=dtype if zero3 is None else "auto",  # as it is stored: split parameter by parameter
         attn_implementation=register_packed_attention(),
     )
+    if zero3 is not None:
+        _split(model, dtype, zero3)
+        model.config.dtype = dtype
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model.train()
+
+
+def _split(model: torch.nn.Module, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """Leave every rank its part of each parameter; they are read from the file by rank 0, one after the other."""
+    import deepspeed  # reads DS_ACCELERATOR when it is imported
+
+    splitter, reads = deepspeed.zero.Init(config_dict_or_path=config), torch.distributed.get_rank() == 0
+    for parameter in model.parameters():
+        # A copy even in the same type: what others receive must not be written into the file's pages.
+        whole = parameter.data
+        parameter.data = whole.to(dtype, copy=True) if reads else torch.empty_like(whole, dtype=dtype)
+        splitter._convert_to_zero_parameters([parameter])
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(splitter.local_device)
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:

@@ -36,16 +36,17 @@ from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
 from backends.deepspeed.publisher import Publisher
 from backends.deepspeed.rank_settings import RankSettings, deepspeed_config, make_optimizer
+from backends.deepspeed.rank_state import RankState
 from backends.deepspeed.self_test import self_test
 from backends.deepspeed.step_meter import StepMeter
 from backends.interface import RankFacts, Weights
 from backends.process_log import log_to
+from backends.transfer.lines import address_towards
 from backends.transfer.meeting import MeetingStore, own_address
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 from pipelinerl.util.user_code import kind_and_line
 
-CHECKPOINT_TAG = "trainer"
 MAX_SKIPPED = 5
 """Optimizer steps in a row whose gradient is not finite, after which the run ends (count)."""
 
@@ -70,12 +71,17 @@ class TrainerRank:
         with socket.create_server((address, 0)) as probe:
             return address, probe.getsockname()[1]
 
-    def start(self, master_address: str, master_port: int) -> None:
+    def address_towards(self, address: str) -> str:
+        """Return the address that this rank comes from when it connects to another one."""
+        return address_towards(address)
+
+    def start(self, master_address: str, master_port: int, heard: Sequence[str] | None = None) -> None:
         """Meet the other ranks and load the model, at version 0.
 
         Args:
             master_address: Address of rank 0's machine.
             master_port: A free port there.
+            heard: Addresses that ranks connect from; see ``MeetingStore``.
         """
         settings = self._settings
         log_to(settings.logs and f"{settings.logs}/rank-{settings.rank}.log")
@@ -91,14 +97,16 @@ class TrainerRank:
         if settings.device == "gpu":
             torch.cuda.set_device(self._device)
         _silence_libraries()
-        self._meet(master_address, master_port)
+        self._meet(master_address, master_port, heard)
         import deepspeed  # reads DS_ACCELERATOR when it is imported
 
         # On CPU DeepSpeed would compile a faster all-reduce at the first start, for a minute and with a C++ compiler;
         # a process killed meanwhile leaves a lock that every later start waits for, for ever. gloo does without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-        policy = load_policy(settings.model_path, device=settings.device)
+        config = deepspeed_config(settings)
+        split = config if settings.trainer.zero_stage == 3 else None
+        policy = load_policy(settings.model_path, device=settings.device, zero3=split)
         if settings.trainer.activation_checkpointing:
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         value_head = settings.loss.value_coefficient > 0
@@ -110,20 +118,21 @@ class TrainerRank:
             model=model,
             optimizer=optimizer,
             lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
-            config=deepspeed_config(settings),
+            config=config,
         )
+        self._state = RankState(self._engine, rank=settings.rank)
         self._publisher.check(self._engine.module)
 
-    def _meet(self, master_address: str, master_port: int) -> None:
+    def _meet(self, master_address: str, master_port: int, heard: Sequence[str] | None) -> None:
         """Make the group of ranks before DeepSpeed would: it binds the group to a device, and more groups can hang.
 
         DeepSpeed keeps groups for the life of a process, so a second trainer in this process has the same.
         """
         if torch.distributed.is_initialized():
             return
-        settings, timeout_s = self._settings, self._settings.trainer.step_timeout_s
+        settings, timeout_s = self._settings, self._settings.trainer.collective_timeout_s
         if settings.rank == 0:
-            store: Any = MeetingStore(master_address, master_port, timeout_s=timeout_s)
+            store: Any = MeetingStore(master_address, master_port, timeout_s=timeout_s, heard=heard)
         else:
             store = torch.distributed.TCPStore(master_address, master_port, timeout=timedelta(seconds=timeout_s))
         torch.distributed.init_process_group(
@@ -241,26 +250,28 @@ class TrainerRank:
         """See ``Publisher``; training goes on meanwhile."""
         return self._publisher.send(version)
 
+    def snapshot(self) -> None:
+        """Copy masters, optimizer and schedule into the host's memory, for ``save``."""
+        self._state.copy()
+
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer and schedule; every rank writes its own part.
+        """Write what ``snapshot`` has copied; training goes on meanwhile. Every rank writes its own part.
 
         Raises:
-            BackendError: With the folder, if it cannot be written: neither Python's nor torch's own error names a path.
+            BackendError: With the folder, if it cannot be written.
         """
         try:
-            self._engine.save_checkpoint(str(folder), tag=CHECKPOINT_TAG)
-        except (OSError, RuntimeError) as error:
+            self._state.write(Path(folder))
+        except OSError as error:
             raise BackendError(f"cannot write {folder}: {kind_and_line(error)}") from error
 
     def load(self, folder: Path) -> None:
-        """Go on from what ``save`` wrote with as many ranks and the same ZeRO stage.
+        """Go on from what ``save`` wrote, whatever the number of ranks was.
 
         Raises:
             BackendError: If there is no such checkpoint.
         """
-        if not (Path(folder) / CHECKPOINT_TAG).is_dir():
-            raise BackendError(f"checkpoint cannot be loaded: {folder} has no folder {CHECKPOINT_TAG!r}")
-        self._engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        self._state.load(Path(folder))
 
     def export(self, folder: Path) -> None:
         """Write the language model in Hugging Face format, tokenizer included."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from backends.deepspeed.policy_model import REDUCE_BUCKET, WHOLE_PARAMETERS, PolicyModel
+from backends.deepspeed.policy_model import REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.rl.config import LossConfig
 
@@ -69,7 +69,7 @@ def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
             "stage3_param_persistence_threshold": settings.whole_parameter_elements,
         },
     }
-    if settings.device == "gpu":
+    if TRAINED_DTYPES[settings.device] is torch.bfloat16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         config["communication_data_type"] = "fp32"
     return config

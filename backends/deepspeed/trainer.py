@@ -1,9 +1,9 @@
 """The real trainer: DeepSpeed ranks as Ray actors, called together.
 
 Theory of operation. Every call goes to all ranks at once and returns when all have returned. Ranks carry calls out
-in the order they were made, one at a time; but rank 0 sends weights in a thread of its own, beside training. The first
-rank that fails, or the time-out, ends the call for all: the others may hang in a collective that will never be
-complete. So nothing but ``shutdown`` can follow.
+in the order they were made, one at a time; but rank 0 sends weights, and all write their copies of a checkpoint, in
+threads of their own, beside training. The first rank that fails, or the time-out, ends the call for all: the others
+may hang in a collective that will never be complete. So nothing but ``shutdown`` can follow.
 
 ========================  ============================  =====================================
 call                      waits for                     limit
@@ -38,12 +38,14 @@ from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.deepspeed.step_meter import PHASES
 from backends.interface import RankFacts, Sample, TrainResult, Weights
-from pipelinerl.errors import TrainerLostError, TransferError
+from pipelinerl.errors import BackendError, PipelineRLError, TrainerLostError, TransferError
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Time that ranks have to clean up before they are killed (seconds)."""
 BLAME_TIMEOUT_S = 3.0
 """Time to look for a dead rank when another one reports an error (seconds)."""
+SAVING_THREAD = "saving"
+"""Ray's concurrency group of the calls that write a checkpoint."""
 ADVICE = {
     "meet": "",
     "start": "",
@@ -97,13 +99,14 @@ class DeepSpeedTrainer:
         Raises:
             TrainerLostError: If a rank fails or does not answer in time.
         """
-        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1})(TrainerRank)
+        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1, SAVING_THREAD: 1})(TrainerRank)
         self._ranks = [
             actor.options(**options).remote(replace(self._settings, rank=rank))
             for rank, options in enumerate(self._options)
         ]
-        (address,) = await self._call("meet", "free_address", ranks=self._ranks[:1])
-        await self._call("start", "start", *address)
+        ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
+        heard = await self._call("meet", "address_towards", address)
+        await self._call("start", "start", address, port, heard)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         """See ``interface.Trainer``.
@@ -175,9 +178,15 @@ class DeepSpeedTrainer:
         call = getattr(self._ranks[0], method).options(concurrency_group=TRANSFER_THREAD)
         return (await self._all(phase, [call.remote(*arguments)]))[0]
 
+    async def snapshot(self) -> None:
+        """See ``interface.Trainer``."""
+        await self._call("snapshot", "snapshot")
+
     async def save(self, folder: Path) -> None:
         """See ``interface.Trainer``; all ranks must reach the folder."""
-        await self._call("save", "save", folder)
+        await self._all(
+            "save", [rank.save.options(concurrency_group=SAVING_THREAD).remote(folder) for rank in self._ranks]
+        )
 
     async def load(self, folder: Path) -> None:
         """See ``interface.Trainer``."""
@@ -217,6 +226,7 @@ class DeepSpeedTrainer:
 
         Raises:
             TrainerLostError: With the rank that died, else the first that failed, else those that did not answer.
+            BackendError: If a rank has given up on purpose: it would do so again.
         """
         begin_s = time.monotonic()
         futures = [future_of(call) for call in calls]
@@ -237,4 +247,5 @@ class DeepSpeedTrainer:
             raise TrainerLostError(f"trainer hangs: phase={phase} ranks={silent} {seconds}")
         rank = min(faults, key=lambda rank: (not isinstance(faults[rank], RayActorError), rank))
         what, reason = explain_fault(faults[rank])
-        raise TrainerLostError(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from faults[rank]
+        error = BackendError if isinstance(faults[rank], PipelineRLError) else TrainerLostError  # Ray keeps the kind
+        raise error(f"trainer {what}: phase={phase} rank={rank} {seconds}: {reason}") from faults[rank]

@@ -1,8 +1,12 @@
-"""The store that the members of a process group meet at, on one address of this machine only."""
+"""The store that the members of a process group meet at, on one address of this machine, for their machines only."""
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import struct
+import sys
+from collections.abc import Sequence
 from datetime import timedelta
 
 import ray
@@ -14,18 +18,31 @@ WAITING = 4096
 """Members that may be about to connect at a time (count)."""
 
 
+SO_ATTACH_FILTER = 26
+"""Linux: have a program look at every packet of a socket."""
+SOURCE_ADDRESS = 0xFFF00000 + 12
+"""To that program: where the sender's address is in a packet of IPv4."""
+LOAD, JUMP_UNLESS, RETURN = 0x20, 0x15, 0x06
+"""Its instructions: load a word; go on if it is this one, else skip one; keep so many bytes of the packet."""
+
+
 class MeetingStore(TCPStore):  # type: ignore[misc]  # torch is Any to mypy
-    """A store that listens on one address; torch's own listens on all. Neither asks who connects.
+    """A store that listens on one address, and hears some machines only; torch's own listens on all, and hears all.
+
+    It does not ask who connects: on the machines that it hears everybody can.
 
     Args:
         address: Of this machine, as the members reach it.
         port: 0: one that is free (``port``).
         timeout_s: Longest wait for an answer of it (seconds).
+        heard: Addresses that members connect from (Linux, IPv4). None: all are heard.
     """
 
-    def __init__(self, address: str, port: int = 0, *, timeout_s: float) -> None:
+    def __init__(self, address: str, port: int = 0, *, timeout_s: float, heard: Sequence[str] | None = None) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family) as listener:
+            if heard is not None and family == socket.AF_INET and sys.platform == "linux":
+                _hear_only(listener, heard)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, port))
             listener.listen(WAITING)
@@ -40,6 +57,17 @@ class MeetingStore(TCPStore):  # type: ignore[misc]  # torch is Any to mypy
             wait_for_workers=False,
             master_listen_fd=descriptor,
         )
+
+
+def _hear_only(listener: socket.socket, addresses: Sequence[str]) -> None:
+    """Have the packets of all others dropped, before anything listens."""
+    program = [(LOAD, 0, SOURCE_ADDRESS)]
+    for address in sorted(set(addresses)):
+        (number,) = struct.unpack("!I", socket.inet_aton(address))
+        program += [(JUMP_UNLESS, 1, number), (RETURN, 0, 0xFFFFFFFF)]
+    program.append((RETURN, 0, 0))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", what, 0, skip, k) for what, skip, k in program))
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)))
 
 
 def own_address() -> str:

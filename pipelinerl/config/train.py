@@ -75,10 +75,15 @@ class DeepSpeedConfig(StrictModel):
     """Compute activations again in the backward pass instead of keeping them: without it little fits on a GPU."""
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds after which a micro-batch counts as hung."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a rank that waits for the others (NCCL, gloo) gives up; a file of weights takes less."""
+    restarts: CountOrZero = 3
+    """Times the run goes on by itself from its last checkpoint after a rank was lost, before it fails (count)."""
 
 
 TrainerConfig = DeepSpeedConfig
-"""A union tagged by ``kind``, of one member. Every member has ``step_timeout_s``, which the driver reads."""
+"""A union tagged by ``kind``, of one member. Every member has ``step_timeout_s`` and ``restarts``, which the driver
+reads."""
 
 
 class VLLMConfig(StrictModel):

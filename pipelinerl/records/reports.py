@@ -247,6 +247,8 @@ class RunMeasurements(Report):
     """Weight updates. Absent in a simulation."""
     engine_restarts: int | None = None
     """Engines that were lost and started again (times)."""
+    trainer_restarts: int | None = None
+    """Times the run went on from a checkpoint by itself, because its trainer was lost. Absent in a simulation."""
     skipped_steps: int | None = None
     """Optimizer steps whose gradient was not finite: the weights stayed as they were. Absent in a simulation."""
     driver_s_per_rollout: float | None = None

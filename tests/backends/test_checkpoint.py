@@ -153,6 +153,6 @@ def test_a_full_disk_is_said_with_the_path(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("backends.checkpoint.pickle.dump", full)
+    monkeypatch.setattr("backends.checkpoint.seal", full)
     with pytest.raises(RunFailedError, match=rf"cannot write {tmp_path}/run/{FOLDER}/partial: No space left on device"):
         run(CONFIG, tmp_path / "run", parts_of(CONFIG))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from ledger_check import records
 from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
 from backends.event_loop import EventLoop
-from backends.fake import FakeEngine
+from backends.fake import FakeEngine, FakeTrainer
 from pipelinerl.errors import ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
@@ -48,19 +47,50 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(out, setting, at):
     assert summary.lag.max <= setting.get("max_lag", 20)
 
 
-def test_after_a_lost_trainer_the_run_goes_on_from_the_last_checkpoint(out):
-    def die():
-        raise TrainerLostError("rank 0 is dead")
+class Dying(FakeTrainer):
+    """Dies so many times when it is to begin a step; not before a checkpoint is complete, if it is given one."""
 
-    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}})
-    parts = parts_of(config)
-    parts.trainer = Killer(train_batch_size=8, at=5, do=die)
-    with pytest.raises(TrainerLostError, match="rank 0 is dead"):
-        run(config, out, parts)
-    assert sorted(path.name for path in (out / FOLDER).iterdir()) == ["step_000002", "step_000004"]
-    parts = parts_of(config)
-    run_checked(config, out, parts, resume=True)
-    assert len(parts.trainer.trained) == 5
+    def __init__(self, *, times, at=5, after=None):
+        super().__init__(train_batch_size=8)
+        self.times, self.at, self.after = times, at, after
+
+    async def train(self, samples, *, completes_step):
+        if self.version == self.at and self.times:
+            while self.after is not None and not self.after.exists():
+                await asyncio.sleep(0.01)
+            self.times -= 1
+            raise TrainerLostError("rank 0 is dead")
+        return await super().train(samples, completes_step=completes_step)
+
+
+def dying(config, out, *, times):
+    return parts_of(config, trainer=Dying(times=times, after=out / FOLDER / "step_000004"))
+
+
+def test_a_run_goes_on_by_itself_from_its_last_checkpoint_when_its_trainer_is_lost(out, caplog):
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}, "trainer": {"restarts": 2}})
+    parts = dying(config, out, times=2)
+    summary = run_checked(config, out, parts)
+    assert summary.trainer_restarts == 2
+    assert [engine.num_started for engine in parts.engines] == [3, 3]
+    assert len(parts.trainer.trained) == 5 + 1 + 5  # steps 1 to 5, 5 again, 5 to 9
+    assert [one for one in caplog.messages if "rank 0" in one] == ["rank 0 is dead; the run goes on from step 4"] * 2
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [one["restarts/trainer"] for one in metrics] == [0] * 3 + [2] * 6  # step 4 was kept before it was told
+
+
+def test_a_trainer_that_is_lost_too_often_ends_the_run_and_resume_goes_on(out):
+    config = config_of(steps=9, longest=40, slots=16, train={"checkpoint": {"every": 2}, "trainer": {"restarts": 1}})
+    with pytest.raises(TrainerLostError, match=r"^rank 0 is dead \(train.trainer.restarts=1 are used up\)$"):
+        run(config, out, dying(config, out, times=2))
+    assert read_newest(out, config).state.version == 4
+    assert run_checked(config, out, dying(config, out, times=1), resume=True).trainer_restarts == 1
+
+
+def test_a_trainer_that_is_lost_before_the_first_checkpoint_ends_the_run(out):
+    config = config_of(steps=9)
+    with pytest.raises(TrainerLostError, match=r"^rank 0 is dead$"):
+        run(config, out, parts_of(config, trainer=Dying(times=1)))
 
 
 def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(out):
@@ -148,7 +178,7 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, m
     rename = Path.rename
 
     def killed(path, target):
-        if path.name == "partial" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if path.name == "partial" and target.with_suffix(".before").exists():
             raise KeyboardInterrupt  # after Ctrl-C: its second one
         return rename(path, target)
 
@@ -184,3 +214,16 @@ def test_ctrl_c_while_a_resumed_run_starts_says_how_far_it_is(out):
         RunFailedError, match=r"^interrupted before anything new, after 3 optimizer steps; --resume goes on"
     ):
         run(config, out, parts, resume=True)
+
+
+@pytest.mark.parametrize(("kind", "may"), [("pipeline", True), ("conventional", False)])
+def test_a_run_may_go_on_with_more_ranks_but_not_with_more_engines(out, kind, may):
+    config = config_of(kind=kind)
+    interrupted(config, out, at=2)
+    cluster = config.cluster.model_copy(update={"accelerators": config.cluster.accelerators + 2})
+    changed = config.model_copy(update={"cluster": cluster})
+    if may:
+        run_checked(changed, out, resume=True)
+    else:
+        with pytest.raises(ConfigError, match=r"was written with cluster.accelerators=2, got 4"):
+            read_newest(out, changed)

@@ -186,6 +186,8 @@ EVERY_KEY: dict[str, Any] = {
             "pack_tokens": 2048,
             "activation_checkpointing": True,
             "step_timeout_s": 60.0,
+            "collective_timeout_s": 30.0,
+            "restarts": 1,
         },
         "placement_timeout_s": 30.0,
         "engine": {

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from backends.contract.checks import FOLLOWING
 from backends.deepspeed.lr_schedule import learning_rate_factor
-from backends.deepspeed.packing import pack
-from backends.deepspeed.policy_model import copy_policy
+from backends.deepspeed.packing import PackedRow, pack
+from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors
 from backends.deepspeed.rank import TrainerRank
 from backends.deepspeed.rank_settings import RankSettings
 from backends.interface import Sample, Weights
@@ -170,6 +171,67 @@ def plain_training(
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
     assert list(left) == list(right)
     return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def saved_state(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return masters and moments, flat, by kind and parameter, from the files of all ranks."""
+    pieces: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118  # no mapping
+                kind, begin, name = key.split(":", maxsplit=2)
+                pieces.setdefault(kind, {}).setdefault(name, {})[int(begin)] = file.get_tensor(key)
+    for by_name in pieces.values():
+        for parts in by_name.values():  # none overlaps, none is missing
+            ends = [begin + len(part) for begin, part in sorted(parts.items())]
+            assert sorted(parts) == [0, *ends[:-1]]
+    return {
+        kind: {name: torch.cat([part for _, part in sorted(parts.items())]) for name, parts in sorted(by_name.items())}
+        for kind, by_name in pieces.items()
+    }
+
+
+def plain_gradients(
+    model_path: Path, masters: dict[str, torch.Tensor], rows: Sequence[PackedRow]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the clipped gradient in bfloat16 of each parameter, summed in float32, and the sum of its rows' sizes.
+
+    Args:
+        model_path: Folder of the model.
+        masters: The parameters, flat, which are rounded.
+        rows: All rows of all ranks.
+    """
+    policy = load_policy(str(model_path), device="cpu", dtype=torch.bfloat16)
+    model = PolicyModel(policy, temperature=TEMPERATURE, value_head=False)
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(masters[name].view_as(parameter))
+    total, sizes = ({name: torch.zeros(one.numel()) for name, one in named.items()} for _ in range(2))
+    for row in rows:
+        logprob_M, *_ = model(**row_tensors(row, torch.device("cpu")))
+        loss_M = policy_loss(
+            LossConfig(truncation=1.2),
+            logprob_N=logprob_M,
+            behaviour_logprob_N=torch.tensor(row.behaviour_logprob_M),
+            advantage_N=torch.tensor(row.advantage_M),
+            sequence_N=torch.tensor(row.sequence_M),
+            num_sequences=len(row.sample_index_S),
+        )
+        gradients = torch.autograd.grad(loss_M.sum() / BATCH, list(named.values()))
+        for name, gradient in zip(named, gradients, strict=True):
+            total[name] += gradient.float().view(-1)
+            sizes[name] += gradient.float().view(-1).abs()
+    norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in total.values()])))
+    factor = min(1.0, OPTIMIZER.gradient_clip / (norm + 1e-6))
+    return tuple({name: one * factor for name, one in each.items()} for each in (total, sizes))  # type: ignore[return-value]
+
+
+def spoilt_rows() -> list[PackedRow]:
+    """Return a row whose gradient is not finite."""
+    (row,) = pack(samples()[:1], pack_tokens=100, num_ranks=1)[0]
+    row.advantage_M[0] = np.inf
+    return [row]
 
 
 def path_of(weights: Weights) -> Path:

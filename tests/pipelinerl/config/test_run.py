@@ -51,8 +51,8 @@ def test_a_number_that_is_negative_or_of_another_type_is_one_line(key: str, valu
 
 MAY_BE_ZERO = {
     "seed", "scheduler.max_lag", "plan.lag_limit", "workload.prompt_tokens", "train.task.overlong_tokens",
-    "train.optimizer.warmup_steps", "train.trainer.zero_stage", "train.engine.restarts_per_hour",
-    "train.evaluation.problems", "train.sampling.top_k",
+    "train.optimizer.warmup_steps", "train.trainer.zero_stage", "train.trainer.restarts",
+    "train.engine.restarts_per_hour", "train.evaluation.problems", "train.sampling.top_k",
     "policy.warm_start.steps", "policy.warm_start.seed",
 }  # fmt: skip
 
