@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
 from backends.vllm.engine import VLLMEngine
@@ -40,6 +41,7 @@ class RayEngine:
         self._settings, self._options = settings, options
         self._actor: Any = None
         self._shared_memory: set[str] = set()
+        self._node = ""  # of Ray's cluster, where that is
         self._hung = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.num_started = 0
@@ -58,6 +60,7 @@ class RayEngine:
             async with asyncio.timeout(limit_s):
                 await self._call("start")
                 self._shared_memory = await self._call("shared_memory")
+                self._node = await self._call("__ray_call__", lambda _: _this_node())
         except TimeoutError:
             raise EngineLostError(
                 f"engine {self._settings.engine_id} lost: phase=start: no answer for {limit_s:g} s; "
@@ -104,15 +107,17 @@ class RayEngine:
             self._watcher = None
         if actor is None:
             return
+        left, self._shared_memory = self._shared_memory, set()
         try:
             with contextlib.suppress(RayError, TimeoutError):
-                if self._hung.is_set():
-                    return
-                await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
+                if not self._hung.is_set():
+                    await asyncio.wait_for(_future(actor.shutdown.remote()), SHUTDOWN_TIMEOUT_S)
+                    left = set()
         finally:  # also when cancelled: no other object holds the actor
             ray.kill(actor)
-            remove_shared_memory(self._shared_memory)  # on another machine it is not, and what a kill left there stays
-            self._shared_memory = set()
+        if left:
+            with contextlib.suppress(RayError, TimeoutError):  # its machine may be gone, too
+                await asyncio.wait_for(_future(_removal(left, self._node)), SHUTDOWN_TIMEOUT_S)
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         actor = self._actor
@@ -153,3 +158,13 @@ class RayEngine:
 
 async def _future(reference: Any) -> Any:
     return await reference
+
+
+def _this_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _removal(paths: set[str], node: str) -> Any:
+    """Remove what a killed engine has left in the shared memory of its machine."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(num_cpus=0)(remove_shared_memory).options(scheduling_strategy=there).remote(paths)
