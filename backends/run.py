@@ -74,13 +74,20 @@ def drive(
             happened until then.
     """
     assert config.train is not None
-    limit, before = (
-        config.train.trainer.restarts,
-        0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts,
-    )
+    limit = config.train.trainer.restarts
+    before = 0 if checkpoint is None else checkpoint.state.metrics.trainer_restarts
     for restarts in range(limit + 1):
         try:
-            return _drive_on(config, parts=parts, task=task, out=out, checkpoint=checkpoint, on_step=on_step)
+            return _drive_on(
+                config,
+                parts=parts,
+                task=task,
+                out=out,
+                evaluation_task=evaluation_task,
+                checkpoint=checkpoint,
+                on_step=on_step,
+                trial=trial,
+            )
         except TrainerLostError as error:
             lost = error
         if restarts < limit:
@@ -99,8 +106,10 @@ def _drive_on(
     parts: Parts,
     task: Task,
     out: Path,
+    evaluation_task: Task | None,
     checkpoint: Checkpoint | None,
     on_step: Progress | None,
+    trial: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> RunReport:
     """Run from the start or a checkpoint, until the end or the loss of something; see ``drive``."""
 

@@ -39,6 +39,9 @@ def leaves() -> type:
         def shared_memory(self) -> set[str]:
             return {self._path}
 
+        def is_there(self) -> None:
+            pass
+
         def shutdown(self) -> None:
             os._exit(1)
 
