@@ -131,6 +131,7 @@ class Engine(Protocol):
 
         Raises:
             EngineLostError: If the engine cannot go on. It never serves a mixture of two versions.
+            WeightsRefusedError: If they are not those of its model: the run ends.
         """
 
     async def checksums(self) -> dict[str, str]:

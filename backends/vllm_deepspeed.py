@@ -33,7 +33,7 @@ class VLLMDeepSpeed:
             extra = f"train-{train.device}"
             raise ConfigError(f"train needs {', '.join(missing)}, not installed: pip install 'pipelinerl[{extra}]'")
         check_version()
-        check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel)
+        check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
         longest = train.task.max_prompt_tokens + config.workload.length.max
         _check_settings(config, train, longest=longest)

@@ -39,6 +39,10 @@ class TransferError(BackendError):
     """Weights did not reach the engines; the trainer is well."""
 
 
+class WeightsRefusedError(BackendError):
+    """Weights have other names or shapes than an engine's model: no other attempt would change that."""
+
+
 class ReferenceLostError(BackendError):
     """The reference model has died, failed or hangs; what it was asked has to be asked again."""
 

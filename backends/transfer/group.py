@@ -24,7 +24,8 @@ import logging
 from collections.abc import Sequence
 
 from backends.interface import GroupMembers, Weights
-from pipelinerl.errors import EngineLostError, TransferError
+from backends.transfer.misfit import is_misfit
+from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 
 LOG = logging.getLogger("pipelinerl")
 
@@ -48,6 +49,7 @@ class WeightSyncGroup:
 
         Raises:
             TrainerLostError: If the trainer is lost.
+            WeightsRefusedError: If an engine's model has other weights.
         """
         members = tuple((engine, self._receivers[engine].num_started) for engine in engines)
         if members == self._members:
@@ -71,6 +73,8 @@ class WeightSyncGroup:
         try:
             await self._trainer.join_group(names, timeout_s=self._timeout_s)
         except TransferError as error:
+            if is_misfit(str(error)):
+                raise WeightsRefusedError(str(error)) from None
             LOG.warning("no group: %s", error)
         else:
             self._members = members

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from backends.transfer.checksum64 import as_bytes
+from backends.transfer.misfit import LACK, SHAPE, UNKNOWN
 from pipelinerl.errors import BackendError
 
 MAX_NAMES = 3
@@ -128,9 +129,9 @@ def check_names(sent: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[
         BackendError: If one is missing, unknown or of another shape.
     """
     faults = {
-        "lack": shapes.keys() - sent.keys(),
-        "have unknown": sent.keys() - shapes.keys(),
-        "have a wrong shape in": {name for name, shape in sent.items() if shape != shapes.get(name)},
+        LACK: shapes.keys() - sent.keys(),
+        UNKNOWN: sent.keys() - shapes.keys(),
+        SHAPE: {name for name, shape in sent.items() if shape != shapes.get(name)},
     }
     _refuse(faults, len(shapes), source)
 

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.process_log import log_to
+from backends.transfer.misfit import is_misfit
 from backends.vllm.process import (
     VLLMSettings,
     check_model,
@@ -41,7 +42,7 @@ from backends.vllm.process import (
     shared_memory_of,
 )
 from backends.vllm.version import Client, EngineDiedError, start_client
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError
+from pipelinerl.errors import BackendError, ConfigError, EngineLostError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import kind_and_line
 
@@ -139,13 +140,13 @@ class VLLMEngine:
             await self._control("wake", self._alive().wake())
 
     async def _watch(self, client: Client) -> None:
-        limit_s, quiet_since_s = self._settings.generate_timeout_s, time.monotonic()
-        what = "a process of vLLM has ended"
+        quiet_since_s, what = time.monotonic(), "a process of vLLM has ended"
         while not client.died:
             await asyncio.sleep(WATCH_PERIOD_S)
             if not self._running or self._updating.locked():  # updates have limits of their own
                 quiet_since_s = time.monotonic()
             quiet_since_s = max(quiet_since_s, client.last_output_s)
+            limit_s = self._settings.generate_timeout_s
             if time.monotonic() - quiet_since_s > limit_s:
                 what = f"no decode step for {limit_s:g} s, {len(self._running)} requests in progress"
                 break
@@ -256,6 +257,7 @@ class VLLMEngine:
 
         Raises:
             EngineLostError: If the update fails. The engine is then never resumed.
+            WeightsRefusedError: If they are not those of the engine's model; it is lost then, too.
         """
         async with self._updating:
             client = self._alive()
@@ -277,6 +279,8 @@ class VLLMEngine:
                     f"weight update failed: phase={phase} engine={self._settings.engine_id} version={weights.version}"
                     f" after {time.perf_counter() - clock_s[0]:.1f} s; {error}; start the engine again"
                 )
+                if is_misfit(str(error)):
+                    raise WeightsRefusedError(str(lost)) from error
                 if isinstance(error, Exception):
                     raise lost from error
                 raise  # cancelled
@@ -309,8 +313,8 @@ class VLLMEngine:
                 return
             except (EngineLostError, TimeoutError):
                 raise
-            except Exception:
-                if attempt == TRANSFER_ATTEMPTS:
+            except Exception as error:
+                if attempt == TRANSFER_ATTEMPTS or is_misfit(str(error)):
                     raise
 
     async def checksums(self) -> dict[str, str]:

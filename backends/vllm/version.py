@@ -81,12 +81,13 @@ def check_version() -> None:
         raise ConfigError(f"train needs vLLM {VERSION} (backends/vllm/version.py is written for it), got {there}")
 
 
-def check_arguments(arguments: Mapping[str, Any], *, accelerators: int) -> None:
+def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: Literal["cpu", "gpu"]) -> None:
     """Check the arguments of vLLM that a run file gives, as far as names go; the values are vLLM's to judge.
 
     Args:
         arguments: By their names in vLLM.
         accelerators: Of an engine: ``cluster.tensor_parallel`` (count).
+        device: Of the engine.
 
     Raises:
         ConfigError: If a name is unknown (where vLLM is installed), or decided elsewhere.
@@ -99,6 +100,11 @@ def check_arguments(arguments: Mapping[str, Any], *, accelerators: int) -> None:
         if known is not None and name not in known:
             near = did_you_mean(name, known)
             raise ConfigError(f"{KEY}.{name} is no argument of vLLM {VERSION}'s engine; {near}got {shown(value)}")
+    if device == "cpu" and arguments.get("enable_expert_parallel"):
+        raise ConfigError(
+            f"{KEY}.enable_expert_parallel must be false on device='cpu', where vLLM's kernel would read beyond the "
+            "experts that a worker has, got true"
+        )
     replicas = arguments.get("data_parallel_size", 1)
     if type(replicas) is not int or replicas < 1 or accelerators % replicas:
         raise ConfigError(

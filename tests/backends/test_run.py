@@ -22,6 +22,7 @@ from ledger_check import check_ledger, records  # noqa: E402
 from real_run import EXAMPLE, Process  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
+from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
@@ -39,8 +40,18 @@ def fitted(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unfitted(tmp_path_factory):
+    """A mixture of four experts that knows nothing, in the place of the tiny model."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     folder = tmp_path_factory.mktemp("models") / "unfitted"
     make_tiny_model(folder, fit_steps=0)
+    dense = AutoConfig.from_pretrained(folder).to_dict()
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id",
+    )  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: dense[key] for key in same}, **experts)).save_pretrained(folder)
     return folder
 
 
@@ -131,6 +142,10 @@ def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_rais
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
     assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
+    assert (
+        summary.mismatch.kl_at_lag_0 < 1e-5
+    )  # what the engine has loaded is what was trained; a router may be undecided
+    assert checkpoint_shapes(out / "model") == checkpoint_shapes(unfitted)
     assert run.left_over() == []
 
 

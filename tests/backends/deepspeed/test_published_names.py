@@ -23,6 +23,7 @@ import backends.deepspeed.policy_model  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, save_policy  # noqa: E402
 from backends.deepspeed.publisher import Publisher  # noqa: E402
 from backends.transfer.layout import layout, seen_as  # noqa: E402
+from backends.transfer.misfit import is_misfit  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
@@ -131,5 +132,8 @@ def test_weights_that_engines_do_not_know_are_refused_when_the_trainer_starts(tr
     save_file(saved | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
         num = len(opened.keys())
-    with pytest.raises(BackendError, match=rf"^weights to be sent lack 1 of {num} parameters: {next(iter(more))}$"):
+    pattern = rf"^weights to be sent lack 1 of {num} parameters: {next(iter(more))}$"
+    with pytest.raises(BackendError, match=pattern) as refused:
         publisher(tmp_path, transport).check(model)
+    assert is_misfit(str(refused.value))
+    assert not is_misfit("weights to be sent have a wrong checksum in 1 of 3 parameters: x")  # another transfer helps

@@ -13,7 +13,7 @@ from in_memory import KINDS, config_of, interrupt, interrupted, parts_of, run, r
 from backends.fake import FakeEngine, FakeTrainer
 from backends.interface import GroupMembers, Weights
 from backends.transfer.group import WeightSyncGroup
-from pipelinerl.errors import EngineLostError, TransferError
+from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 
 TIMEOUT_S = 0.2
 SEND_S = 0.005
@@ -122,6 +122,23 @@ def wired(config):
 
 
 EVERYONE = [0, 1, "trainer"]
+
+
+def test_an_engine_of_another_model_ends_the_run_at_once(out, caplog):
+    config = config_of(steps=50)
+    _, parts = wired(config)
+    refusal = "engine 0: weights to be received have unknown 1 of 3 parameters: x"
+    joined = []
+
+    async def join_group(names, *, timeout_s):
+        joined.append(names)
+        raise TransferError(refusal)
+
+    parts.trainer.join_group = join_group
+    with pytest.raises(WeightsRefusedError, match=f"^{refusal}$"):
+        run(config, out, parts)
+    assert len(joined) == 1
+    assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
 @pytest.mark.parametrize("weight_update", KINDS)

@@ -24,6 +24,7 @@ from character_model import make_model
 from vllm_engine import PROMPT, Subject, real, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
+from backends.vllm import version
 from backends.vllm.engine import VLLMEngine
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
@@ -54,8 +55,10 @@ def subject(run: Run[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator
     run(subject.engine.shutdown())
 
 
-def request(rollout_id: int, num_tokens: int, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0) -> Any:
-    return GenerateRequest(rollout_id, prompt, num_tokens, seed=rollout_id, temperature=temperature)
+def request(
+    rollout_id: int, num_tokens: int, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0, **sampling: Any
+) -> GenerateRequest:
+    return GenerateRequest(rollout_id, prompt, num_tokens, seed=rollout_id, temperature=temperature, **sampling)
 
 
 async def update_in_flight(subject: Subject, kind: WeightUpdate, num_updates: int = 1) -> tuple[list[Any], UpdateTimes]:
@@ -78,6 +81,38 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     answers = run(gather(subject.engine, [request(number, 60, temperature=temperature) for number in range(8)]))
     assert all(answer.spans == VersionSpans((0,), (60,)) and not answer.aborted for answer in answers)
     assert max(subject.error(answer, keep=False, temperature=temperature) for answer in answers) < 1e-5
+
+
+@real
+@pytest.mark.parametrize("sampling", [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.85}], ids=["top_p", "top_k", "min_p"])
+def test_log_probabilities_are_those_among_the_words_that_are_left(
+    subject: Subject, run: Run[Any], sampling: dict[str, float]
+) -> None:
+    """Words are sorted by probability p; with the probability Z of those left, log mu = log p - log Z."""
+    import torch
+
+    answers = run(gather(subject.engine, [request(number, 60, temperature=2.0, **sampling) for number in range(4)]))
+    for answer in answers:
+        row = torch.tensor([[*PROMPT, *answer.tokens_T.tolist()]])
+        with torch.no_grad():
+            p_TV, word_TV = (subject.versions[0](row).logits[0, len(PROMPT) - 1 : -1] / 2.0).softmax(-1).sort(-1, True)
+        before_TV = p_TV.cumsum(-1) - p_TV
+        left_TV = before_TV < sampling.get("top_p", 1.0)
+        left_TV &= p_TV >= sampling.get("min_p", 0.0) * p_TV[:, :1]
+        left_TV[:, int(sampling.get("top_k", 64)) :] = False
+        chosen_TV = word_TV == torch.tensor(answer.tokens_T)[:, None]
+        assert (left_TV & chosen_TV).sum() == 60
+        logprob_T = (p_TV[chosen_TV] / (p_TV * left_TV).sum(-1)).log().numpy()
+        assert abs(logprob_T - answer.logprob_T).max() < 1e-5
+        assert left_TV.float().mean() < 0.8  # the test can tell
+
+
+@real
+def test_a_stop_text_ends_an_answer_and_is_in_it(subject: Subject, run: Run[Any]) -> None:
+    seven = 9  # the token of the character
+    answers = run(gather(subject.engine, [request(number, 300, stop=("7",)) for number in range(8)]))
+    assert all(answer.tokens_T.tolist().index(seven) == len(answer.tokens_T) - 1 for answer in answers)
+    assert max(subject.error(answer, keep=False) for answer in answers) < 1e-5
 
 
 @real
@@ -119,13 +154,30 @@ def test_recomputed_sequences_go_on_with_new_keys_and_values(subject: Subject, r
 @real
 def test_aborted_sequences_can_be_continued_with_the_new_weights(subject: Subject, run: Run[Any]) -> None:
     parts, _ = run(update_in_flight(subject, WeightUpdate.ABORT))
-    version = len(subject.versions) - 1
-    assert all(part.aborted and part.spans.versions == (version - 1,) for part in parts)
+    newest = len(subject.versions) - 1
+    assert all(part.aborted and part.spans.versions == (newest - 1,) for part in parts)
     prompts = [(*PROMPT, *part.tokens_T.tolist()) for part in parts]
     rests = run(gather(subject.engine, [request(i, 300 - parts[i].tokens_T.size, prompt=prompts[i]) for i in range(8)]))
     assert [part.tokens_T.size + rest.tokens_T.size for part, rest in zip(parts, rests, strict=True)] == [300] * 8
-    assert all(rest.spans.versions == (version,) and not rest.aborted for rest in rests)
+    assert all(rest.spans.versions == (newest,) and not rest.aborted for rest in rests)
     assert max(subject.error(rest, prompt, keep=False) for rest, prompt in zip(rests, prompts, strict=True)) < 1e-4
+
+
+@real
+def test_a_prompt_is_computed_once_per_version(
+    subject: Subject, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs: list[Any] = []
+    as_generated = version.as_generated
+    monkeypatch.setattr(version, "as_generated", lambda output: outputs.append(output) or as_generated(output))
+    prompt = tuple(2 + number % 50 for number in range(300))
+    answers = [run(subject.engine.generate(request(0, 5, prompt=prompt))) for _ in range(2)]
+    run(subject.engine.update(subject.next_weights(), WeightUpdate.KEEP))
+    answers += [run(subject.engine.generate(request(0, 5, prompt=prompt))) for _ in range(2)]
+    first, again, updated, updated_again = (output.num_cached_tokens for output in outputs)
+    assert first == updated == 0
+    assert again == updated_again == 256  # whole blocks of 128
+    assert max(subject.error(answer, prompt, keep=False) for answer in answers) < 1e-4
 
 
 @real
@@ -149,7 +201,7 @@ def test_what_is_transferred_is_bit_for_bit_what_is_loaded_and_a_bad_file_change
     try:
         before = run(answers_bit_for_bit_the_same(fresh, subject.engine))
         run(bad_files_change_nothing(fresh, subject.next_weights(), tmp_path))
-        after = [run(fresh.generate(request(number, 200))) for number in range(8)]
+        after = [run(fresh.generate(request(number, 100))) for number in range(8)]
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
         assert all(answer.spans.versions == (0,) for answer in after)
 
@@ -164,7 +216,7 @@ async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> 
     digests = [await engine._vllm.llm.compute_weight_checksums() for engine in (fresh, other)]
     assert digests[0] == digests[1]
     # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
-    answers = await gather(fresh, [request(number, 200) for number in range(8)])
+    answers = await gather(fresh, [request(number, 100) for number in range(8)])
     for number, answer in enumerate(answers):
         same = await other.generate(request(number, answer.tokens_T.size))
         assert same.tokens_T.tolist() == answer.tokens_T.tolist()
@@ -286,7 +338,7 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
             with pytest.raises(Exception, match="are not staged: nothing that is complete and right is"):
                 await swap_only(engine, refused)
         await engine._vllm.llm.resume_generation()
-        after = await gather(engine, [request(number, 200) for number in range(8)])
+        after = await gather(engine, [request(number, 100) for number in range(8)])
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
         assert await trainer.send(8, other) == 0
         await engine.update(trainer.weights(8, other), WeightUpdate.KEEP)
@@ -297,9 +349,7 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
         assert subject.error(as_newest, keep=False) < 1e-4
         subject.versions.pop()
         await the_death_of_the_sender_changes_nothing(engine, trainer, model)
-        pattern = r"(?s)weight update failed: phase=transfer engine=2 version=9 .*weights 9 .* are not staged"
-        with pytest.raises(EngineLostError, match=pattern):
-            await engine.update(trainer.weights(9, other), WeightUpdate.KEEP)
+        await a_hang_is_noticed_while_it_generates(engine)
 
     try:
         run(scenario())
@@ -321,6 +371,18 @@ async def the_death_of_the_sender_changes_nothing(engine: VLLMEngine, trainer: T
     assert await trainer.send(10, model) == 0
     await engine.update(trainer.weights(10, model), WeightUpdate.KEEP)
     assert (await engine.generate(request(0, 60))).spans.versions == (10,)
+
+
+async def a_hang_is_noticed_while_it_generates(engine: VLLMEngine) -> None:
+    core = engine._processes[0]
+    in_progress = asyncio.create_task(engine.generate(request(0, 400)))
+    await engine.generate(request(1, 5))
+    engine._settings = replace(engine._settings, generate_timeout_s=1.0)
+    core.suspend()
+    pattern = "engine lost: engine=2; no decode step for 1 s, 1 requests in progress, start the engine again"
+    with pytest.raises(EngineLostError, match=pattern):
+        await in_progress
+    core.resume()  # shutdown would wait for it
 
 
 async def swap_only(engine: VLLMEngine, weights: Weights) -> None:

@@ -14,7 +14,7 @@ from backends.interface import Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
 from backends.vllm.version import Client, version_spans
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError
+from pipelinerl.errors import BackendError, ConfigError, EngineLostError, WeightsRefusedError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 
@@ -50,9 +50,11 @@ def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
 class ScriptedLLM:
     """Stands in for vLLM's client: notes the calls of an update; some fail or hang."""
 
-    def __init__(self, *, fail: tuple[str, ...] = (), hang: str = "", label: str = "7") -> None:
+    def __init__(
+        self, *, fail: tuple[str, ...] = (), hang: str = "", label: str = "7", text: str = "Call to {} failed"
+    ) -> None:
         self.calls: list[str] = []
-        self._fail, self._hang, self._label = list(fail), hang, label
+        self._fail, self._hang, self._label, self._text = list(fail), hang, label, text
         self.output_processor = SimpleNamespace(
             propagate_error=lambda error: self.calls.append("propagate"), process_outputs=lambda: None
         )
@@ -64,7 +66,7 @@ class ScriptedLLM:
                 await asyncio.Event().wait()
             if name in self._fail:
                 self._fail.remove(name)
-                raise Exception(f"Call to {name} failed")
+                raise Exception(self._text.format(name))
             return {"is_paused": True, "get_weight_version": self._label}.get(name)
 
         return call
@@ -86,6 +88,15 @@ def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() ->
     transfer = ["start_weight_update", "update_weights"]
     loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
     assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
+
+
+@real
+def test_weights_of_another_model_are_not_tried_again() -> None:
+    text = "Call to update_weights failed: weights in /x lack 1 of 27 parameters: lm_head.weight"
+    llm = ScriptedLLM(fail=("update_weights",), text=text)
+    with pytest.raises(WeightsRefusedError, match=f"weight update failed: phase=transfer engine=2 .*; {text}; start"):
+        update_scripted(llm)
+    assert llm.calls == ["pause_generation", "is_paused", "start_weight_update", "update_weights", "propagate"]
 
 
 @real

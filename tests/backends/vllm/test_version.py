@@ -19,7 +19,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 def refusal(arguments: dict[str, Any], accelerators: int = 1) -> str:
     with pytest.raises(ConfigError) as refused:
-        check_arguments(arguments, accelerators=accelerators)
+        check_arguments(arguments, accelerators=accelerators, device="cpu")
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -29,7 +29,7 @@ def test_an_unknown_argument_is_one_line_with_the_nearest_names() -> None:
     assert refusal({"kv_cache_type": "fp8"}) == (
         'train.engine.vllm.kv_cache_type is no argument of vLLM 0.32\'s engine; did you mean kv_cache_dtype? got "fp8"'
     )
-    check_arguments({"kv_cache_dtype": "fp8", "enable_expert_parallel": True, "seed": 3}, accelerators=1)
+    check_arguments({"kv_cache_dtype": "fp8", "enable_expert_parallel": True, "seed": 3}, accelerators=1, device="gpu")
 
 
 def test_what_follows_from_another_key_names_it() -> None:
@@ -42,11 +42,17 @@ def test_what_follows_from_another_key_names_it() -> None:
     )
 
 
+def test_experts_of_a_cpu_are_not_spread() -> None:
+    assert refusal({"enable_expert_parallel": True}, accelerators=2).startswith(
+        "train.engine.vllm.enable_expert_parallel must be false on device='cpu', where"
+    )
+
+
 @pytest.mark.parametrize("replicas", [0, 3, "2", True])
 def test_replicas_divide_an_engines_accelerators(replicas: object) -> None:
     text = "train.engine.vllm.data_parallel_size must divide cluster.tensor_parallel=4, the accelerators of an engine, "
     assert refusal({"data_parallel_size": replicas}, accelerators=4).startswith(f"{text}got ")
-    check_arguments({"data_parallel_size": 2}, accelerators=4)
+    check_arguments({"data_parallel_size": 2}, accelerators=4, device="cpu")
 
 
 @needs_vllm

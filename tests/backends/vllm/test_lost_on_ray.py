@@ -1,0 +1,105 @@
+"""An engine's process under a real Ray: one that hangs, one that cannot be placed, accelerators that are in use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import need
+
+need("ray", "vllm", "deepspeed", "tensorboard")
+
+import ray  # noqa: E402
+from in_memory import config_of  # noqa: E402
+from vllm_engine import settings  # noqa: E402
+
+import backends.vllm.ray_engine  # noqa: E402
+from backends.interface import GenerateRequest  # noqa: E402
+from backends.placement import accelerators  # noqa: E402
+from backends.vllm.ray_engine import RayEngine  # noqa: E402
+from pipelinerl.errors import ConfigError, EngineLostError  # noqa: E402
+
+pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+REQUEST = GenerateRequest(0, prompt_tokens=(1,), max_new_tokens=1, seed=0, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def own_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def stand_in() -> type[Any]:
+    """A class that crosses to Ray's process by value."""
+
+    class StandIn:
+        """In the place of ``VLLMEngine``: its whole process hangs when it is to generate."""
+
+        def __init__(self, settings: Any) -> None:
+            pass
+
+        async def start(self) -> None:
+            pass
+
+        async def shared_memory(self) -> set[str]:
+            return set()
+
+        async def is_there(self) -> None:
+            pass
+
+        async def checksums(self) -> dict[str, str]:
+            return {}
+
+        async def generate(self, request: Any) -> None:
+            time.sleep(1000)
+
+    return StandIn
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_accelerators_that_are_in_use_are_waited_for_and_then_named() -> None:
+    config = config_of(engines=1, train={"placement_timeout_s": 1.0})
+    with accelerators(config), pytest.raises(ConfigError) as refused, accelerators(config):
+        pass
+    assert str(refused.value) == (
+        "cluster.accelerators=2 were not free in the Ray cluster within train.placement_timeout_s=1: CPUs asked for, "
+        "each number on one machine: 2 times 1; free by machine: 0"
+    )
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.vllm.ray_engine, "VLLMEngine", stand_in())
+    monkeypatch.setattr(backends.vllm.ray_engine, "BEAT_S", 0.1)
+    engine = RayEngine(settings(Path("model"), generate_timeout_s=1.0), {"num_cpus": 2})
+
+    async def scenario() -> None:
+        await engine.start()
+        calls = [engine.generate(REQUEST), engine.checksums()]
+        for end in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(end, EngineLostError)
+            assert "no sign of life of its process for 1 s" in str(end)
+        await engine.shutdown()
+        await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.usefixtures("own_ray")
+def test_an_engine_that_cannot_be_placed_is_lost_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.vllm.ray_engine, "PLACING_S", 0.5)
+    monkeypatch.setattr(backends.vllm.ray_engine, "SHUTDOWN_TIMEOUT_S", 0.5)
+    engine = RayEngine(settings(Path("model"), start_timeout_s=0.5), {"num_cpus": 100})
+
+    async def scenario() -> None:
+        with pytest.raises(EngineLostError, match="engine 2 lost: phase=start: no answer for 1 s; "):
+            await engine.start()
+        await engine.shutdown()
+
+    asyncio.run(scenario())
