@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -106,14 +105,6 @@ def weights_folder(config: RunConfig) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def transport(config: RunConfig) -> Literal["file", "broadcast"]:
-    """Return how weights reach the engines: ``file`` or ``broadcast``."""
-    assert config.train is not None
-    if config.train.transport is not None:
-        return config.train.transport
-    return "broadcast" if config.train.device == "gpu" and not config.colocated else "file"
-
-
 def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Path | None) -> Parts:
     """Return the parts of a run, not yet started; the trainer publishes into ``folder``, all print into ``logs``."""
     assert config.train is not None
@@ -130,7 +121,7 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Pa
         trainer=trainer,
         codec=load_codec(config.train.model.path),
         reference=_make_reference(config, places),
-        group=None if transport(config) == "file" else members,
+        group=None if config.train.chosen_transport(colocated=config.colocated) == "file" else members,
         self_test=partial(self_test, places, trainer),
     )
 
@@ -160,7 +151,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             num_slots=config.scheduler.generation_batch_size + evaluation_slots(config),
             max_tokens=train.task.max_prompt_tokens + config.workload.length.max,
             device=train.device,
-            transport=transport(config),
+            transport=train.chosen_transport(colocated=config.colocated),
             tensor_parallel=each,
             gpu_memory_utilization=train.engine.gpu_memory_utilization,
             colocated=config.colocated,
@@ -202,7 +193,7 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path, logs:
         temperature=train.sampling.temperature,
         train_batch_size=config.scheduler.train_batch_size,
         optimizer_steps=config.optimizer_steps,
-        transport=transport(config),
+        transport=train.chosen_transport(colocated=config.colocated),
         weights_folder=str(folder),
         logs=None if logs is None else str(logs),
         colocated=config.colocated,

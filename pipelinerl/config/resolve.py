@@ -2,7 +2,8 @@
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
-``train.trainer``, then ``hardware.weight_sync``, then the level.
+``train.trainer``, then ``hardware.weight_sync``, then the level. Weights travel as ``train.transport`` has it, where
+neither of the other two says how.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pipelinerl.hardware.tables import (
     PhaseSwitchConfig,
     PrefillConfig,
     ResolvedHardware,
+    Transport,
     WeightTransferConfig,
 )
 from pipelinerl.util.explain import explain
@@ -68,6 +70,7 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
                 cache=given.kv_cache,
                 sequences=config.scheduler.generation_batch_size,
                 longest=longest,
+                transport=transport_of(config),
             )
         except ValidationError as error:
             raise ConfigError(
@@ -88,6 +91,14 @@ def named_hardware(hardware: HardwareConfig) -> tuple[Gpu, LanguageModel] | None
     if hardware.gpu is None or hardware.model is None:
         return None
     return find_gpu(hardware.gpu), find_model(hardware.model)
+
+
+def transport_of(config: RunConfig) -> Transport | None:
+    """Return the transport of a run whose file describes one, and does not say how long a synchronization lasts."""
+    given = config.hardware
+    if config.train is None or given.weight_sync is not None or "sync_s_per_root_gb" in given.coefficients:
+        return None
+    return config.train.chosen_transport(colocated=config.colocated)
 
 
 def stated_coefficients(config: RunConfig) -> dict[str, float]:

@@ -58,7 +58,7 @@ class RunConfig(StrictModel):
     plan: PlanConfig | None = None
     """The search space of ``plan``."""
     train: TrainConfig | None = None
-    """Settings of ``train``: model, task, optimizer. Hardware by name reads its ``trainer``, if the table is there."""
+    """Settings of ``train``: model, task, optimizer. Hardware by name reads its ``trainer`` and ``transport``."""
 
     @property
     def num_engines(self) -> int:

@@ -1,4 +1,4 @@
-"""The table ``train`` of a run file: what the real backend needs; the simulator reads ``trainer`` only, by name."""
+"""The table ``train`` of a run file: what the real backend needs; the simulator reads ``trainer`` and ``transport``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from pipelinerl.hardware.tables import Transport
 from pipelinerl.rl.config import LossConfig, TaskConfig
 from pipelinerl.util.limits import Count, CountOrZero, Tokens
 from pipelinerl.util.strict_model import StrictModel
@@ -151,7 +152,7 @@ class LoggingConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """Settings of a real run. Read by ``pipelinerl train``; of ``trainer`` also by the hardware model."""
+    """Settings of a real run, read by ``pipelinerl train``; hardware by name reads ``trainer`` and ``transport``."""
 
     device: Literal["cpu", "gpu"] = "gpu"
     """What an accelerator of ``cluster`` is: a GPU (bfloat16), or a share of this machine's cores (float32)."""
@@ -159,7 +160,7 @@ class TrainConfig(StrictModel):
     """Address of a running Ray cluster. None: a Ray of its own on this machine."""
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for accelerators of the Ray cluster that are in use."""
-    transport: Literal["file", "broadcast"] | None = None
+    transport: Transport | None = None
     """How weights reach engines: in a file in ``weights_folder``, or sent to all while they generate (not colocated).
     None: broadcast on GPUs with engines and trainer apart, else file."""
     weights_folder: str = "/dev/shm"
@@ -184,6 +185,12 @@ class TrainConfig(StrictModel):
     """Held-out problems."""
     logging: LoggingConfig = LoggingConfig()
     """Destinations of metrics."""
+
+    def chosen_transport(self, *, colocated: bool) -> Transport:
+        """Return how weights reach the engines, of a run and of its simulation."""
+        if colocated:
+            return "file"
+        return self.transport or ("broadcast" if self.device == "gpu" else "file")
 
     @model_validator(mode="after")
     def _restrictions(self) -> Self:

@@ -114,6 +114,10 @@ class Coefficients(StrictModel):
     """Share of the transfer for which engines apart from the trainer stand still."""
     pause_s: float = Field(ge=0)
     """Pause of an engine for an update, besides the transfer (seconds)."""
+    stream_bandwidth: float = Field(gt=0)
+    """Of weights on their way from machine to machine, one stream, verified on arrival (bytes/s)."""
+    file_bandwidth: float = Field(gt=0)
+    """Of a file of weights in a machine's memory, written or read, with its checksum (bytes/s)."""
     switch_to_training_s: float = Field(ge=0)
     """Time of the phase switch to training, besides moving states (seconds)."""
     switch_to_generation_s: float = Field(ge=0)

@@ -16,6 +16,7 @@ from pipelinerl.hardware.tables import (
     ResolvedHardware,
     RooflineDecode,
     TrainingConfig,
+    Transport,
     WeightTransferConfig,
 )
 
@@ -33,6 +34,7 @@ def derive_hardware(
     cache: Precision = Precision.BF16,
     sequences: int = 1,
     longest: int = 0,
+    transport: Transport | None = None,
 ) -> ResolvedHardware:
     """Return all tables as explicit numbers.
 
@@ -48,6 +50,7 @@ def derive_hardware(
         cache: Format of the KV cache.
         sequences: Sequences of one engine, at most (count).
         longest: Tokens of the longest rollout, which has room whatever ``sequences`` need.
+        transport: How the weights reach the engines. None: not known.
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
@@ -60,7 +63,17 @@ def derive_hardware(
         prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(model, colocated=colocated, coefficients=coefficients),
+        weights=derive_weights(model, colocated=colocated, coefficients=coefficients)
+        if transport is None
+        else derive_transport(
+            gpu,
+            model,
+            transport,
+            tensor_parallel=tensor_parallel,
+            training_accelerators=training_accelerators,
+            zero_stage=zero_stage,
+            coefficients=coefficients,
+        ),
         switch=derive_switch(
             model, training_accelerators=training_accelerators, coefficients=coefficients, zero_stage=zero_stage
         )
@@ -165,10 +178,7 @@ OPTIMIZER_BYTES = 28
 
 
 def gather_seconds(gpu: Gpu, model: LanguageModel, *, accelerators: int) -> float:
-    """Return the seconds of one pass's gathers and reductions at link speed.
-
-    Over NVLink within a node, else over all network links of a node together. Experts stay where they are.
-    """
+    """Return the seconds of one pass's gathers and reductions at link speed. Experts stay where they are."""
     if accelerators == 1:
         return 0.0
     link = ring_bytes_s(gpu, one_node=accelerators <= gpu.gpus_per_node)
@@ -212,6 +222,36 @@ def derive_weights(model: LanguageModel, *, colocated: bool, coefficients: Coeff
 
 GIGABYTE = 1e9
 """Bytes."""
+
+
+def derive_transport(
+    gpu: Gpu,
+    model: LanguageModel,
+    transport: Transport,
+    *,
+    tensor_parallel: int,
+    training_accelerators: int,
+    zero_stage: int,
+    coefficients: Coefficients,
+) -> WeightTransferConfig:
+    """Return the weight transfer of a transport of ours, from bytes and bandwidths.
+
+    The trainer stands still for its snapshot: under ZeRO-3 the weights are gathered, and they cross to the host's
+    memory. *Broadcast* sends and verifies them from there while all go on. *File* writes them while the trainer stands
+    still, and engines stand still while they read and verify. Then each accelerator of an engine takes its share.
+    """
+    size, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
+    one_node = training_accelerators <= gpu.gpus_per_node
+    gathered_s = size / ring_bytes_s(gpu, one_node=one_node) if spread else 0.0
+    snapshot_s = gathered_s + size / coefficients.host_bandwidth
+    loaded_s = size / tensor_parallel / coefficients.host_bandwidth + coefficients.pause_s
+    if transport == "broadcast":
+        travel_s = size / coefficients.stream_bandwidth
+        return WeightTransferConfig(publish_s=snapshot_s, transfer_s=snapshot_s + travel_s, pause_s=loaded_s)
+    file_s = size / coefficients.file_bandwidth
+    return WeightTransferConfig(
+        publish_s=snapshot_s + file_s, transfer_s=snapshot_s + file_s, pause_s=file_s + loaded_s
+    )
 
 
 def derive_switch(

@@ -167,6 +167,10 @@ class TrainingConfig(TimedTable):
     as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
 
 
+Transport = Literal["file", "broadcast"]
+"""How weights reach the engines of a real run, ``train.transport``."""
+
+
 class WeightTransferConfig(StrictModel):
     """Seconds between an optimizer step and engines that sample with its weights."""
 

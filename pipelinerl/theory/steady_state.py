@@ -234,14 +234,17 @@ def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
 def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     scheduler, weights, answers = config.scheduler, hardware.weights, engines.answers
     batch, max_lag = scheduler.train_batch_size, scheduler.max_lag
-    pause_s = weights.pause_s
+    update_s, every, more = weights.pause_s, 0, scheduler.publish_every
     if scheduler.weight_update is WeightUpdate.RECOMPUTE:
-        pause_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
-    pause_s /= scheduler.publish_every
-    publishing_s = weights.publish_s / scheduler.publish_every
-    trainer_s = training_s + publishing_s
-    generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch))
-    step_s = max(trainer_s, generation_s)
+        update_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
+    while every < more <= config.optimizer_steps:  # nothing is published before the version before has been loaded
+        every = more
+        pause_s, publishing_s = update_s / every, weights.publish_s / every
+        trainer_s = training_s + publishing_s
+        generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch))
+        step_s = max(trainer_s, generation_s)
+        more = math.ceil((weights.transfer_s + update_s) / step_s * (1 - TOLERANCE)) if step_s else 0
+    behind = max(0.0, weights.transfer_s - weights.publish_s) / step_s  # optimizer steps, while weights travel
     wait_s = hardware.latency.reward_s + hardware.latency.preprocess_s + engines.report_s
 
     def filled(step_s: float) -> float:
@@ -252,7 +255,7 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
     if max_lag is not None:
         # From the version a rollout begins with, it has max_lag + 1 steps, the training of its own batch included; it
         # begins half a step after that version on average, but at max_lag = 0, where all begin together.
-        longest, most = answers.longest(batch), max(max_lag + 0.5, 1.0)
+        longest, most = answers.longest(batch), max(max_lag + 0.5 - behind, 1.0)
         for _ in range(LAG_ROUNDS):
             life_s = longest * engines.step_s(engines.busy(full)) + pause_s + wait_s + trainer_s
             if life_s <= most * step_s * (1 + TOLERANCE):
@@ -265,9 +268,10 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
         queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - engines.number * full
     decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s)
     after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
-    late = (scheduler.publish_every - 1) / 2  # optimizer steps that the engines are behind, on average
+    late = (every - 1) / 2 + behind  # optimizer steps that the engines are behind, on average
     lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s + late
-    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + scheduler.publish_every
+    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + every
+    lag_max += math.ceil(behind)
     if max_lag is not None:
         held = max_lag + 0.5 - in_flight / batch * answers.spread / 2  # all are trained when they are about that old
         lag_mean, lag_max = min(lag_mean, max(held, 0.0), float(max_lag)), min(lag_max, max_lag)

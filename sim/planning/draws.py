@@ -21,7 +21,7 @@ import numpy as np
 
 from pipelinerl.calibration.hardware_fit import DECODE_COEFFICIENTS, TRAINING_COEFFICIENTS
 from pipelinerl.calibration.measured import Measured
-from pipelinerl.config.resolve import stated_coefficients
+from pipelinerl.config.resolve import stated_coefficients, transport_of
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware import prior
 from pipelinerl.hardware.coefficients import Level, coefficient_table, sync_coefficient
@@ -61,8 +61,8 @@ class Unknown(StrEnum):
 
 
 NOT_DRAWN = (
-    "sync_s_per_root_gb", "switch_to_training_s", "switch_to_generation_s", "host_bandwidth",
-    "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
+    "sync_s_per_root_gb", "stream_bandwidth", "file_bandwidth", "host_bandwidth", "switch_to_training_s",
+    "switch_to_generation_s", "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
 )  # fmt: skip
 """Coefficients of times that have a factor of their own, and choices of the trainer, which its user knows."""
 
@@ -96,28 +96,46 @@ def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
 
     An arm that was measured tells what both share and its own only together, so the other stays as uncertain as it was.
     """
-    given, method = config.hardware, _method_share(config)
-    common, own = prior.SYNC_SD * method, prior.SYNC_ARM_SD * method
+    given, (common, own) = config.hardware, _unmeasured_weights(config)
     arms = {False: Unknown.WEIGHTS_APART, True: Unknown.WEIGHTS_COLOCATED}
     if not given.by_name or "sync_s_per_root_gb" in given.coefficients:
         return {Unknown.WEIGHTS: prior.MEASURED_SD, **dict.fromkeys(arms.values(), 0.0)}
     if given.weights is not None:
-        return {Unknown.WEIGHTS: prior.MEASURED_SD, arms[config.colocated]: 0.0, arms[not config.colocated]: own}
+        known, other = config.colocated, not config.colocated
+        return {Unknown.WEIGHTS: prior.MEASURED_SD, arms[known]: 0.0, arms[other]: own[other]}
     if measured.weights:
-        known = {arm: prior.MEASURED_SD if arm in measured.weights else math.hypot(common, own) for arm in arms}
-        return {Unknown.WEIGHTS: 0.0, **{arms[arm]: sd for arm, sd in known.items()}}
-    return {Unknown.WEIGHTS: common, **dict.fromkeys(arms.values(), own)}
+        sds = {arm: prior.MEASURED_SD if arm in measured.weights else math.hypot(common, own[arm]) for arm in arms}
+        return {Unknown.WEIGHTS: 0.0, **{arms[arm]: sd for arm, sd in sds.items()}}
+    return {Unknown.WEIGHTS: common, **{arms[arm]: own[arm] for arm in arms}}
 
 
-def _method_share(config: RunConfig) -> float:
-    """Return the spread of the run file's method of synchronization over that of an unknown one."""
-    method = config.hardware.weight_sync
-    if method is None:
-        return 1.0
-    name = "sync_s_per_root_gb"
-    known = [sync_coefficient(method, level)[name] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)]
-    unknown = [coefficient_table()[name][level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)]
-    return math.log(known[1] / known[0]) / math.log(unknown[1] / unknown[0])
+BANDWIDTHS = {"broadcast": ("host_bandwidth", "stream_bandwidth"), "file": ("host_bandwidth", "file_bandwidth")}
+"""Coefficients that decide the seconds of a transport."""
+
+
+def _unmeasured_weights(config: RunConfig) -> tuple[float, dict[bool, float]]:
+    """Return what both arms share of the spread before any measurement, and each arm's own.
+
+    A transport of ours is as uncertain as the least known of its bandwidths. A method that the run file names has its
+    share of the spread of an unknown one.
+    """
+    if transport_of(config) is not None:
+        assert config.train is not None
+        transports = {arm: config.train.chosen_transport(colocated=arm) for arm in (False, True)}
+        return 0.0, {arm: max(map(_level_sd, BANDWIDTHS[one])) for arm, one in transports.items()}
+    share, method = 1.0, config.hardware.weight_sync
+    if method is not None:
+        name = "sync_s_per_root_gb"
+        known = [sync_coefficient(method, level)[name] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)]
+        unknown = [coefficient_table()[name][level] for level in (Level.OPTIMISTIC, Level.PESSIMISTIC)]
+        share = math.log(known[1] / known[0]) / math.log(unknown[1] / unknown[0])
+    return prior.SYNC_SD * share, dict.fromkeys([False, True], prior.SYNC_ARM_SD * share)
+
+
+def _level_sd(name: str) -> float:
+    """Return the standard deviation of the log of a coefficient, whose levels are the ends that hold 80 %."""
+    entry = coefficient_table()[name]
+    return abs(math.log(entry[Level.PESSIMISTIC] / entry[Level.OPTIMISTIC])) / (2 * prior.END_SDS)
 
 
 @dataclass(frozen=True, eq=False)

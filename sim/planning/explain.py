@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, assert_never
 
-from pipelinerl.config.resolve import stated_coefficients
+from pipelinerl.config.resolve import stated_coefficients, transport_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level, coefficient_table
 from pipelinerl.records.plan_report import CoefficientEffect, CoefficientEffects, NotTried, ScreenedColumns, SplitCurve
@@ -65,7 +65,7 @@ def sensitivity(
         return rate(here), best.candidate.label if differs else None
 
     base, already = moved({})  # a candidate not simulated may look faster as things are: no coefficient makes that so
-    stated = stated_coefficients(config)
+    stated = {*stated_coefficients(config), *(() if transport_of(config) is None else ("sync_s_per_root_gb",))}
     rows = []
     for name, entry in coefficient_table().items():
         if name in stated:

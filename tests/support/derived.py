@@ -23,7 +23,7 @@ PLAIN = dict.fromkeys(Coefficients.model_fields, 0.0) | {
     **dict.fromkeys(("sequence_accelerators", "allreduce_share", "log_probability_cost"), 1.0),
     "attention_flops_per_byte": 1e12,
     "pack_tokens": 16384.0,
-    "host_bandwidth": 1e10,
+    **dict.fromkeys(("host_bandwidth", "stream_bandwidth", "file_bandwidth"), 1e10),
 }
 """Coefficients of a machine without losses, to count by hand."""
 
@@ -33,7 +33,7 @@ def plain(**changed):
 
 
 def derived(
-    gpu=H100, model=QWEN7B, *, tensor_parallel=1, trainers=8, colocated=False, level=Level.CENTRAL, values=None
+    gpu=H100, model=QWEN7B, *, tensor_parallel=1, trainers=8, colocated=False, level=Level.CENTRAL, values=None, **more
 ):
     return derive_hardware(
         gpu,
@@ -42,6 +42,7 @@ def derived(
         training_accelerators=trainers,
         colocated=colocated,
         coefficients=values or coefficients(level),
+        **more,
     )
 
 

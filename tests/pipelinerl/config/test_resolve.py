@@ -10,7 +10,7 @@ from derived import H100, QWEN7B, by_name, derived, run_data, trained
 from refusals import message
 
 from pipelinerl.config.resolve import resolved_hardware, run_coefficients, run_trainer_fits
-from pipelinerl.config.run_file import dump_run, load_run, parse_run
+from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.tables import RooflineDecode
 from sim.run import simulate
@@ -28,6 +28,33 @@ def test_by_name_gives_every_table():
 def test_a_copy_of_a_run_file_by_name_is_the_same():
     config = by_name(level="optimistic", coefficients={"pause_s": 0.5}, training={"token_s": 1e-4})
     assert parse_run(tomllib.loads(dump_run(config))) == config
+
+
+def test_weights_travel_as_train_transport_has_it_unless_the_run_file_says_how_long_they_take():
+    """The default of GPUs apart is to send while all go on; what [hardware] says of the weights comes first."""
+    staged = resolved_hardware(trained(trainer={})).weights
+    assert staged == derived(transport="broadcast", zero_stage=2).weights
+    assert staged.transfer_s > 5 * (staged.publish_s + staged.pause_s)
+    by_file = parse_run(with_overrides(trained(trainer={}).model_dump(mode="json"), ["train.transport=file"]))
+    assert resolved_hardware(by_file).weights == derived(transport="file", zero_stage=2).weights
+    for given in ({"weight_sync": "reshard"}, {"coefficients": {"sync_s_per_root_gb": 0.5}}, {"weights": {}}):
+        assert resolved_hardware(trained(trainer={}, **given)).weights == resolved_hardware(trained(**given)).weights
+
+
+@pytest.mark.parametrize(
+    ("device", "transport", "colocated", "chosen"),
+    [
+        ("gpu", None, False, "broadcast"),
+        ("gpu", None, True, "file"),
+        ("cpu", None, False, "file"),
+        ("cpu", "broadcast", False, "broadcast"),
+        ("gpu", "file", False, "file"),
+        ("gpu", "broadcast", True, "file"),  # a candidate of a plan; `train` refuses it
+    ],
+)
+def test_a_run_and_its_simulation_choose_the_same_transport(device, transport, colocated, chosen):
+    train = trained(trainer={}).train.model_copy(update={"device": device, "transport": transport})
+    assert train.chosen_transport(colocated=colocated) == chosen
 
 
 def test_what_is_given_stays():

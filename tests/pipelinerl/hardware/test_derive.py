@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
-from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_weights
+from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_transport, derive_weights
 from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
 from pipelinerl.hardware.tables import PhaseSwitchConfig
 
@@ -193,6 +193,32 @@ def test_a_synchronization_lasts_as_the_root_of_its_bytes():
     assert sync_s == pytest.approx(7.806, abs=1e-3)
     assert tuple(apart.model_dump().values()) == pytest.approx((sync_s, 0.7 * sync_s, 0.3 * sync_s + 0.02))
     assert tuple(colocated.model_dump().values()) == pytest.approx((sync_s, 0.0, sync_s + 0.02))
+
+
+@pytest.mark.parametrize(
+    ("transport", "trainers", "zero_stage", "seconds"),
+    [
+        # Gathered over eight links of 50 GB/s: 0.038 s. To the host: 1.523 s. One stream: 7.616 s. Half each: 0.762 s.
+        pytest.param("broadcast", 16, 3, (1.561, 1.561 + 7.616, 0.762 + 0.02), id="staged"),
+        pytest.param("broadcast", 16, 2, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nothing to gather"),
+        pytest.param("broadcast", 1, 3, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nobody to gather from"),
+        # Written and read at 1 GB/s: 15.231 s each.
+        pytest.param("file", 16, 3, (16.792, 16.792, 15.231 + 0.762 + 0.02), id="paused"),
+    ],
+)
+def test_a_transport_lasts_as_its_bytes_over_its_bandwidths(transport, trainers, zero_stage, seconds):
+    """15.231 GB. Staged, the trainer waits for its snapshot only and an engine for the load; paused, for all of it."""
+    values = plain(host_bandwidth=10e9, stream_bandwidth=2e9, file_bandwidth=1e9, pause_s=0.02)
+    got = derive_transport(
+        find_gpu("H100"),
+        QWEN7B,
+        transport,
+        tensor_parallel=2,
+        training_accelerators=trainers,
+        zero_stage=zero_stage,
+        coefficients=values,
+    )
+    assert (got.publish_s, got.transfer_s, got.pause_s) == pytest.approx(seconds, abs=1e-3)
 
 
 def test_the_switch_moves_the_trainers_states():

@@ -152,6 +152,18 @@ def test_publishing_every_4_steps_costs_a_quarter_and_adds_a_lag_of_one_and_a_ha
     assert behind == pytest.approx(0.5 + 1.5)
 
 
+def test_a_staged_transfer_costs_its_snapshot_and_adds_its_way_to_the_lag() -> None:
+    """A step of 1.41 s: 3 s on the way are 3 steps between publications, and (3 - 0.3) / step behind on average."""
+    paused, staged = (
+        screened(run(FIXED, f"hardware.weights={{publish_s={publish_s}, transfer_s={transfer_s}}}"))
+        for publish_s, transfer_s in ((0.3, 0.3), (0.3, 3.0))
+    )
+    assert (paused.publishing_s, staged.publishing_s) == pytest.approx((0.3, 0.1))
+    late = (3 - 1) / 2 + (3.0 - 0.3) / staged.step_s
+    after = (staged.training_s + staged.publishing_s - paused.training_s - paused.publishing_s) / staged.step_s
+    assert staged.lag_mean - paused.lag_mean == pytest.approx(late + after, abs=0.02)
+
+
 def test_a_report_lengthens_an_answer_and_ages_its_tokens() -> None:
     """101 steps and 0.5 s per answer. Nothing ages on the way there; on the way back all 0.5 s count."""
     reported, dispatched = (screened(run(FIXED, f"hardware.latency.{name}=0.5")) for name in ("report_s", "dispatch_s"))
@@ -237,6 +249,16 @@ CASES = {
     ),
     "no lag": ("scheduler.max_lag=0",),
     "recompute": ("scheduler.weight_update='recompute'", "scheduler.generation_batch_size=6"),
+    "staged": ("hardware.weights={publish_s=0.1, transfer_s=2.5, pause_s=0.2}",),
+    "staged, generation-bound": (
+        "scheduler.generation_batch_size=6",
+        "hardware.weights={publish_s=0.1, transfer_s=6.0, pause_s=0.2}",
+    ),
+    "staged, lag 8": (
+        "scheduler.max_lag=8",
+        "scheduler.generation_batch_size=12",
+        "hardware.weights={publish_s=0.1, transfer_s=2.5, pause_s=0.2}",
+    ),
     "small cache": ("hardware.kv_cache_tokens=2600",),
     "conventional": ("scheduler.kind=conventional", "scheduler.generation_batch_size=64"),
     "conventional, few slots": ("scheduler.kind=conventional", "scheduler.generation_batch_size=4"),

@@ -46,6 +46,14 @@ def test_a_gain_with_any_coefficients_is_attributed_to_none_of_them() -> None:
     assert fast.label not in {effect.instead for row in rows for effect in row.effects}
 
 
+def test_a_coefficient_that_the_transport_does_without_is_not_moved() -> None:
+    """A run file with [train] says how its weights travel; the seconds of unknown ways are not among the causes."""
+    train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
+    moved = {row.coefficient for row in planned(train, "hardware.coefficients={}", "plan.simulate=3").sensitivity}
+    assert "host_bandwidth" in moved
+    assert not moved & {"sync_s_per_root_gb", "pause_share"}
+
+
 def test_a_calibrated_coefficient_has_no_other_value() -> None:
     report = planned("hardware.coefficients={training_step_s=0.7}", "plan.simulate=3")
     assert "training_step_s" not in {row.coefficient for row in report.sensitivity}

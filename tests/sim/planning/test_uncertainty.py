@@ -12,6 +12,7 @@ from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.hardware.prior import (
     ANSWERS_SD,
+    END_SDS,
     GENERATION_SD,
     MEASURED_SD,
     MEMORY_SD,
@@ -181,6 +182,17 @@ def test_the_method_of_the_weights_narrows_their_spread():
     share = math.log(0.63 / 0.06) / math.log(8.8 / 0.15)
     known = spreads(unknown_run("hardware.weight_sync=reshard"), Measured())
     assert known[Unknown.WEIGHTS] == pytest.approx(SYNC_SD * share)
+
+
+def test_a_transport_of_ours_is_as_uncertain_as_the_least_known_of_its_bandwidths():
+    """Their levels hold 80 %: log(50 / 10) of the host, log(2 / 0.25) of a file, over 2 * 1.28; nothing in common."""
+    train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
+    known = spreads(unknown_run(train), Measured())
+    assert known[Unknown.WEIGHTS] == 0
+    assert known[Unknown.WEIGHTS_APART] == pytest.approx(math.log(5) / (2 * END_SDS))
+    assert known[Unknown.WEIGHTS_COLOCATED] == pytest.approx(math.log(8) / (2 * END_SDS))
+    named = spreads(unknown_run(train, "hardware.weight_sync=reshard"), Measured())
+    assert named == spreads(unknown_run("hardware.weight_sync=reshard"), Measured())
 
 
 def test_weights_measured_in_one_arm_say_nothing_certain_of_the_other():
