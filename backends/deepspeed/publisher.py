@@ -27,6 +27,8 @@ from backends.transfer.weights_check import check_names, checkpoint_shapes
 from backends.transfer.weights_file import write_weights
 from pipelinerl.errors import BackendError
 
+FILES = "version-*.safetensors"
+"""Names of published files."""
 KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""
 TRANSFER_THREAD = "transfer"
@@ -49,7 +51,7 @@ class Publisher:
     ) -> None:
         self._receives, self._device, self._transport = rank == 0, device, transport
         self._folder, self._model_path = folder, model_path
-        self._files: list[Path] = []
+        self._files = sorted(folder.glob(FILES)) if self._receives else []  # of a rank before, that was killed
         self._door: Door | None = None
         self._sender: Sender | None = None
         self._parameters: Parameters = ()
@@ -90,7 +92,7 @@ class Publisher:
 
     def _write(self, copies: dict[str, torch.Tensor], version: int) -> Weights:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"version-{version:08d}.safetensors"
+        path = self._folder / FILES.replace("*", f"{version:08d}")
         weights = Weights(version, f"file:{path}", write_weights(path, copies))
         self._files = [*(old for old in self._files if old != path), path]
         for old in self._files[:-KEPT_FILES]:

@@ -200,20 +200,27 @@ def test_a_checkpoint_of_another_configuration_is_refused(out):
     read_newest(out, config_of(train={"checkpoint": {"every": 7}}))  # may differ
 
 
-def test_ctrl_c_while_a_resumed_run_starts_says_how_far_it_is(out):
+@pytest.mark.parametrize(
+    ("resume", "says"),
+    [
+        (False, r"^interrupted before the first optimizer step$"),
+        (True, r"^interrupted before anything new, after 3 optimizer steps; --resume goes on"),
+    ],
+)
+def test_ctrl_c_while_engines_start_ends_at_once_and_says_how_far_the_run_is(out, resume, says):
     config = config_of(steps=3)
-    run(config, out, parts_of(config))
+    if resume:
+        run(config, out, parts_of(config))
     parts = parts_of(config)
 
     async def pressed():
         interrupt()
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     parts.engines[0].start = pressed
-    with pytest.raises(
-        RunFailedError, match=r"^interrupted before anything new, after 3 optimizer steps; --resume goes on"
-    ):
-        run(config, out, parts, resume=True)
+    with pytest.raises(RunFailedError, match=says):
+        run(config, out, parts, resume=resume)
+    assert (out / FOLDER).exists() is resume
 
 
 @pytest.mark.parametrize(("kind", "may"), [("pipeline", True), ("conventional", False)])

@@ -11,6 +11,7 @@ import pytest
 from in_memory import config_of
 
 from backends.metrics_log import TENSORBOARD_FOLDER, MetricsLog
+from pipelinerl.errors import RunFailedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorBoard's
 WANDB = config_of(train={"logging": {"wandb_project": "lag"}})
@@ -33,6 +34,15 @@ def test_a_line_is_on_disk_before_the_log_is_closed(tmp_path):
     log.write(1, {"reward/mean": 0.25})
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
     log.close()
+
+
+def test_a_full_disk_is_said_with_the_path(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log = MetricsLog(tmp_path, config_of())
+    with pytest.raises(RunFailedError, match=rf"^cannot write {tmp_path}/metrics.jsonl: No space left on device$"):
+        log.write(1, {"reward/mean": 0.25})
+    with pytest.raises(RunFailedError, match="cannot write"):
+        log.close()
 
 
 def test_tensorboard_gets_every_number_at_its_step(tmp_path):

@@ -116,6 +116,8 @@ def test_what_is_published_and_exported_is_what_is_trained(
 ) -> None:
     monkeypatch.setattr(backends.deepspeed.policy_model, "BUCKET_BYTES", 50_000)
     folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "version-00000009.safetensors").touch()  # of a rank that was killed
     loss = LossConfig(value_coefficient=0.5)
     rank = started(model_path, zero_stage=zero_stage, weights_folder=str(folder), loss=loss)
     train(rank, samples())
@@ -233,6 +235,12 @@ def test_without_zero_a_step_that_is_not_finite_is_skipped_too(model_path: Path)
     before = parameters(rank)
     assert rank.train(spoilt_rows(), completes_step=True)[1]["skipped"] == 1
     assert largest_difference(parameters(rank), before) == 0
+
+
+def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(model_path: Path) -> None:
+    started(model_path)
+    group = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert group.options._timeout.total_seconds() == TrainerConfig().collective_timeout_s == 600
 
 
 def test_steps_that_are_skipped_in_a_row_end_the_run(model_path: Path) -> None:
