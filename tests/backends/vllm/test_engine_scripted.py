@@ -91,6 +91,18 @@ def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() ->
 
 
 @real
+@pytest.mark.parametrize(("what", "hangs"), [("sleep", "sleep"), ("wake", "wake_up")])
+def test_an_engine_that_hangs_while_it_changes_turns_is_lost(what: str, hangs: str) -> None:
+    async def scenario() -> None:
+        engine = VLLMEngine(settings(Path("model"), update_timeout_s=0.05, colocated=True))
+        engine._vllm = Client(ScriptedLLM(hang=hangs))
+        await getattr(engine, what)()
+
+    with pytest.raises(EngineLostError, match=rf"{what} failed: engine=2 after 0.\d s; no answer for 0.05 s; start"):
+        asyncio.run(scenario())
+
+
+@real
 def test_weights_of_another_model_are_not_tried_again() -> None:
     text = "Call to update_weights failed: weights in /x lack 1 of 27 parameters: lm_head.weight"
     llm = ScriptedLLM(fail=("update_weights",), text=text)
