@@ -156,11 +156,17 @@ def test_going_on_from_a_checkpoint_is_the_same_as_never_having_stopped(
 
 
 def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Path) -> None:
-    first, other = started(model_path, zero_stage=0), started(model_path, zero_stage=3)
+    """One that keeps its small parameters whole, as DeepSpeed does by default."""
+    first, other = (
+        started(model_path, zero_stage=0),
+        started(model_path, zero_stage=3, whole_parameter_elements=100_000),
+    )
     train(first, samples())
+    train(other, samples(7))
     state = saved(first, tmp_path / "first")
     other.load(tmp_path / "first")
     check_same(saved(other, tmp_path / "other"), state)
+    assert largest_difference(parameters(other), parameters(first)) == 0
 
 
 # ----------------------------------------------------------------------------------------------- two ranks
