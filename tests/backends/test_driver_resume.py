@@ -14,7 +14,7 @@ from backends.checkpoint import FOLDER, read_newest
 from backends.driver import Driver
 from backends.event_loop import EventLoop
 from backends.fake import FakeEngine, FakeTrainer
-from pipelinerl.errors import ConfigError, RunFailedError, TrainerLostError
+from pipelinerl.errors import BackendError, ConfigError, RunFailedError, TrainerLostError
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import PublishWeights, RolloutFinished, WeightsLoaded
@@ -91,6 +91,19 @@ def test_a_trainer_that_is_lost_before_the_first_checkpoint_ends_the_run(out):
     config = config_of(steps=9)
     with pytest.raises(TrainerLostError, match=r"^rank 0 is dead$"):
         run(config, out, parts_of(config, trainer=Dying(times=1)))
+
+
+def test_what_a_trainer_raises_on_purpose_ends_the_run(out):
+    """It would raise it again."""
+
+    def give_up():
+        raise BackendError("the gradient was not finite")
+
+    config = config_of(steps=9, train={"checkpoint": {"every": 1}})
+    parts = parts_of(config, trainer=Killer(train_batch_size=8, at=5, do=give_up))
+    with pytest.raises(BackendError, match=r"^the gradient was not finite$"):
+        run(config, out, parts)
+    assert [engine.num_started for engine in parts.engines] == [1, 1]
 
 
 def test_going_on_samples_nothing_before_the_engines_have_the_published_weights(out):
