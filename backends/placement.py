@@ -26,8 +26,9 @@ from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.evaluation import evaluation_slots
+from backends.facts import SelfTest
 from backends.huggingface_codec import load_codec
-from backends.interface import GroupMembers, Parts, SelfTest
+from backends.interface import GroupMembers, Parts
 from backends.place_facts import place_facts
 from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings

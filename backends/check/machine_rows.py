@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from backends.check.expected import Expected, reduce_bytes_s
-from backends.interface import PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
+from backends.facts import PlaceFacts, RankFacts, SelfTest
+from backends.interface import Sample, TrainResult
 from backends.preflight import trainer_ranks
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.check_report import CheckRow, unchecked, wrong

@@ -32,6 +32,7 @@ from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInte
 from pipelinerl.records.check_report import CheckReport, CheckRow, unchecked, wrong
 from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
+from pipelinerl.rl.problems import Task
 from pipelinerl.rl.tasks import load_task
 
 MARKER = ".seen"
@@ -80,7 +81,7 @@ def check(
         rows += [unchecked(what, why, advice) for what in ("machines and links", "training", "engines and weights")]
     else:
         make_folder(out)
-        rows += _Trial(config, out, shared=shared, backend=backend, on_step=on_step).rows()
+        rows += _Trial(config, task, out, shared=shared, backend=backend, on_step=on_step).rows()
     report = CheckReport(rows=rows)
     make_folder(out)
     write_json(out / CHECK_FILE, report.to_dict())
@@ -112,6 +113,7 @@ class _Trial:
     def __init__(
         self,
         config: RunConfig,
+        task: Task,
         out: Path,
         *,
         shared: bool,
@@ -119,7 +121,7 @@ class _Trial:
         on_step: Callable[[StepRow, dict[str, float]], None] | None,
     ) -> None:
         assert config.train is not None
-        self._config, self._train, self._out, self._shared = config, config.train, out, shared
+        self._config, self._train, self._task, self._out, self._shared = config, config.train, task, out, shared
         self._backend, self._on_step = backend, on_step
         self._rows: list[CheckRow] = []
         self._device = "CPU"
@@ -127,8 +129,7 @@ class _Trial:
 
     def rows(self) -> list[CheckRow]:
         """Run, and return what was found; the row of what has failed is the last one."""
-        short, task = check_config(self._config), load_task(self._train.task)
-        began_s = time.monotonic()
+        short, began_s = check_config(self._config), time.monotonic()
         try:
             with self._backend.open(short, logs=self._out / LOGS_FOLDER) as parts:
 
@@ -138,7 +139,7 @@ class _Trial:
                     self._rows.append(CheckRow(what=what, measured=f"{up_s:.0f} s"))
                     await self._measure(parts)
 
-                report = drive(short, parts=parts, task=task, out=self._out, on_step=self._on_step, trial=when_up)
+                report = drive(short, parts=parts, task=self._task, out=self._out, on_step=self._on_step, trial=when_up)
         except RunInterruptedError:
             raise RunInterruptedError("interrupted; the check is not complete") from None
         except (RunFailedError, BackendError) as error:

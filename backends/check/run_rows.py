@@ -10,7 +10,7 @@ from typing import Any
 from backends.check.expected import Expected
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.coefficients import Coefficients
-from pipelinerl.records.check_report import CheckRow, Finding, wrong
+from pipelinerl.records.check_report import CheckRow, wrong
 from pipelinerl.records.reports import RunReport, UpdateReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
@@ -103,4 +103,4 @@ def _signal_row(config: RunConfig, folder: Path) -> CheckRow:
         return wrong("signal", text, "nothing can be learned: take other problems, or another model")
     filtered = config.scheduler.filter_no_signal
     advice = "" if filtered else "scheduler.filter_no_signal = true trains on the others only"
-    return CheckRow(what="signal", measured=text, finding=Finding.OK, advice=advice)
+    return CheckRow(what="signal", measured=text, advice=advice)

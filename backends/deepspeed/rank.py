@@ -39,7 +39,8 @@ from backends.deepspeed.rank_settings import RankSettings, deepspeed_config, mak
 from backends.deepspeed.rank_state import RankState
 from backends.deepspeed.self_test import self_test
 from backends.deepspeed.step_meter import StepMeter
-from backends.interface import RankFacts, Weights
+from backends.facts import RankFacts
+from backends.interface import Weights
 from backends.process_log import log_to
 from backends.transfer.lines import address_towards
 from backends.transfer.meeting import MeetingStore, own_address

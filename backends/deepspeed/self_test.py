@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 from backends.deepspeed.attention import packed_attention
-from backends.interface import RankFacts
+from backends.facts import RankFacts
 from backends.transfer.checksum64 import checksum64
 
 SEED = 0

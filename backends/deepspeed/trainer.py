@@ -37,7 +37,8 @@ from backends.deepspeed.rank import TrainerRank
 from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.deepspeed.step_meter import PHASES
-from backends.interface import RankFacts, Sample, TrainResult, Weights
+from backends.facts import RankFacts
+from backends.interface import Sample, TrainResult, Weights
 from pipelinerl.errors import BackendError, PipelineRLError, TrainerLostError, TransferError
 
 SHUTDOWN_TIMEOUT_S = 10.0

@@ -23,8 +23,10 @@ from real_run import EXAMPLE, Process  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
+from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.records.check_report import CheckReport, Finding  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import RolloutFinished, StartRollout, WeightsLoaded  # noqa: E402
 
@@ -74,21 +76,50 @@ def shortest_update_interval_s(out):
 
 
 def check_that_vllm_loads_what_was_trained(model, out):
-    """A run that begins with the exported model answers as well before its first step as the other did at its end."""
-    status, stdout, stderr = Process(model, out, "optimizer_steps=1").end()
-    assert status == 0, stderr
-    assert json.loads(stdout)["evaluation"]["success_before"] >= 0.90
+    """`train --check` of the exported model finds nothing wrong, and its first answers are right."""
+    run = Process(model, out, "train.transport=broadcast", check=True)
+    status, stdout, stderr = run.end()
+    assert status == 0, stdout + stderr
+    found = {row.what.strip(): row for row in CheckReport.from_dict(json.loads(stdout), name="stdout").rows}
+    whats = {
+        "prompts", "rewards", "prompt tokens", "expected answer tokens", "start of 1 engines and 1 ranks", "versions",
+        "attention kernel", "checksum of weights", "a pack of 512 tokens", "its memory", "optimizer steps",
+        "weights, trainer to all engines", "an engine stands still", "agreement", "signal", "hardware.toml",
+    }  # fmt: skip
+    assert whats <= found.keys()
+    assert {found[what].finding for what in whats} == {Finding.OK}
+    assert found["all-reduce"].finding is Finding.UNCHECKED  # of one rank
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"] >= 0.90
+    given = load_run(EXAMPLE)
+    assert of_its_arm(given, [out / "hardware.toml"]).hardware.weights != given.hardware.weights
+    assert not (out / "model").exists()
+    assert run.left_over() == []
+
+
+def check_that_it_can_be_looked_into(out):
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {one["step"] for one in samples if not one["held_out"]} == set(range(1, 91))
+    assert all(re.fullmatch(r"\d+\+\d+=", one["prompt"]) for one in samples)
+    for log in ("engine-0.log", "rank-0.log"):
+        assert (out / "logs" / log).is_file()
+    assert "vllm" in (out / "logs" / "engine-0.log").read_text().lower()
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_tiny_model_learns(fitted, tmp_path, kind):
     out, setting = tmp_path / "run", f"scheduler.kind={kind}"
-    run = Process(fitted, out, setting)
+    run = Process(fitted, out, setting, "train.evaluation.every=30", "train.evaluation.temperature=0")
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     assert summary.evaluation.success_before <= 0.40
     assert summary.evaluation.success_after >= 0.90
+    during = summary.evaluation.during
+    assert [one.step for one in during][:1] == [30]
+    for one in during:
+        assert one.step <= one.version_min <= one.version_max
+        assert 0.3 < one.success <= 1.0
+    check_that_it_can_be_looked_into(out)
     check_ledger(out, load_run(EXAMPLE, [setting]), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen

@@ -27,9 +27,14 @@ def options(model, *sets):
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
-    def __init__(self, model, out, *sets, resume=False, env=None):
+    def __init__(self, model, out, *sets, resume=False, check=False, env=None):
         command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(EXAMPLE), "--out", str(out)]
-        command += [*options(model, *sets), "--json", *(["--resume"] if resume else [])]
+        command += [
+            *options(model, *sets),
+            "--json",
+            *(["--resume"] if resume else []),
+            *(["--check"] if check else []),
+        ]
         self.out = out
         self.process = subprocess.Popen(
             command,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from backends.check.expected import Expected
 from backends.check.machine_rows import longest_pack, machine_rows, pack_rows
 from backends.deepspeed.packing import pack
-from backends.interface import PlaceFacts, RankFacts, SelfTest, TrainResult
+from backends.facts import PlaceFacts, RankFacts, SelfTest
+from backends.interface import TrainResult
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware.catalogue import find_gpu, find_model

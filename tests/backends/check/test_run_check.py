@@ -20,8 +20,9 @@ from in_memory import Killer, Letters, config_of, interrupt
 from refusals import message
 
 from backends.check.run_check import MARKER, check
+from backends.facts import PlaceFacts, RankFacts, SelfTest
 from backends.fake import FakeBackend, FakeTrainer
-from backends.interface import Parts, PlaceFacts, RankFacts, Sample, SelfTest, TrainResult
+from backends.interface import Parts, Sample, TrainResult
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.cli.render_check import print_check
 from pipelinerl.config.run import RunConfig

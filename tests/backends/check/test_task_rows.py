@@ -61,6 +61,12 @@ def test_a_task_that_is_right() -> None:
     assert not any(row.advice for row in found.values())
 
 
+def test_a_reward_that_wants_more_than_the_answer_is_not_judged() -> None:
+    found = rows(Own(reward=lambda problem, answer: answer == f"so it is {problem.expected}"))["rewards"]
+    assert found.finding is Finding.UNCHECKED
+    assert found.measured.startswith(f"0 of {SAMPLE} expected answers earn more")
+
+
 def test_an_answer_that_must_be_boxed_counts_as_right_when_it_is() -> None:
     boxed = Own(reward=lambda problem, answer: answer == f"\\boxed{{{problem.expected}}}")
     assert rows(boxed)["rewards"].finding is Finding.OK

@@ -47,6 +47,7 @@ def test_two_ranks_work_together_until_one_dies(cluster: None, tmp_path: Path, m
     async def live() -> None:
         await trainer.start()
         await logprobs_come_in_the_order_of_samples(trainer, tmp_path)
+        await links_and_kernels_are_measured(trainer)
         await what_a_checkpoint_holds_comes_back(trainer, tmp_path)
         await silence_and_failure_are_named(trainer, tmp_path)
         await death_is_named(trainer)
@@ -78,6 +79,16 @@ async def logprobs_come_in_the_order_of_samples(trainer: DeepSpeedTrainer, model
     assert rest.metrics["learning_rate"] == OPTIMIZER.learning_rate / 2
     with pytest.raises(ValueError, match="got pack_tokens=60, rollout 7 has 99 tokens"):
         await trainer.train([replace(batch[7], prompt_P=np.ones(99 - len(batch[7].answer_T)))], completes_step=False)
+
+
+async def links_and_kernels_are_measured(trainer: DeepSpeedTrainer) -> None:
+    facts = await trainer.self_test(1_000_000)
+    assert len(facts) == 2
+    for one in facts:
+        assert (one.device, one.same_checksum, one.to_host_gb_s) == ("CPU", True, None)
+        assert one.attention_error < 1e-5
+        assert one.reduce_gb_s is not None
+        assert one.reduce_gb_s > 0
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
