@@ -15,7 +15,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_model, gpu_of_device
 from pipelinerl.hardware.coefficients import Coefficients, Level, coefficients
-from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_weights, ring_bytes_s
+from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_training, derive_transport, ring_bytes_s
 from pipelinerl.hardware.tables import WeightTransferConfig
 from pipelinerl.records.check_report import CheckRow, Finding
 
@@ -73,9 +73,17 @@ class Expected:
         return seconds
 
     def weights(self, values: Coefficients) -> WeightTransferConfig:
-        """Return the seconds of a weight update."""
-        assert self.model is not None
-        return derive_weights(self.model, colocated=self.config.colocated, coefficients=values)
+        """Return the seconds of a weight update by the run's transport."""
+        assert self.gpu is not None and self.model is not None and self.config.train is not None  # noqa: PT018
+        return derive_transport(
+            self.gpu,
+            self.model,
+            self.config.train.chosen_transport(colocated=self.config.colocated),
+            tensor_parallel=self.config.cluster.tensor_parallel,
+            training_accelerators=trainer_ranks(self.config),
+            zero_stage=self.config.train.trainer.zero_stage,
+            coefficients=values,
+        )
 
     def usable_gb(self, memory_gb: float) -> float:
         """Return what may be used of a device's memory (GB)."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from backends.check.expected import Expected
 from pipelinerl.config.run import RunConfig
-from pipelinerl.hardware.coefficients import Coefficients
+from pipelinerl.hardware.costs import loading_s
+from pipelinerl.hardware.tables import WeightTransferConfig
 from pipelinerl.records.check_report import CheckRow, wrong
 from pipelinerl.records.reports import RunReport, UpdateReport
 from pipelinerl.records.run_folder import TRACE_FILE
@@ -46,18 +47,16 @@ def run_rows(
 def _weight_rows(
     update: UpdateReport, expected: Expected, weights: dict[str, Any], weights_gb: float
 ) -> list[CheckRow]:
-    way_s = weights["publish_s"] + weights.get("transfer_s", 0.0) + weights["pause_s"]
+    way_s = loading_s(WeightTransferConfig.model_validate(weights))
     text = f"{weights_gb:.3g} GB in {way_s:.3g} s ({weights_gb / way_s if way_s else math.inf:.3g} GB/s)"
     advice = "look at the network that leads to rank 0's address, and at train.transport"
-
-    def whole_way_s(values: Coefficients) -> float:
-        most = expected.weights(values)
-        return most.publish_s + most.pause_s
 
     times = {name: getattr(update, name) for name in ("pause_s", "transfer_s", "resume_s")}
     still = ", ".join(f"{name[:-2]} {seconds:.3g} s" for name, seconds in times.items())
     return [
-        expected.seconds("weights, trainer to all engines", text, way_s, whole_way_s, advice),
+        expected.seconds(
+            "weights, trainer to all engines", text, way_s, lambda values: loading_s(expected.weights(values)), advice
+        ),
         expected.seconds(
             "  an engine stands still",
             still,
