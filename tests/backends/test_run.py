@@ -108,7 +108,7 @@ def check_that_it_can_be_looked_into(out):
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_tiny_model_learns(fitted, tmp_path, kind):
     out, setting = tmp_path / "run", f"scheduler.kind={kind}"
-    run = Process(fitted, out, setting, "train.evaluation.every=30", "train.evaluation.temperature=0")
+    run = Process(fitted, out, setting, "train.evaluation.every=30")
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
