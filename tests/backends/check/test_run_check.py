@@ -16,12 +16,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tensorboard")
 
-from in_memory import Killer, Letters, config_of, interrupt
+from in_memory import Letters, Shared, config_of, interrupt
 from refusals import message
 
 from backends.check.run_check import MARKER, check
 from backends.facts import PlaceFacts, RankFacts, SelfTest
-from backends.fake import FakeBackend, FakeTrainer
+from backends.fake import FakeBackend
 from backends.interface import Parts, Sample, TrainResult
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.cli.render_check import print_check
@@ -36,7 +36,7 @@ class Machines(FakeBackend):
     """Parts in memory that measure themselves, and a trainer that does something when a step begins."""
 
     def __init__(self, *, at: int | None = None, do: Callable[[], None] | None = None) -> None:
-        self.at, self.do, self.trainer = at, do, FakeTrainer(train_batch_size=8)
+        self.trainer = PackTrainer(train_batch_size=8, at=at, do=do)
 
     @contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -47,15 +47,15 @@ class Machines(FakeBackend):
             place = PlaceFacts("here", versions(), (), 100.0, 50.0, 50.0, sees)
             return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, None, None),))
 
-        self.trainer = PackTrainer(train_batch_size=8, at=self.at, do=self.do)
         with super().open(config) as parts:
             yield replace(parts, trainer=self.trainer, self_test=self_test)
 
 
-class PackTrainer(Killer):
-    """Trains on what is no batch, too: the pack that is timed."""
+class PackTrainer(Shared):
+    """Trains on what is no batch, too: the pack that is timed; if it has its memory."""
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
+        assert self.has_memory
         if samples[0].rollout_id < 0:
             return TrainResult([], {"rank0/forward_s": 1.0, "rank0/backward_s": 2.0, "rank0/optimizer_s": 0.5})
         return await super().train(samples, completes_step=completes_step)
@@ -90,6 +90,14 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out
     by_file, by_folder = (of_its_arm(config, [source]) for source in (out / "hardware.toml", out))
     assert by_file.hardware == by_folder.hardware != config.hardware
     assert merged(config, [out])[1].weights[False] == by_file.hardware.weights
+
+
+def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trainers_turn(
+    out: Path, letters: Letters
+) -> None:
+    report, rows = checked(out, Machines(), kind="conventional")
+    assert not report.wrong
+    assert "a pack of 16384 tokens" in rows
 
 
 def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path, letters: Letters) -> None:
