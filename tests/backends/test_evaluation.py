@@ -6,7 +6,18 @@ import asyncio
 import json
 
 import pytest
-from in_memory import KINDS, Letters, Shared, config_of, parts_of, run, run_checked
+from in_memory import (
+    KINDS,
+    Killer,
+    Letters,
+    Shared,
+    config_of,
+    interrupt,
+    interrupted,
+    parts_of,
+    run,
+    run_checked,
+)
 from ledger_check import records
 from refusals import message
 
@@ -107,6 +118,23 @@ def test_an_engine_that_is_lost_in_an_evaluation_answers_after_its_restart(out):
     summary = run_checked(config, out, parts)
     assert summary.engine_restarts == 1
     assert {one.success for one in summary.evaluation.during} == {0.5}
+
+
+def test_ctrl_c_ends_an_evaluation_beside_the_run_and_the_run_goes_on_without_it(out):
+    config = config_of(steps=12, train=EVERY_3)
+    parts = seen(config, trainer=Killer(train_batch_size=8, at=5, do=interrupt))
+
+    class Slow(Seen):
+        async def generate(self, request):
+            if request.rollout_id < 0 and len(self.held_out) >= 4:  # 4 before the run
+                await asyncio.sleep(60.0)
+            return await super().generate(request)
+
+    parts.engines[0] = Slow(num_slots=7)
+    interrupted(config, out, parts)
+    assert json.loads((out / "summary.json").read_text())["evaluation"].keys() == {"success_before"}
+    summary = run_checked(config, out, seen(config), resume=True)
+    assert {one.step for one in summary.evaluation.during} <= {6, 9}
 
 
 def test_engines_have_an_eighth_more_slots_for_evaluations_beside_the_run():
