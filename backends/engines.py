@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 from backends.interface import Engine, Generated, GenerateRequest, UpdateTimes, Weights
@@ -151,15 +151,25 @@ class EnginePool:
 
     async def update(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> float:
         """Bring a seat's engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
-        if weight_update is WeightUpdate.WAIT and self._known[seat].is_set():
-            while not self._seats[seat].idle.is_set():
-                await self._seats[seat].idle.wait()  # the scheduler starts nothing on it meanwhile
+        if weight_update is WeightUpdate.WAIT:
+            await self.drained([seat])  # the scheduler starts nothing on it meanwhile
         times = await self._bring_to(seat, weights, weight_update)
         self._known[seat].set()
         if times is None:
             return 0.0
         self._on_update(times)
         return times.total_s
+
+    def updated(self, handle: EngineHandle, weights: Weights, times: UpdateTimes) -> None:
+        """Note that an engine has been brought to a version."""
+        handle.version = weights.version
+        self._on_update(times)
+
+    async def drained(self, seats: Iterable[int] | None = None) -> None:
+        """Wait until nothing is in progress on the engines of seats whose weights are known; None: of all."""
+        for seat in self.seats if seats is None else seats:
+            while self._known[seat].is_set() and not self._seats[seat].idle.is_set():
+                await self._seats[seat].idle.wait()
 
     async def _bring_to(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
         """Bring a seat's engine to a version; return None if a restart, or another seat, has brought it there."""

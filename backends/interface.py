@@ -237,7 +237,8 @@ class Trainer(Protocol):
     async def publish(self, version: int) -> Weights:
         """Make the weights ready to be sent; nothing is trained meanwhile.
 
-        They stay as they are until the next ``publish``, whatever is trained meanwhile.
+        They stay as they are until the next ``publish``, whatever is trained meanwhile, unless they are not kept
+        (``GroupMembers.standing_still``): then what is sent are the weights at that time.
         """
 
     async def send(self, weights: Weights) -> None:
@@ -345,6 +346,8 @@ class GroupMembers:
     """Workers of an engine (count)."""
     timeout_s: float = 600.0
     """Longest wait for a member (seconds)."""
+    standing_still: bool = False
+    """Whether what is sent is loaded at once, not kept: engines and trainer stand still while it is sent."""
 
 
 # ------------------------------------------------------------------------------------------- all of it

@@ -116,6 +116,7 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Pa
         engines,
         workers_each=config.cluster.tensor_parallel,
         timeout_s=config.train.engine.update_timeout_s,
+        standing_still=config.train.chosen_transport(colocated=config.colocated) == "streamed",
     )
     return Parts(
         engines=engines,
@@ -157,7 +158,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             gpu_memory_utilization=train.engine.gpu_memory_utilization,
             colocated=config.colocated,
             cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
-            cpu_cores=str(engine_id % (os.cpu_count() or 1)) if train.device == "cpu" else None,
+            cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
             log_file=None if logs is None else str(logs / f"engine-{engine_id}.log"),
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
@@ -171,6 +172,12 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
         }
         engines[engine_id] = RayEngine(settings, options)
     return engines
+
+
+def cores_of(engine_id: int, workers: int) -> str:
+    """Return the cores of an engine's workers, as vLLM reads them (``0|1``); on a small machine engines share them."""
+    first = engine_id * workers
+    return "|".join(str(core % (os.cpu_count() or 1)) for core in range(first, first + workers))
 
 
 def _accelerators(config: RunConfig, number: float) -> dict[str, float]:

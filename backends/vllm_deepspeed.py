@@ -59,10 +59,10 @@ def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> N
             "train.trainer.pack_tokens must hold the longest rollout, train.task.max_prompt_tokens + "
             f"workload.length.max = {longest} tokens, got pack_tokens={train.trainer.pack_tokens}"
         )
-    if train.transport == "broadcast" and config.colocated:
+    if train.transport in ("broadcast", "streamed") and config.colocated:
         raise ConfigError(
-            "train.transport='broadcast' needs engines and trainer on accelerators of their own: weights are to arrive "
-            f"while engines generate, got scheduler.kind={config.scheduler.kind!r}"
+            f"train.transport={train.transport!r} needs engines and trainer on accelerators of their own, "
+            f"got scheduler.kind={config.scheduler.kind!r}"
         )
     folder = Path(train.weights_folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -5,6 +5,8 @@ snapshot is brought to where engines load it from while they generate and the tr
 through a group of processes it is sent. Then every engine loads it, in its own time. The scheduler publishes nothing
 before all engines have loaded, and then what is newest: there is one transfer at a time, and none that waits.
 
+*Streamed* weights are not kept: engines load what the trainer sends while it sends it, and all stand still until then.
+
 Where a transfer fails, lost engines are left out and it is tried again. An engine that has not got the weights in the
 end counts as lost when it is to load them.
 
@@ -29,9 +31,10 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
-from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, Weights
+from backends.interface import TRANSFER_ATTEMPTS, GroupMembers, Trainer, UpdateTimes, Weights
 from backends.run_tasks import RunTasks
 from backends.transfer.group import WeightSyncGroup
+from pipelinerl.errors import EngineLostError, TransferError
 from pipelinerl.scheduler.events import PublishWeights, WeightsLoaded, WeightUpdate
 
 
@@ -53,6 +56,7 @@ class WeightSync:
         self.takes_turns = colocated
         """Whether engines and trainer have the same memory, in turn."""
         self._group = None if group is None else WeightSyncGroup(group)
+        self._standing_still = group is not None and group.standing_still
         self._bringing: asyncio.Task[None] | None = None  # the newest publication, until all engines have it
         self._engines_have_memory = True  # colocated only
 
@@ -65,7 +69,8 @@ class WeightSync:
         """
         weights = await self._snapshot(command.version)
         await self.to_generation()
-        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded))
+        pauses = await self._stream(weights, command.weight_update) if self._standing_still else None
+        self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, pauses))
 
     async def load_trained(self, version: int) -> None:
         """Give all engines the trainer's weights, outside of the schedule, under the name of this version.
@@ -77,19 +82,31 @@ class WeightSync:
             await asyncio.wait({self._bringing})
         weights = await self._snapshot(version)
         await self.to_generation()
-        await self._transfer(weights)
+        if self._standing_still:
+            await self._stream(weights, WeightUpdate.KEEP)
+        else:
+            await self._transfer(weights)
         await self._pool.load(weights)
 
     async def bring_back(self, handle: EngineHandle) -> None:
-        """Have an engine that has been started again load the newest weights; then it is up."""
+        """Have an engine that has been started again load the newest weights; then it is up.
+
+        Weights that are not kept may have been trained since: then it gets those, under the name of the newest, and the
+        lag that is reported of it is too large.
+        """
         async with self._turn():
             newest = self._pool.newest
             if newest is not None:
-                if self._group is not None:
-                    for lost in (await self._group.form([handle.engine_id])).values():
-                        raise lost
-                    await self._group.send(newest)
-                await handle.engine.update(newest, WeightUpdate.KEEP)
+                if self._standing_still:
+                    times, lost = await self._stream_once([handle], newest, WeightUpdate.KEEP)
+                    if not times:
+                        raise lost.get(handle.engine_id) or _incomplete(handle, newest)
+                else:
+                    if self._group is not None:
+                        for error in (await self._group.form([handle.engine_id])).values():
+                            raise error
+                        await self._group.send(newest)
+                    await handle.engine.update(newest, WeightUpdate.KEEP)
                 handle.version = newest.version
             handle.up.set()
 
@@ -100,10 +117,17 @@ class WeightSync:
         return weights
 
     async def _bring(
-        self, weights: Weights, weight_update: WeightUpdate, on_loaded: Callable[[WeightsLoaded], None]
+        self,
+        weights: Weights,
+        weight_update: WeightUpdate,
+        on_loaded: Callable[[WeightsLoaded], None],
+        pauses: dict[int, float] | None,
     ) -> None:
-        await self._transfer(weights)
-        await asyncio.gather(*(self._update(seat, weights, weight_update, on_loaded) for seat in self._pool.seats))
+        """Have every engine load; ``pauses``: seconds that those have stood still that already have, None: none has."""
+        if pauses is None:
+            await self._transfer(weights)
+        seats = self._pool.seats
+        await asyncio.gather(*(self._update(one, weights, weight_update, on_loaded, pauses or {}) for one in seats))
 
     async def _transfer(self, weights: Weights) -> None:
         """Bring the weights to where the engines that are up load them from.
@@ -130,9 +154,64 @@ class WeightSync:
         weights: Weights,
         weight_update: WeightUpdate,
         on_loaded: Callable[[WeightsLoaded], None],
+        pauses: dict[int, float],
     ) -> None:
         pause_s = await self._pool.update(seat, weights, weight_update)
-        on_loaded(WeightsLoaded(seat, weights.version, pause_s))
+        on_loaded(WeightsLoaded(seat, weights.version, pauses.get(seat, pause_s)))
+
+    # ----------------------------------------------------------------- loaded while they are sent, all standing still
+
+    async def _stream(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, float]:
+        """Have all engines load what the trainer sends; return how long each that has it stood still (s)."""
+        if weight_update is WeightUpdate.WAIT:
+            await self._pool.drained()
+        pauses: dict[int, float] = {}
+        num_failed = 0
+        async with self._turn():
+            while num_failed < TRANSFER_ATTEMPTS:
+                takers = [one for one in self._pool if one.up.is_set() and one.version < weights.version]
+                if not takers:
+                    break
+                times, lost = await self._stream_once(takers, weights, weight_update)
+                pauses |= {engine: one.total_s for engine, one in times.items()}
+                for engine, error in lost.items():
+                    self._pool.lost(self._pool[engine], error)
+                num_failed += not lost
+        for handle in self._pool:
+            if handle.up.is_set() and handle.version < weights.version:  # it stands still, with a mixture
+                self._pool.lost(handle, _incomplete(handle, weights))
+        return pauses
+
+    async def _stream_once(
+        self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate
+    ) -> tuple[dict[int, UpdateTimes], dict[int, EngineLostError]]:
+        """Send to engines that load; return the times of those that have all, and the engines that are lost."""
+        assert self._group is not None
+        lost = await self._group.form([one.engine_id for one in handles])
+        times: dict[int, UpdateTimes] = {}
+        if lost or not self._group.formed:
+            return times, lost
+
+        async def load(handle: EngineHandle) -> UpdateTimes:
+            async with handle.updating:
+                return await handle.engine.update(weights, weight_update)
+
+        updates = [asyncio.ensure_future(load(one)) for one in handles]
+        try:
+            await self._group.send(weights)
+            ends = await asyncio.gather(*updates, return_exceptions=True)
+        finally:
+            for update in updates:
+                update.cancel()
+        for handle, end in zip(handles, ends, strict=True):
+            if isinstance(end, EngineLostError):
+                lost[handle.engine_id] = end
+            elif isinstance(end, UpdateTimes):
+                times[handle.engine_id] = end
+                self._pool.updated(handle, weights, end)
+            elif not isinstance(end, TransferError):
+                raise end
+        return times, lost
 
     def _turn(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """Keep a snapshot as it is while it is sent; files stay as they are anyway."""
@@ -160,3 +239,8 @@ class WeightSync:
             await self._pool.shutdown()
             await self._trainer.reload()
             self._engines_have_memory = False
+
+
+def _incomplete(handle: EngineHandle, weights: Weights) -> EngineLostError:
+    what = f"engine={handle.engine_id}: version {weights.version} has not come in full"
+    return EngineLostError(f"weight update failed: {what}; start the engine again")

@@ -2,13 +2,17 @@
 
 ::
 
-    python benchmarks/weight_updates.py --transport broadcast --updates 3
-    python benchmarks/weight_updates.py --transport file --updates 3
+    python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, streamed
+    git worktree add /tmp/before 8a4dca8
+    PYTHONPATH=/tmp/before python benchmarks/weight_updates.py --transport before --updates 3
 
-Engines answer all the time, the trainer trains all the time but while it makes a version ready. Printed are, as medians
-over the updates, with their range: seconds that an engine and the trainer stand still, tokens per second before, during
-and after the transfer, and the most memory that the processes take above what they had before (proportional share of
-what they have in common).
+``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
+version, which is run from a checkout of it.
+
+Engines answer all the time, the trainer trains all the time (with ``--train``) but while it has to stand still. Printed
+are, as medians over the updates, with their range: seconds that an engine and the trainer stand still, tokens per
+second before, during and after the transfer; and the most memory that a worker, the trainer and all of them take above
+what they had before the first update, what is made once included (proportional share of what they have in common).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -28,7 +33,10 @@ import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from backends.deepspeed.rank_settings import RankSettings
+try:
+    from backends.deepspeed.rank_settings import RankSettings
+except ModuleNotFoundError:  # before
+    from backends.deepspeed.rank import RankSettings  # type: ignore[attr-defined,no-redef]
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
 from backends.transfer.group import WeightSyncGroup
@@ -45,6 +53,14 @@ AT_ONCE = 8
 """Answers in progress on an engine (count)."""
 CALM_S = 8.0
 """Seconds before and after an update for which the rate is measured."""
+TRANSPORTS = {
+    "file": "file",
+    "staged": "broadcast",
+    "direct": "broadcast",
+    "streamed": "streamed",
+    "before": "broadcast",
+}
+"""What is measured, and what ``train.transport`` it is."""
 POLL_S = 0.1
 """Seconds between two looks at memory."""
 
@@ -79,17 +95,26 @@ class Watch:
 
     def __init__(self) -> None:
         self.tokens: list[tuple[float, int]] = []
-        self.memory: list[tuple[float, dict[str, int]]] = []
+        self.memory: list[dict[str, int]] = []
+        self.memory_before: dict[str, int] = {}
 
     def rate(self, begin_s: float, end_s: float) -> float:
         """Return the tokens per second of all engines between two times."""
         return sum(count for at_s, count in self.tokens if begin_s < at_s <= end_s) / (end_s - begin_s)
 
-    def extra(self, begin_s: float, end_s: float) -> dict[str, float]:
-        """Return the most memory of each kind of process above that before (GB)."""
-        before = [sizes for at_s, sizes in self.memory if begin_s - CALM_S < at_s <= begin_s]
-        during = [sizes for at_s, sizes in self.memory if begin_s < at_s <= end_s]
-        return {kind: (max(one[kind] for one in during) - min(one[kind] for one in before)) / 1e9 for kind in during[0]}
+    def begin_memory(self) -> None:
+        """Take what processes have now as what they had before."""
+        self.memory_before, self.memory = self.memory[-1], []
+
+    def extra(self) -> dict[str, float]:
+        """Return the most memory above that before (GB)."""
+        more = [{name: size - self.memory_before[name] for name, size in one.items()} for one in self.memory]
+        workers = [name for name in self.memory_before if name != "trainer"]
+        return {
+            "extra_gb_worker": max(one[name] for one in more for name in workers) / 1e9,
+            "extra_gb_trainer": max(one["trainer"] for one in more) / 1e9,
+            "extra_gb_all": max(sum(one.values()) for one in more) / 1e9,
+        }
 
 
 async def answer_for_ever(engine: RayEngine, slot: int, watch: Watch) -> None:
@@ -103,18 +128,16 @@ async def answer_for_ever(engine: RayEngine, slot: int, watch: Watch) -> None:
 
 
 async def look_at_memory(watch: Watch) -> None:
-    """Note the proportional memory of workers and trainer, for ever."""
-    kinds = {"VLLM::Worker": "workers", "ray::TrainerRank": "trainer"}
-    processes: list[tuple[str, psutil.Process]] = []
+    """Note the proportional memory of every worker and of the trainer, for ever."""
+    processes: dict[str, psutil.Process] = {}
     for process in psutil.Process().children(recursive=True):
-        for title, kind in kinds.items():
-            if title in " ".join((process.name(), *process.cmdline())):
-                processes.append((kind, process))
+        title = " ".join((process.name(), *process.cmdline()))
+        if "ray::TrainerRank" in title:
+            processes["trainer"] = process
+        elif "VLLM::Worker" in title:
+            processes[f"worker {process.pid}"] = process
     while True:
-        sizes = dict.fromkeys(kinds.values(), 0)
-        for kind, process in processes:
-            sizes[kind] += process.memory_full_info().pss
-        watch.memory.append((time.perf_counter(), sizes))
+        watch.memory.append({name: process.memory_full_info().pss for name, process in processes.items()})
         await asyncio.sleep(POLL_S)
 
 
@@ -129,24 +152,47 @@ async def train_for_ever(trainer: DeepSpeedTrainer, free: asyncio.Lock, steps: l
 
 
 async def one_update(
-    version: int, trainer: DeepSpeedTrainer, engines: list[RayEngine], group: WeightSyncGroup | None, free: asyncio.Lock
-) -> tuple[Weights, float, float, list[float]]:
-    """Bring a version to the engines; return it, and seconds: trainer, transfer, each engine."""
+    version: int,
+    trainer: DeepSpeedTrainer,
+    engines: list[RayEngine],
+    group: WeightSyncGroup | None,
+    free: asyncio.Lock,
+    *,
+    standing_still: bool,
+) -> dict[str, float]:
+    """Bring a version to the engines; return seconds: trainer, transfer, the slowest engine."""
+
+    async def load(weights: Weights) -> float:
+        times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
+        return max(one.total_s for one in times)
+
+    begin_s = time.perf_counter()
     async with free:
-        begin_s = time.perf_counter()
         weights = await trainer.publish(version)
-        published_s = time.perf_counter()
+        trainer_s = time.perf_counter() - begin_s
+        if group is not None and standing_still:
+            await group.form(range(len(engines)))
+            begin_s = time.perf_counter()
+            engine_s, _ = await asyncio.gather(load(weights), group.send(weights))
+            transfer_s = time.perf_counter() - begin_s
+            return {
+                "trainer_still_s": trainer_s + transfer_s,
+                "transfer_s": transfer_s,
+                "engine_still_s": engine_s,
+            }
+    begin_s = time.perf_counter()
     if group is not None:
         assert not await group.form(range(len(engines)))
         assert await group.send(weights)
-    sent_s = time.perf_counter()
-    times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
-    return weights, published_s - begin_s, sent_s - published_s, [one.total_s for one in times]
+    transfer_s = time.perf_counter() - begin_s
+    return {"trainer_still_s": trainer_s, "transfer_s": transfer_s, "engine_still_s": await load(weights)}
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run everything; return the figures."""
     model_bytes = make_model(folder / "model", arguments.layers)
+    transport: Any = TRANSPORTS[arguments.transport]
+    as_loaded = {"cpu_in_place": True} if arguments.transport == "direct" else {}
     engines = [
         RayEngine(
             VLLMSettings(
@@ -155,8 +201,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 num_slots=AT_ONCE,
                 max_tokens=64,
                 device="cpu",
-                transport=arguments.transport,
-                cpu_cores=str(index),
+                transport=transport,
+                cpu_cores=str(index % (os.cpu_count() or 1)),
+                **as_loaded,
             ),
             {"num_cpus": 1, "max_concurrency": 100},
         )
@@ -172,12 +219,13 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         temperature=1.0,
         train_batch_size=2,
         optimizer_steps=10_000,
-        transport=arguments.transport,
+        transport=transport,
         weights_folder=str(folder / "weights"),
     )
     trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=0)
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
-    group = WeightSyncGroup(members) if arguments.transport == "broadcast" else None
+    group = None if transport == "file" else WeightSyncGroup(members)
+    standing_still = arguments.transport in ("before", "streamed")
     watch, free, steps, rows = Watch(), asyncio.Lock(), list[float](), list[dict[str, float]]()
     tasks: list[asyncio.Task[None]] = []
     try:
@@ -187,19 +235,21 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         tasks.append(asyncio.create_task(look_at_memory(watch)))
         if arguments.train:
             tasks.append(asyncio.create_task(train_for_ever(trainer, free, steps)))
-        await one_update(1, trainer, engines, group, free)  # makes the group, and all that is made once
+        await asyncio.sleep(CALM_S)
+        watch.begin_memory()
+        # What is made once, is made now, or proven.
+        await one_update(1, trainer, engines, group, free, standing_still=standing_still)
         for version in range(2, 2 + arguments.updates):
             await asyncio.sleep(CALM_S)
             begin_s, num_steps = time.perf_counter(), len(steps)
-            _, trainer_s, transfer_s, engine_s = await one_update(version, trainer, engines, group, free)
+            row = await one_update(version, trainer, engines, group, free, standing_still=standing_still)
             end_s = time.perf_counter()
-            row = {"trainer_still_s": trainer_s, "transfer_s": transfer_s, "engine_still_s": max(engine_s)}
             row |= {"steps_meanwhile": float(len(steps) - num_steps)}
             await asyncio.sleep(CALM_S)
             row["tokens_per_s_before"] = watch.rate(begin_s - CALM_S, begin_s)
             row["tokens_per_s_during"] = watch.rate(begin_s, end_s)
             row["tokens_per_s_after"] = watch.rate(end_s, end_s + CALM_S)
-            rows.append(row | {f"extra_gb_{kind}": size for kind, size in watch.extra(begin_s, end_s).items()})
+            rows.append(row | watch.extra())
     finally:
         for task in tasks:
             task.cancel()
@@ -215,7 +265,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
 def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", choices=("broadcast", "file"), default="broadcast")
+    parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="staged")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12, help="12: 0.6 GB")
@@ -223,7 +273,8 @@ def main() -> None:
     arguments = parser.parse_args()
     ray.init(num_cpus=arguments.engines + 2, include_dashboard=False, log_to_driver=False)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        print(json.dumps(asyncio.run(measure(arguments, Path(folder))), indent=2))
+        load = os.getloadavg()[0]
+        print(json.dumps({"load_before": load, **asyncio.run(measure(arguments, Path(folder)))}, indent=2))
 
 
 if __name__ == "__main__":

@@ -214,20 +214,20 @@ def copy_policy(model: PolicyModel, *, receive: bool) -> dict[str, torch.Tensor]
     return copies
 
 
-def gathered(model: PolicyModel, *, receive: bool) -> Iterator[dict[str, Any]]:
+def gathered(model: PolicyModel, *, receive: bool, bucket_bytes: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the language model's weights under the names of a checkpoint, whole; all ranks do it together.
 
-    Under ZeRO-3 about ``BUCKET_BYTES`` at a time are put together, at least a layer. They are whole until the next are
-    asked for. Ranks that do not ``receive`` get nothing.
+    Under ZeRO-3 about ``bucket_bytes`` (``BUCKET_BYTES``) at a time are put together, at least a layer. They are whole
+    until the next are asked for. Ranks that do not ``receive`` get nothing.
     """
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
-    for bucket in _buckets(policy_weights(model)):
+    for bucket in _buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
         with deepspeed.zero.GatheredParameters([one for one in bucket.values() if hasattr(one, "ds_id")]):
             yield as_saved(model, bucket) if receive else {}
 
 
-def _buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, Any]]:
     layers: dict[str, dict[str, Any]] = {}
     for name, weight in weights.items():
         layer = LAYER.match(name)
@@ -237,7 +237,7 @@ def _buckets(weights: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for layer_weights in layers.values():
         # A parameter's own numel() is 0 while it is partitioned.
         more_bytes = sum(getattr(one, "ds_numel", one.numel()) * one.element_size() for one in layer_weights.values())
-        if bucket and size_bytes + more_bytes > BUCKET_BYTES:
+        if bucket and size_bytes + more_bytes > bucket_bytes:
             yield bucket
             bucket, size_bytes = {}, 0
         bucket |= layer_weights

@@ -4,6 +4,8 @@ Theory of operation. All ranks put the parameters together; rank 0 keeps them, a
 is made once and used for every version; on GPUs it is pinned, and checksums are computed where the parameters lie,
 before they cross to the host. It is sent from while training goes on: by calls that come from a thread of their own
 (``TRANSFER_THREAD``), one at a time. Publishing and sending never go together: the driver sees to it.
+
+What is streamed is put together while it is sent: then nothing is kept, and nothing is trained meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, Place, described, digest, layout, row_bytes, seen_as
 from backends.transfer.lines import Door
 from backends.transfer.meeting import own_address
+from backends.transfer.streaming import STREAM_BYTES, StreamSender
 from backends.transfer.weights_check import check_names, checkpoint_shapes
 from backends.transfer.weights_file import write_weights
 from pipelinerl.errors import BackendError
@@ -57,6 +60,7 @@ class Publisher:
         self._parameters: Parameters = ()
         self._row: torch.Tensor | None = None
         self._held: tuple[int, list[int]] | None = None
+        self._stream: StreamSender | None = None
 
     def check(self, model: PolicyModel) -> None:
         """Check that what this model publishes is what engines expect: no later attempt would change it.
@@ -75,6 +79,9 @@ class Publisher:
         """
         if self._transport == "broadcast":
             return self._snapshot(model, version)
+        if self._transport == "streamed":
+            self._parameters = self._parameters or described(saved_shapes(model))
+            return Weights(version, f"streamed:{version}") if self._receives else None
         copies = copy_policy(model, receive=self._receives)
         return self._write(copies, version) if self._receives else None
 
@@ -180,3 +187,22 @@ class Publisher:
         except BackendError as error:
             return str(error)
         return f"version {version} was refused {TRANSFER_ATTEMPTS} times (machines: {num_refusing})"
+
+    def stream(self, model: PolicyModel, version: int) -> str | None:
+        """Send the weights of this moment while they are put together; all ranks call it together.
+
+        Args:
+            model: The model.
+            version: What they are called: that of what was published last.
+
+        Returns:
+            What went wrong, if something did; the ranks are well nevertheless.
+        """
+        parts = gathered(model, receive=self._receives, bucket_bytes=STREAM_BYTES)
+        if not self._receives:
+            for _ in parts:
+                pass
+            return None
+        if self._stream is None:
+            self._stream = StreamSender(self._parameters, pinned=self._device == "gpu")
+        return self._stream.send(self._sender, version, parts)

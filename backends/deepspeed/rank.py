@@ -255,6 +255,10 @@ class TrainerRank:
         """Copy masters, optimizer and schedule into the host's memory, for ``save``."""
         self._state.copy()
 
+    def stream(self, version: int) -> str | None:
+        """See ``Publisher``; all ranks call it together."""
+        return self._publisher.stream(self._engine.module, version)
+
     def save(self, folder: Path) -> None:
         """Write what ``snapshot`` has copied; training goes on meanwhile. Every rank writes its own part.
 

@@ -9,6 +9,7 @@ import torch
 
 from backends.deepspeed.policy_model import REDUCE_BUCKET, TRAINED_DTYPES, WHOLE_PARAMETERS, PolicyModel
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
+from pipelinerl.hardware.tables import Transport
 from pipelinerl.rl.config import LossConfig
 
 
@@ -36,7 +37,7 @@ class RankSettings:
     """Sequences per optimizer step. Paper symbol B."""
     optimizer_steps: int
     """Optimizer steps of the whole run, where the learning rate has come down to zero."""
-    transport: Literal["file", "broadcast"]
+    transport: Transport
     """Transport of weights to the engines."""
     weights_folder: str
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""

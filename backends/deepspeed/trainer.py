@@ -168,6 +168,10 @@ class DeepSpeedTrainer:
         """
         if self._settings.transport == "broadcast":
             await self._transfer("send", "send", weights.version)
+        elif self._settings.transport == "streamed":
+            fault = (await self._call("send", "stream", weights.version))[0]
+            if fault is not None:
+                raise TransferError(fault)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
         fault = await self._in_transfer_thread(phase, method, *arguments)

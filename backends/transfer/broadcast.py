@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.layout import Parameters, cuts, digest, layout, row_bytes, seen_as
+from backends.transfer.layout import Parameters, Place, cuts, digest, layout, row_bytes, seen_as
 from backends.transfer.lines import Door, Line, address_towards, come_in, fill
 from backends.transfer.shared_row import SharedRow
 from backends.transfer.weights_check import check_names
@@ -84,13 +84,14 @@ class Sender:
         """Whether the group has been left: it is of no use then."""
         return self._chain is None
 
-    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int]) -> int:
+    def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
         """Send a row of bytes to all machines.
 
         Args:
             row: Parameters as ``layout`` has them; it must stay as it is until this returns.
             version: Optimizer steps done.
             sums: ``checksum64`` of each parameter.
+            parts: Which of the parameters they are, in their order. None: all.
 
         Returns:
             How many machines refuse what they have received.
@@ -104,7 +105,7 @@ class Sender:
         try:
             self._awaited = list(self._leaders)
             for worker in self._leaders:
-                self._lines[worker].tell(version=version, sums=sums)
+                self._lines[worker].tell(version=version, sums=sums, parts=parts)
             content = memoryview(row.numpy())
             for begin, end in cuts(row.numel(), BUCKET_BYTES):
                 self._chain.connection.sendall(content[begin:end])
@@ -176,6 +177,7 @@ class Receiver:
         device: Of the engine.
         timeout_s: Longest wait for the others (seconds).
         reuse: A row that this worker has made before, to be used again if it fits.
+        keeps: Whether the row has room for all parameters, or for nothing: then ``take`` is told where to.
 
     Raises:
         BackendError: If the others do not come in time, or the parameters to come are not the model's.
@@ -191,6 +193,7 @@ class Receiver:
         device: torch.device,
         timeout_s: float,
         reuse: SharedRow | None = None,
+        keeps: bool = True,
     ) -> None:
         self._lines: list[Line] = []
         began = time.perf_counter()
@@ -203,7 +206,7 @@ class Receiver:
             self.parameters: Parameters = told["parameters"]
             self.leads: bool = told["leads"]
             """Whether this worker receives for its machine."""
-            self.row = self._row(told, shapes, device, reuse)
+            self.row = self._row(told, shapes, device, reuse, keeps)
             self._sender.tell(row=self.row.path)
             self._after = self._kept(come_in(told["after"], timeout_s=timeout_s)) if told.get("after") else None
             if self.leads:
@@ -242,22 +245,32 @@ class Receiver:
         Raises:
             OSError: If a member has gone or does not answer. The group is of no use then.
         """
-        try:
-            sums = self._received()
-        except OSError as error:
-            self._sender.tell(error=str(error))
-            raise
+        self.row.label = ""
+        sums = self.take(layout(self.parameters), self.row.row)
         right = bool(sums == notice["sums"])
         if right:
             self.row.label = label(notice["version"], digest(self.parameters, sums))
-        self._sender.tell(refused=not right)
+        self.judge(right)
         return right
 
-    def _received(self) -> list[int]:
-        """Receive the row and hand it on; return the checksum of every parameter."""
-        self.row.label = ""
-        places = layout(self.parameters)
-        content = memoryview(self.row.row.numpy())
+    def take(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
+        """Receive parameters into a row and hand them on; return the checksum of each.
+
+        Raises:
+            OSError: If a member has gone or does not answer. The group is of no use then.
+        """
+        try:
+            return self._received(places, row)
+        except OSError as error:
+            self._sender.tell(error=str(error))
+            raise
+
+    def judge(self, right: bool) -> None:
+        """Tell the sender whether what has been received is right."""
+        self._sender.tell(refused=not right)
+
+    def _received(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
+        content = memoryview(row.numpy())
         threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
             sums: list[Future[int]] = []
@@ -267,7 +280,7 @@ class Receiver:
                 if self._after is not None:
                     handed_on.append(handing_on.submit(self._after.connection.sendall, content[begin:end]))
                 while len(sums) < len(places) and places[len(sums)].end <= end:
-                    sums.append(hashing.submit(checksum64, seen_as(self.row.row, places[len(sums)])))
+                    sums.append(hashing.submit(checksum64, seen_as(row, places[len(sums)])))
             for one in handed_on:
                 one.result()
             return [one.result() for one in sums]
@@ -278,12 +291,13 @@ class Receiver:
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
         reuse: SharedRow | None,
+        keeps: bool,
     ) -> SharedRow:
         """Return the row of this machine, unless what will lie there is not the model's: then all are told."""
         try:
             sent = {name: tuple(shape) for name, _, shape in self.parameters}
             check_names(sent, shapes, source="weights to be sent")
-            num_bytes = row_bytes(layout(self.parameters))
+            num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
             if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
                 reuse.close()
                 reuse = None

@@ -44,6 +44,11 @@ class WeightSyncGroup:
         self.turn = asyncio.Lock()
         """Held while weights are put together or sent: what is sent must not change."""
 
+    @property
+    def formed(self) -> bool:
+        """Whether there is a group to send to."""
+        return self._members is not None
+
     async def form(self, engines: Sequence[int]) -> dict[int, EngineLostError]:
         """Have the trainer and these engines form a group, unless they are one; return the engines that are lost.
 

@@ -37,6 +37,12 @@ class StagedUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Which: version and checksum."""
 
 
+def number_of_worker(info: JoinInfo, parallel_config: Any) -> int:
+    """Return the number of this worker among all that weights are sent to."""
+    own: int = parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
+    return info.first_worker + own
+
+
 class BroadcastTransferEngine(VerifiedTransferEngine):
     """A worker's end of the broadcast transport; see ``verified_receiver.py`` and ``staging.py``."""
 
@@ -47,10 +53,9 @@ class BroadcastTransferEngine(VerifiedTransferEngine):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Begin to join a group; the sender knows when all have joined."""
-        worker = self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
         self._staging = Staging(
             init_info.meeting,
-            worker=init_info.first_worker + worker,
+            worker=number_of_worker(init_info, self.parallel_config),
             shapes=checkpoint_shapes(self.model_config.model),
             device=self.device,
             timeout_s=init_info.timeout_s,

@@ -42,7 +42,7 @@ from backends.vllm.process import (
     shared_memory_of,
 )
 from backends.vllm.version import Client, EngineDiedError, start_client
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError, WeightsRefusedError
+from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import kind_and_line
 
@@ -256,7 +256,9 @@ class VLLMEngine:
         """See ``interface.Engine``.
 
         Raises:
-            EngineLostError: If the update fails. The engine is then never resumed.
+            TransferError: If weights that are loaded while they are sent have not all come. The engine stands still
+                until another update succeeds.
+            EngineLostError: If the update fails in any other way. The engine is then never resumed.
             WeightsRefusedError: If they are not those of the engine's model; it is lost then, too.
         """
         async with self._updating:
@@ -274,6 +276,8 @@ class VLLMEngine:
                 phase = "resume"
                 await self._until(client.resume())
                 clock_s.append(time.perf_counter())
+            except TransferError:
+                raise
             except BaseException as error:
                 lost = self._lose(
                     f"weight update failed: phase={phase} engine={self._settings.engine_id} version={weights.version}"
@@ -296,26 +300,32 @@ class VLLMEngine:
                 await ended.wait()
 
     async def _receive(self, client: Client, weights: Weights) -> None:
-        """Have all workers verify a file, or find that the weights have arrived, verified.
+        """Have all workers verify a file, or find that the weights have arrived, verified, or load what is sent.
 
-        No worker's model is touched here, so another attempt is safe.
+        Only in the last case a worker's model is touched here; in the others another attempt is safe.
         """
         scheme, _, place = weights.location.partition(":")
         if scheme != self._settings.transport:
             raise BackendError(f"location must begin with {self._settings.transport}:, got {weights.location}")
-        if scheme == "file":
-            info: dict[str, Any] = {"checksums": weights.checksums, "path": place}
-        else:
-            info = {"label": place}
-        for attempt in range(1, TRANSFER_ATTEMPTS + 1):
+        infos: dict[str, dict[str, Any]] = {
+            "file": {"checksums": weights.checksums, "path": place},
+            "broadcast": {"label": place},
+            "streamed": {"version": weights.version},
+        }
+        attempts_left = TRANSFER_ATTEMPTS
+        while True:
             try:
-                await self._until(client.receive(info))
+                await self._until(client.receive(infos[scheme]))
                 return
             except (EngineLostError, TimeoutError):
                 raise
             except Exception as error:
-                if attempt == TRANSFER_ATTEMPTS or is_misfit(str(error)):
+                attempts_left -= 1
+                # vLLM leaves the answers of the other workers of a call that failed to the next call.
+                if not attempts_left or self._settings.tensor_parallel > 1 or is_misfit(str(error)):
                     raise
+                if scheme == "streamed":
+                    raise TransferError(f"engine {self._settings.engine_id}: {kind_and_line(error)}") from error
 
     async def checksums(self) -> dict[str, str]:
         """See ``interface.Engine``; empty at version 0."""

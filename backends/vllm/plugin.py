@@ -6,11 +6,14 @@ this module loads neither torch nor vLLM.
 
 from __future__ import annotations
 
-from backends.vllm.version import register_transports
+import os
+
+from backends.vllm.version import IN_PLACE, keep_parameters_in_place, register_transports
 
 ENGINES = {
     "pipelinerl_file": ("backends.vllm.file_receiver", "FileTransferEngine"),
     "pipelinerl_broadcast": ("backends.vllm.broadcast_receiver", "BroadcastTransferEngine"),
+    "pipelinerl_streamed": ("backends.vllm.stream_receiver", "StreamTransferEngine"),
 }
 """Name under which vLLM knows a transport, ``pipelinerl_`` and ours: module and class of the worker's end."""
 
@@ -18,3 +21,5 @@ ENGINES = {
 def register() -> None:
     """Make our transports known to this process's vLLM; a second call does nothing."""
     register_transports(ENGINES)
+    if IN_PLACE in os.environ:
+        keep_parameters_in_place()

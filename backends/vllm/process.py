@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.hardware.tables import Transport
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where Python's shared memory (psm_*) and semaphores (sem.mp-*) are; of a killed process nobody removes them."""
@@ -32,7 +33,7 @@ class VLLMSettings:
     """Longest prompt and answer together (tokens)."""
     device: Literal["cpu", "gpu"]
     """GPU: bfloat16. CPU: float32, the only type that vLLM's CPU build runs everywhere."""
-    transport: Literal["file", "broadcast"] = "file"
+    transport: Transport = "file"
     """Transport of weights; every ``Weights.location`` begins with it."""
     tensor_parallel: int = 1
     """Accelerators of the engine: they share the model, but for vLLM's ``data_parallel_size`` replicas (count)."""
@@ -42,8 +43,12 @@ class VLLMSettings:
     """Whether the trainer uses the same GPUs, in turn: then ``sleep`` and ``wake`` do something."""
     cpu_kv_cache_gib: int = 1
     """KV cache on CPU (GiB)."""
+    cpu_in_place: bool = False
+    """On CPU: leave parameters as they are loaded, as on a GPU, so that direct copies can be tried. Decode is 2 to 3
+    times slower."""
     cpu_cores: str | None = None
-    """Cores that the workers compute on, such as ``0`` or ``0-3``. None: vLLM chooses."""
+    """Cores that the workers compute on, such as ``0`` or ``0-3``; of several workers one after the other, such as
+    ``0|1``. None: vLLM chooses."""
     log_file: str | None = None
     """Where all its processes print to. None: to where this one does, errors only."""
     start_timeout_s: float = 1200.0

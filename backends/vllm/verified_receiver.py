@@ -13,6 +13,8 @@ When ``finish_weight_update`` fails there may be a mixture of versions: that eng
 
 Between the two a worker sees all weights in the host's memory, whole: a file that it maps, or the row that they have
 arrived in, of which there is one per machine. The GPU needs room for one parameter beside the model.
+
+A plain model takes them by direct copies (``direct_copies.py``), any other by vLLM's reload (``version.load_weights``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from backends.vllm.direct_copies import Swap, Tensors
 from backends.vllm.version import load_weights, transfer_bases
 
 TransferEngine: Any = transfer_bases().WeightTransferEngine
@@ -31,6 +34,7 @@ class VerifiedTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is A
     """A worker's end of a transport, on CPU and GPU; ``receive`` is what transports differ in."""
 
     _verified: dict[str, torch.Tensor] | None = None
+    _swap: Swap | None = None
 
     @abstractmethod
     def receive(self, update_info: Any) -> dict[str, torch.Tensor]:
@@ -60,8 +64,13 @@ class VerifiedTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is A
         """Load what has been received."""
         if self._verified is None:
             raise RuntimeError("finish_weight_update called before update_weights")
-        load_weights(self.model, self.model_config, self._verified.items())
+        if self._swap is None:
+            self._swap = Swap(self.model, self._reload)
+        self._swap(self._verified)
         self._verified = None
+
+    def _reload(self, tensors: Tensors) -> None:
+        load_weights(self.model, self.model_config, tensors.items())
 
     def shutdown(self) -> None:
         """Forget what has been received."""

@@ -57,6 +57,8 @@ REFUSED = {
 """Arguments that would break what the driver relies on."""
 MIN_BATCHED_TOKENS = 8192
 """Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
+IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
+"""Variable that asks vLLM's processes for ``keep_parameters_in_place``."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """Variables that vLLM reads, where they are not set."""
 
@@ -167,6 +169,8 @@ def start_client(settings: VLLMSettings) -> Client:
         os.environ["VLLM_PLUGINS"] = f"{plugins},pipelinerl"
     os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(math.ceil(settings.start_timeout_s))
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{settings.cpu_kv_cache_gib}"
+    if settings.cpu_in_place:
+        os.environ[IN_PLACE] = "1"
     if settings.cpu_cores is not None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
     level = {} if settings.log_file is None else {"VLLM_LOGGING_LEVEL": "INFO"}
@@ -393,5 +397,14 @@ def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any
             if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                 module.quant_method.moe_kernel = None
     initialize_layerwise_reload(model)
-    model.load_weights(iter(weights))
-    finalize_layerwise_reload(model, model_config)
+    try:
+        model.load_weights(iter(weights))
+    finally:  # what has not come is put back, and it can be tried again
+        finalize_layerwise_reload(model, model_config)
+
+
+def keep_parameters_in_place() -> None:
+    """Keep linear layers on CPU from being packed for oneDNN, out of which no parameter can be changed."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False

@@ -161,8 +161,9 @@ class TrainConfig(StrictModel):
     placement_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds to wait for accelerators of the Ray cluster that are in use."""
     transport: Transport | None = None
-    """How weights reach engines: in a file in ``weights_folder``, or sent to all while they generate (not colocated).
-    None: broadcast on GPUs with engines and trainer apart, else file."""
+    """How weights reach engines: in a file in ``weights_folder``, or, not colocated, sent while they generate
+    (broadcast) or while all stand still (streamed: no room for a copy). None: broadcast on GPUs, not colocated; else
+    file."""
     weights_folder: str = "/dev/shm"
     """Where weights are handed over as files: memory of this machine, or a folder that all machines share."""
     model: ModelConfig

@@ -239,6 +239,7 @@ def derive_transport(
     The trainer stands still for its snapshot: under ZeRO-3 the weights are gathered, and they cross to the host's
     memory. *Broadcast* sends and verifies them from there while all go on. *File* writes them while the trainer stands
     still, and engines stand still while they read and verify. Then each accelerator of an engine takes its share.
+    *Streamed* puts together, sends and loads at the same time, while all stand still.
     """
     size, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
     one_node = training_accelerators <= gpu.gpus_per_node
@@ -248,6 +249,9 @@ def derive_transport(
     if transport == "broadcast":
         travel_s = size / coefficients.stream_bandwidth
         return WeightTransferConfig(publish_s=snapshot_s, transfer_s=snapshot_s + travel_s, pause_s=loaded_s)
+    if transport == "streamed":
+        still_s = max(snapshot_s, size / coefficients.stream_bandwidth, loaded_s)
+        return WeightTransferConfig(publish_s=still_s, pause_s=still_s + coefficients.pause_s)
     file_s = size / coefficients.file_bandwidth
     return WeightTransferConfig(
         publish_s=snapshot_s + file_s, transfer_s=snapshot_s + file_s, pause_s=file_s + loaded_s

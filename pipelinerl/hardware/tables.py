@@ -167,7 +167,7 @@ class TrainingConfig(TimedTable):
     as long as one rank needs for its longest sequence. None: all accelerators share all tokens evenly, however few."""
 
 
-Transport = Literal["file", "broadcast"]
+Transport = Literal["file", "broadcast", "streamed"]
 """How weights reach the engines of a real run, ``train.transport``."""
 
 

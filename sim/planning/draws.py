@@ -109,7 +109,11 @@ def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
     return {Unknown.WEIGHTS: common, **{arms[arm]: own[arm] for arm in arms}}
 
 
-BANDWIDTHS = {"broadcast": ("host_bandwidth", "stream_bandwidth"), "file": ("host_bandwidth", "file_bandwidth")}
+BANDWIDTHS = {
+    "broadcast": ("host_bandwidth", "stream_bandwidth"),
+    "streamed": ("host_bandwidth", "stream_bandwidth"),
+    "file": ("host_bandwidth", "file_bandwidth"),
+}
 """Coefficients that decide the seconds of a transport."""
 
 

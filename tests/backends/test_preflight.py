@@ -151,8 +151,8 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_p
         (["train.weights_folder=/nowhere"], "train.weights_folder must be a folder that can be written"),
         (
             ["scheduler.kind=conventional", "train.transport=broadcast"],
-            "train.transport='broadcast' needs engines and trainer on accelerators of their own: weights are to arrive "
-            "while engines generate, got scheduler.kind='conventional'",
+            "train.transport='broadcast' needs engines and trainer on accelerators of their own, "
+            "got scheduler.kind='conventional'",
         ),
     ],
 )

@@ -6,7 +6,6 @@ One run takes about 45 seconds to start, so a test asks as much of it as it can.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from itertools import pairwise
@@ -19,7 +18,8 @@ need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
 from ledger_check import check_ledger, records  # noqa: E402
-from real_run import EXAMPLE, Process  # noqa: E402
+from probes import check_probes, probed  # noqa: E402
+from real_run import EXAMPLE, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
@@ -107,8 +107,11 @@ def check_that_it_can_be_looked_into(out):
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 def test_the_tiny_model_learns(fitted, tmp_path, kind):
-    out, setting = tmp_path / "run", f"scheduler.kind={kind}"
-    run = Process(fitted, out, setting, "train.evaluation.every=30")
+    out, workers = tmp_path / "run", 2 if kind == "conventional" else 1
+    transport = "streamed" if kind == "pipeline" else "file"
+    sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
+    sets += ["train.evaluation.every=30"]
+    run = Process(fitted, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
@@ -120,7 +123,7 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
         assert one.step <= one.version_min <= one.version_max
         assert 0.3 < one.success <= 1.0
     check_that_it_can_be_looked_into(out)
-    check_ledger(out, load_run(EXAMPLE, [setting]), summary)
+    check_ledger(out, load_run(EXAMPLE, sets), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
     if kind == "pipeline":
@@ -136,15 +139,39 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
     assert "identical" in CliRunner().invoke(app, ["replay", str(out)]).output
-    assert CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--set", setting]).exit_code == 0
+    assert CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--set", sets[0]]).exit_code == 0
+    check_probes(tmp_path, out / "model", engines=1, workers=workers)
 
 
 RAISES = """
+import itertools
+import time
+
+import psutil
+
 from pipelinerl.rl.sums import Arithmetic
+
+NUMBER, KILLS = itertools.count(), {5 * 256: "ReferenceModel", 10 * 256: "VLLM::EngineCore"}
+
+
+def kill(name):
+    over = time.monotonic() + 60
+    while time.monotonic() < over:
+        for one in psutil.Process().children(recursive=True):
+            try:
+                if name in " ".join((one.name(), *one.cmdline())):
+                    one.kill()
+                    return
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
 
 
 class Moody(Arithmetic):
     def reward(self, problem, answer):
+        victim = KILLS.get(next(NUMBER))  # from within: the run cannot have ended before
+        if victim:
+            kill(victim)
         if problem.prompt.startswith("4"):
             raise RuntimeError("no reward today")
         return super().reward(problem, answer)
@@ -155,12 +182,8 @@ def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_rais
     (tmp_path / "moody.py").write_text(RAISES)
     out = tmp_path / "run"
     sets = ("optimizer_steps=40", "train.task.name=moody:Moody", "train.evaluation.problems=0")
-    path = os.pathsep.join((str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])))
-    run = Process(unfitted, out, *sets, "train.loss.kl_coefficient=0.01", env={"PYTHONPATH": path})
-    run.wait_for_step(5)
-    run.kill("ReferenceModel")
-    run.wait_for_step(10)
-    run.kill("VLLM::EngineCore")
+    run = Process(unfitted, out, *sets, "train.loss.kl_coefficient=0.01", env={"PYTHONPATH": python_path(tmp_path)})
+    run.wait_for_step(20)
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")

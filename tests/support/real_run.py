@@ -24,6 +24,12 @@ def options(model, *sets):
     return [part for one in overrides for part in ("--set", one)]
 
 
+def python_path(folder):
+    """Where a run finds modules: in this folder, here, and where this process does."""
+    here = str(Path(__file__).parent)
+    return os.pathsep.join((str(folder), here, *filter(None, [os.environ.get("PYTHONPATH")])))
+
+
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 

@@ -1,6 +1,6 @@
 """Two vLLM engines and DeepSpeed on Ray, with weights that are sent, on CPU.
 
-Engines and ranks ask Ray for more cores than a small machine has, so the clusters here pretend to have four.
+Engines and ranks ask Ray for more cores than a small machine has, so the clusters here pretend to have five.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import need
@@ -20,8 +21,9 @@ psutil = pytest.importorskip("psutil")
 import ray  # noqa: E402
 from character_model import make_model  # noqa: E402
 from ledger_check import check_ledger, records  # noqa: E402
+from probes import check_probes, probed  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
-from real_run import EXAMPLE, Process  # noqa: E402
+from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_trainer import samples, settings  # noqa: E402
 
@@ -36,22 +38,20 @@ from backends.vllm.process import VLLMSettings  # noqa: E402
 from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
-from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
-NUM_CORES = 4
+NUM_CORES = 5
 TIMEOUT_S = 60.0
 
 
-def kill(name: str) -> None:
-    """Kill a process that this one has started, Ray's included."""
+def find(name: str, cores: list[int] | None = None) -> Any:
+    """Return a process that this one has started, Ray's included, perhaps the one bound to these cores."""
     for one in psutil.Process().children(recursive=True):
         try:
-            if name in " ".join((one.name(), *one.cmdline())):
-                one.kill()
-                return
+            if name in " ".join((one.name(), *one.cmdline())) and cores in (None, one.cpu_affinity()):
+                return one
         except psutil.Error:
             continue
     raise AssertionError(f"there is no {name}")
@@ -104,26 +104,19 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
             assert await send([0, 1])
             await hold_the_same(version, [0, 1])
         assert len({json.dumps(weights.checksums) for weights in published}) == 3  # something was learnt in every step
-        kill("VLLM::Worker")  # of the engine that receives for both, or of the one that sees what it has received
-        while not (lost := [index for index in (0, 1) if not await lives(index)]):
+        await trainer.train(samples(4), completes_step=True)
+        published.append(await trainer.publish(4))
+        find("VLLM::Worker", [0]).suspend()  # the one that receives for both engines
+        await killed_while_weights_arrive(engines[1], trainer, asyncio.create_task(send([0, 1])))
+        while 0 not in await group.form([0, 1]):
             await asyncio.sleep(0.1)
-        (other,) = {0, 1} - set(lost)
-        if not await send([0, 1]):  # the group at hand is that of which one has died
-            assert list(await group.form([0, 1])) == lost
-        assert await send([other])
-        await hold_the_same(4, [other])
-        await engines[lost[0]].shutdown()
-        await engines[lost[0]].start()
-        for number, members in ((5, lost), (6, [0, 1])):
+        assert await send([1])
+        await hold_the_same(4, [1])
+        await engines[0].shutdown()
+        await engines[0].start()
+        for number, members in ((5, [0]), (6, [0, 1])):
             assert await send(members)
             await hold_the_same(number, members)
-
-    async def lives(index: int) -> bool:
-        try:
-            await engines[index].generate(GenerateRequest(1, (3, 13), 1, seed=0, temperature=1.0))
-        except EngineLostError:
-            return False
-        return True
 
     async def live() -> None:
         try:
@@ -132,6 +125,16 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
             await asyncio.gather(trainer.shutdown(), *(one.shutdown() for one in engines))
 
     asyncio.run(live())
+
+
+async def killed_while_weights_arrive(other: RayEngine, trainer: DeepSpeedTrainer, sending: asyncio.Task[bool]) -> None:
+    """Kill the worker that all wait for; the other engine generates with the old weights, and the trainer trains."""
+    meanwhile = await other.generate(GenerateRequest(1, (3, 13), 20, seed=0, temperature=1.0))
+    assert meanwhile.spans.versions == (3,)
+    await trainer.train(samples(5)[:1], completes_step=False)
+    assert not sending.done()
+    find("VLLM::Worker", [0]).kill()
+    assert not await sending
 
 
 def engine(model_path: Path, index: int) -> RayEngine:
@@ -149,23 +152,28 @@ def engine(model_path: Path, index: int) -> RayEngine:
     return RayEngine(given, {"num_cpus": 1, "max_concurrency": 100})
 
 
-def test_a_run_with_two_engines_by_broadcast_survives_a_killed_one(
+def test_a_run_with_two_engines_of_two_workers_by_broadcast_survives_a_killed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_tiny_model(tmp_path / "model", fit_steps=0)
     monkeypatch.setenv(SUBREAPER, "true")
     sets = (
         "optimizer_steps=20",
-        "cluster.accelerators=3",
-        "cluster.generation_accelerators=2",
+        "cluster.accelerators=5",
+        "cluster.generation_accelerators=4",
+        "cluster.tensor_parallel=2",
         "train.transport=broadcast",
         "train.evaluation.problems=20",  # the last one needs all engines, the restarted one too
     )
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NUM_CORES, "include_dashboard": False})
     try:
-        run = Process(tmp_path / "model", tmp_path / "run", *sets, f"train.ray_address={cluster.address}")
+        task = probed(tmp_path)
+        env = {"PYTHONPATH": python_path(tmp_path)}
+        run = Process(
+            tmp_path / "model", tmp_path / "run", *sets, *task, f"train.ray_address={cluster.address}", env=env
+        )
         run.wait_for_step(5)
-        kill("VLLM::EngineCore")
+        find("VLLM::EngineCore").kill()
         status, stdout, stderr = run.end()
     finally:
         cluster.shutdown()
@@ -178,3 +186,4 @@ def test_a_run_with_two_engines_by_broadcast_survives_a_killed_one(
     assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
     loaded = {row.event.engine for row in records(tmp_path / "run") if isinstance(row.event, WeightsLoaded)}
     assert loaded == {0, 1}
+    check_probes(tmp_path, tmp_path / "run" / "model", engines=2, workers=2)

@@ -47,6 +47,7 @@ def run() -> Iterator[Run[Any]]:
 
 @pytest.fixture(scope="module")
 def subject(run: Run[Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for ``by_direct_copies``
     folder = tmp_path_factory.mktemp("engine")
     model = make_model(folder / "model", seed=0, end_token=None)
     subject = Subject(VLLMEngine(settings(folder / "model", cpu_cores="0")), folder, [model])
@@ -133,6 +134,11 @@ def test_a_request_that_cannot_be_answered_is_refused_and_the_engine_goes_on(sub
     assert run(subject.engine.generate(request(5, 10))).tokens_T.size == 10
 
 
+async def by_direct_copies(engine: VLLMEngine) -> bool:
+    """Whether all workers bring weights in by copies alone."""
+    return all(await engine._vllm.llm.collective_rpc(lambda worker: worker.weight_transfer_engine._swap.direct))
+
+
 @real
 def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run: Run[Any]) -> None:
     answers, times = run(update_in_flight(subject, WeightUpdate.KEEP, num_updates=2))
@@ -141,6 +147,7 @@ def test_kept_sequences_go_on_with_the_old_keys_and_values(subject: Subject, run
     assert min(subject.error(answer, keep=False) for answer in answers) > 0.01  # the test can tell
     assert min(times.pause_s, times.transfer_s, times.resume_s) > 0
     assert times.total_s < 5
+    assert run(by_direct_copies(subject.engine))
 
 
 @real
@@ -348,6 +355,7 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
         as_newest = replace(answer, spans=VersionSpans((len(subject.versions) - 1,), answer.spans.ends))
         assert subject.error(as_newest, keep=False) < 1e-4
         subject.versions.pop()
+        assert await by_direct_copies(engine)
         await the_death_of_the_sender_changes_nothing(engine, trainer, model)
         await a_hang_is_noticed_while_it_generates(engine)
 

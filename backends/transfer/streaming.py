@@ -1,0 +1,215 @@
+"""Weights that pass through two buckets, for machines without memory for a second model.
+
+Theory of operation. Engines stand still meanwhile, and so does the trainer: its ranks put bucket i + 1 together while
+bucket i travels, and engines load bucket i - 1 (``broadcast.py`` says how a bucket travels, from worker to worker). A
+bucket is loaded when every parameter in it is verified; one that is refused is sent again, before the next. What is
+loaded is a mixture until the last bucket is: the engine does not go on before.
+
+=================  ==========================================  ===================================================
+thread             waits for                                   bounded by
+=================  ==========================================  ===================================================
+joining            the others                                  ``timeout_s``
+loading            the bucket that arrives                     the engine's ``update_timeout_s``
+arriving           the sender                                  the same; the end of the sender ends it at once
+=================  ==========================================  ===================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from backends.interface import TRANSFER_ATTEMPTS
+from backends.transfer.broadcast import Receiver, Sender
+from backends.transfer.checksum64 import checksum64
+from backends.transfer.layout import Parameters, layout, row_bytes, seen_as
+from backends.transfer.shared_row import machine
+from pipelinerl.errors import BackendError
+
+STREAM_BYTES = 256 * 2**20
+"""Size of a bucket, unless one layer is larger (bytes)."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class StreamSender:
+    """Rank 0's end: two buckets that versions pass through.
+
+    Args:
+        parameters: What will be sent, every time.
+        pinned: Whether a GPU copies into the buckets.
+    """
+
+    def __init__(self, parameters: Parameters, *, pinned: bool) -> None:
+        self._parameters = parameters
+        self._number = {name: number for number, (name, _, _) in enumerate(parameters)}
+        self._rows = [Bucket(pinned), Bucket(pinned)]
+
+    def send(self, sender: Sender | None, version: int, gathered: Iterable[Tensors]) -> str | None:
+        """Send a version, each bucket while the next one is put together.
+
+        Args:
+            sender: The group, if there is one.
+            version: Optimizer steps done.
+            gathered: The parameters of every bucket in turn, by name. It is run to its end whatever happens: other
+                ranks put them together, too.
+
+        Returns:
+            What went wrong, if something did. The group has been left then.
+        """
+        fault = None if sender is not None else "no group"
+        travelling: Future[None] | None = None
+        with ThreadPoolExecutor(1) as thread:
+            for index, tensors in enumerate(gathered):
+                parts = [self._number[name] for name in tensors]
+                places = layout([self._parameters[part] for part in parts])
+                row, sums = self._rows[index % 2].row(row_bytes(places)), []
+                for place in places:
+                    sent = tensors[place.name].detach()
+                    seen_as(row, place).copy_(sent)
+                    sums.append(checksum64(sent))
+                fault = fault or _fault_of(travelling)
+                if sender is not None and fault is None:
+                    travelling = thread.submit(_send_bucket, sender, row, version, parts, sums)
+            fault = fault or _fault_of(travelling)
+        if sender is not None and fault is not None:
+            sender.leave(fault)
+        return fault
+
+
+class Bucket:
+    """Memory for one bucket at a time, as large as the largest so far (mutable).
+
+    Args:
+        pinned: Whether a GPU reads or writes it.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def row(self, num_bytes: int) -> torch.Tensor:
+        """Return room for so many bytes; what was there is lost."""
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory[:num_bytes]
+
+
+def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> None:
+    for _ in range(TRANSFER_ATTEMPTS):
+        if not sender.send(row, version=version, sums=sums, parts=parts):
+            return
+    raise BackendError(f"a bucket of version {version} was refused {TRANSFER_ATTEMPTS} times")
+
+
+def _fault_of(travelling: Future[None] | None) -> str | None:
+    error = None if travelling is None else travelling.exception()
+    if error is None or isinstance(error, BackendError):
+        return None if error is None else str(error)
+    raise error
+
+
+class Streaming:
+    """A worker's end. Making it begins to join the group.
+
+    Args:
+        meeting: Where the members of the group meet.
+        worker: Number of this worker among all, from 1.
+        shapes: Shape of every parameter of the model by name.
+        device: Of the engine.
+        timeout_s: Longest wait for the others (seconds).
+        before: The end of the group before; it is abandoned.
+    """
+
+    def __init__(
+        self,
+        meeting: str,
+        *,
+        worker: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        device: torch.device,
+        timeout_s: float,
+        before: Streaming | None = None,
+    ) -> None:
+        if before is not None:
+            before.abandon()
+        self._timeout_s = timeout_s
+        self._rows = [Bucket(device.type == "cuda"), Bucket(device.type == "cuda")]
+        self._joined: Future[Receiver] = Future()
+        self._abandoned = False
+
+        def join() -> None:
+            try:
+                receiver = Receiver(
+                    meeting,
+                    worker=worker,
+                    place=f"{machine()}:{worker}",  # every worker has what passes to itself
+                    shapes=shapes,
+                    device=device,
+                    timeout_s=timeout_s,
+                    keeps=False,
+                )
+            except Exception as error:
+                self._joined.set_exception(error)
+            else:
+                self._joined.set_result(receiver)
+                if self._abandoned:
+                    self.abandon()
+
+        threading.Thread(target=join, name="weights", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Leave the group, also under a thread that waits; a second call does nothing."""
+        self._abandoned = True
+        if self._joined.done() and self._joined.exception() is None:
+            self._joined.result().close()
+
+    def arriving(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of a version as they arrive, verified; each is gone when two more buckets have come.
+
+        Raises:
+            BackendError: If it is another version that comes.
+            OSError: If a member has gone. The group is of no use then.
+        """
+        receiver = self._joined.result(self._timeout_s)
+        num_missing = len(receiver.parameters)
+        with ThreadPoolExecutor(1, initializer=_everywhere) as thread:
+            try:
+                coming = thread.submit(_take, receiver, version, self._rows[0])
+                turn = 0
+                while num_missing:
+                    tensors = coming.result()
+                    num_missing -= len(tensors)
+                    turn = 1 - turn
+                    if num_missing:
+                        coming = thread.submit(_take, receiver, version, self._rows[turn])
+                    yield from tensors.items()
+            except BaseException:  # whoever loads has failed, too: the thread must not wait for what comes next
+                receiver.close()
+                raise
+
+
+def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.Tensor]:
+    """Receive a bucket as often as it takes until it is right; return its parameters by name."""
+    while True:
+        notice = receiver.next_transfer()
+        if notice["version"] != version:
+            raise BackendError(f"version {notice['version']} comes, not {version}")
+        places = layout([receiver.parameters[part] for part in notice["parts"]])
+        row = bucket.row(row_bytes(places))
+        right = receiver.take(places, row) == notice["sums"]
+        receiver.judge(right)
+        if right:
+            return {place.name: seen_as(row, place) for place in places}
+
+
+def _everywhere() -> None:
+    """Have this thread run on all cores: a new one begins on those of decode, which stands still."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))

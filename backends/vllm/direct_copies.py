@@ -1,0 +1,202 @@
+"""New weights by direct copies: a table of which part of which parameter sent goes to which part of the model.
+
+Theory of operation. The model's own loader says what goes where: it is run once, and its copies are noted in place of
+being made. Slices of tensor parallelism, packed projections and tied parameters come out of it as they are. A model is
+*plain* if the table holds nothing but copies and covers every parameter.
+
+A model may also keep numbers that it has derived from its parameters. So the first update is carried out twice, by the
+table and by a full reload, and every tensor of the model is compared bit for bit after each. Where they are equal the
+table alone is used from then on, else the reload.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backends.transfer.checksum64 import checksum64
+
+LOG = logging.getLogger("pipelinerl")
+
+Tensors = Mapping[str, torch.Tensor]
+
+DEPTH = 3
+"""How many objects deep a module's own tensors are looked for (count)."""
+KV_CACHE = "kv_cache"
+"""Attribute of vLLM's attention layers that no weights are in."""
+
+
+class NotPlainError(Exception):
+    """A model whose weights cannot be brought in by copies alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One copy: the part of a parameter sent, and where to."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target: torch.Tensor
+
+    def carry_out(self, tensors: Tensors) -> None:
+        sent = tensors[self.name]
+        self.target.copy_(sent.as_strided(self.shape, self.stride, sent.storage_offset() + self.offset))
+
+
+class Swap:
+    """How a model gets new weights (mutable: it learns at the first update).
+
+    Args:
+        model: The model.
+        reload: Loads parameters, by their names in the checkpoint, in full.
+    """
+
+    def __init__(self, model: torch.nn.Module, reload: Callable[[Tensors], None]) -> None:
+        self._model, self._reload = model, reload
+        self._table: list[_Copy] | None = None
+        self._fault = ""
+
+    @property
+    def direct(self) -> bool:
+        """Whether weights are brought in by copies alone."""
+        return self._table is not None
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Bring parameters in.
+
+        Args:
+            tensors: By their names in the checkpoint.
+        """
+        with torch.no_grad():
+            if self._table is not None:
+                for copy in self._table:
+                    copy.carry_out(tensors)
+            elif self._fault:
+                self._reload(tensors)
+            else:
+                self._learn(tensors)
+
+    def _learn(self, tensors: Tensors) -> None:
+        try:
+            table = noted_copies(self._model, tensors)
+        except Exception as error:  # a loader that finds its parameters changed may raise anything
+            self._refuse(f"{type(error).__name__}: {error}")
+            self._reload(tensors)
+            return
+        before = _sums(self._model)
+        for copy in table:
+            copy.carry_out(tensors)
+        copied = _sums(self._model)
+        self._reload(tensors)
+        reloaded = _sums(self._model)
+        if wrong := [name for name in reloaded if copied.get(name) != reloaded[name]]:
+            self._refuse(f"a reload changes {len(wrong)} tensors otherwise: {', '.join(wrong[:3])}")
+        elif before != reloaded:  # equal weights would show nothing: then the next update does
+            self._table = table
+
+    def _refuse(self, fault: str) -> None:
+        self._fault = fault
+        LOG.warning("weights are reloaded in full at every update, direct copies will not do: %s", fault)
+
+
+def noted_copies(model: torch.nn.Module, tensors: Tensors) -> list[_Copy]:
+    """Return the copies that the model's loader would make; nothing is changed.
+
+    Raises:
+        NotPlainError: If it would do anything else to a parameter, or leave a part of one as it is.
+        Exception: What the loader raises.
+    """
+    notes = _Notes(model, tensors)
+    with notes:
+        model.load_weights(iter(tensors.items()))
+    notes.check_complete()
+    return notes.copies
+
+
+class _Spans:
+    """Whose memory an address is."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        spans = [(one.data_ptr(), one.data_ptr() + one.nbytes, name) for name, one in tensors.items() if one.numel()]
+        self._spans = sorted(spans)
+
+    def owner(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the tensor in whose memory this one lies; None: in none."""
+        begin = tensor.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        index = bisect.bisect_right(self._spans, begin, key=lambda span: span[0]) - 1
+        if index < 0 or begin + (last + 1) * tensor.element_size() > self._spans[index][1]:
+            return None
+        return self._spans[index][2]
+
+
+class _Notes(TorchDispatchMode):  # type: ignore[misc]  # torch is Any to mypy
+    """Notes copies into a model in place of making them."""
+
+    def __init__(self, model: torch.nn.Module, tensors: Tensors) -> None:
+        super().__init__()
+        self._parameters = dict(model.named_parameters())
+        if crooked := [name for name, one in self._parameters.items() if not one.is_contiguous()]:
+            raise NotPlainError(f"{crooked[0]} is not contiguous")
+        self._of_model, self._of_sent, self._sent = _Spans(self._parameters), _Spans(tensors), tensors
+        self._covered = dict.fromkeys(self._parameters, 0)
+        self.copies: list[_Copy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and args[0].numel():
+            owner = self._of_model.owner(args[0])
+            if owner is not None:
+                if func is not torch.ops.aten.copy_.default:
+                    raise NotPlainError(f"{func} changes {owner}")
+                self._note(owner, args[0], args[1])
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, owner: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        name = self._of_sent.owner(source)
+        if name is None or source.shape != target.shape or source.dtype != self._sent[name].dtype:
+            raise NotPlainError(f"{owner} is not a copy of what is sent")
+        sent = self._sent[name]
+        offset = (source.data_ptr() - sent.data_ptr()) // sent.element_size()
+        self.copies.append(_Copy(name, tuple(source.shape), source.stride(), offset, target.detach()))
+        self._covered[owner] += target.numel()
+
+    def check_complete(self) -> None:
+        """Raise NotPlainError unless every number of every parameter is copied once."""
+        for name, parameter in self._parameters.items():
+            if self._covered[name] != parameter.numel():
+                raise NotPlainError(f"{self._covered[name]} of {parameter.numel()} numbers of {name} are copied")
+
+
+def _sums(model: torch.nn.Module) -> dict[str, int]:
+    """Return the checksum of every tensor that a model holds: parameters, buffers, and what its modules keep beside."""
+    return {name: checksum64(tensor) for name, tensor in _tensors_of(model)}
+
+
+def _tensors_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        yield from _kept(name, module, depth=DEPTH, seen=seen)
+
+
+def _kept(owner: str, kept_by: Any, *, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that an object keeps, and those of its own objects: a layer has one for its kernel."""
+    for name, value in vars(kept_by).items():
+        for index, part in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+            if isinstance(part, torch.Tensor):
+                if not part.is_meta and name != KV_CACHE:
+                    yield f"{owner}.{name}.{index}", part
+            elif depth and id(part) not in seen and hasattr(part, "__dict__"):
+                seen.add(id(part))
+                if not isinstance(part, (torch.nn.Module, type)):
+                    yield from _kept(f"{owner}.{name}.{index}", part, depth=depth - 1, seen=seen)

@@ -1,0 +1,87 @@
+"""How vLLM's workers load weights while they arrive; runs inside vLLM's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from backends.transfer.streaming import Streaming
+from backends.transfer.weights_check import checkpoint_shapes
+from backends.vllm.broadcast_receiver import JoinInfo, number_of_worker
+from backends.vllm.version import load_weights, transfer_bases
+from pipelinerl.errors import BackendError
+
+TransferEngine: Any = transfer_bases().WeightTransferEngine
+UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
+
+
+@dataclass
+class StreamedUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
+    """Weights that come."""
+
+    version: int
+    """Optimizer steps done."""
+
+
+class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
+    """A worker's end of the streamed transport; see ``streaming.py``. What it has loaded is a mixture until the end."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = StreamedUpdateInfo
+    _streaming: Streaming | None = None
+    _complete = False
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        """Begin to join a group; the sender knows when all have joined."""
+        self._streaming = Streaming(
+            init_info.meeting,
+            worker=number_of_worker(init_info, self.parallel_config),
+            shapes=checkpoint_shapes(self.model_config.model),
+            device=self.device,
+            timeout_s=init_info.timeout_s,
+            before=self._streaming,
+        )
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model stays whole until the first weights have come."""
+        self._complete = False
+
+    def receive_weights(self, update_info: StreamedUpdateInfo) -> None:
+        """Load what comes.
+
+        Raises:
+            BackendError: If not all of it comes: the model is a mixture then, until a version has come in full.
+        """
+        if self._streaming is None:
+            raise BackendError("the engine has joined no group")
+        arriving = self._streaming.arriving(update_info.version)
+        first = next(arriving)
+        load_weights(self.model, self.model_config, _kept(first, arriving))
+        self._complete = next(arriving, None) is None
+
+    def finish_weight_update(self) -> None:
+        """Check that all has come.
+
+        Raises:
+            BackendError: If not.
+        """
+        if not self._complete:
+            raise BackendError("the weights have not all come")
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._streaming is not None:
+            self._streaming.abandon()
+            self._streaming = None
+
+
+def _kept(
+    first: tuple[str, torch.Tensor], others: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy every parameter: a layer keeps it until the layer is whole, longer than its bucket stays."""
+    yield first[0], first[1].clone()
+    for name, tensor in others:
+        yield name, tensor.clone()

@@ -1,0 +1,168 @@
+"""Weights that pass through two buckets: what is loaded, what is refused, and what the loss of a member leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import backends.transfer.streaming as module  # noqa: E402
+from backends.transfer.broadcast import Sender  # noqa: E402
+from backends.transfer.layout import layout, row_bytes  # noqa: E402
+from backends.transfer.lines import Door  # noqa: E402
+from backends.transfer.streaming import Streaming, StreamSender  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
+
+PARAMETERS = [(f"p{index}", "float32", (index % 3 + 1, 8)) for index in range(9)]
+KNOWN = {one[0]: one for one in PARAMETERS}
+SHAPES = {name: shape for name, _, shape in PARAMETERS}
+BUCKETS = [["p3", "p1"], ["p0"], ["p2", "p4", "p5"], ["p8"], ["p7", "p6"]]
+ORDER = [name for bucket in BUCKETS for name in bucket]
+CPU = torch.device("cpu")
+
+
+def model(version: int) -> dict[str, Any]:
+    return {name: torch.full(shape, float(version)) + index for index, (name, _, shape) in enumerate(PARAMETERS)}
+
+
+def parts(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parameters bucket by bucket, as ranks put them together."""
+    for names in BUCKETS:
+        yield {name: tensors[name] for name in names}
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+class Meeting:
+    """A sender and workers on this machine."""
+
+    def __init__(self, num_workers: int, *, timeout_s: float = 20.0, before: list[Streaming] | None = None) -> None:
+        door = Door.open("127.0.0.1")
+        self.workers = [
+            Streaming(
+                door.meeting,
+                worker=1 + n,
+                shapes=SHAPES,
+                device=CPU,
+                timeout_s=timeout_s,
+                before=before and before[n],
+            )
+            for n in range(num_workers)
+        ]
+        names = ["trainer", *(f"engine {n}" for n in range(num_workers))]
+        self.group = Sender(door, names=names, parameters=PARAMETERS, timeout_s=timeout_s)
+        self.sender = StreamSender(PARAMETERS, pinned=False)
+
+    def end(self) -> None:
+        self.group.leave()
+        for worker in self.workers:
+            worker.abandon()
+
+
+@pytest.fixture
+def meet() -> Iterator[Any]:
+    made: list[Meeting] = []
+
+    def meet(num_workers: int, **changed: Any) -> Meeting:
+        made.append(Meeting(num_workers, **changed))
+        return made[-1]
+
+    yield meet
+    for one in made:
+        one.end()
+
+
+def loaded(worker: Streaming, version: int) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in worker.arriving(version)}
+
+
+def same(got: dict[str, Any], version: int) -> bool:
+    return list(got) == ORDER and all(torch.equal(got[name], tensor) for name, tensor in model(version).items())
+
+
+def test_every_worker_gets_every_version_through_two_buckets(meet: Any, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(3)
+    for version in (1, 2):
+        loading = [threads.submit(loaded, worker, version) for worker in meeting.workers]
+        assert meeting.sender.send(meeting.group, version, parts(model(version))) is None
+        assert all(same(one.result(20), version) for one in loading)
+    for worker in meeting.workers:
+        assert worker._joined.result().leads
+        sizes = [one._memory.numel() for one in worker._rows]
+        assert sizes == [row_bytes(layout([KNOWN[name] for name in BUCKETS[largest]])) for largest in (2, 3)]
+
+
+def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
+    meet: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, seen = meet(2), []
+    real = Sender.send
+
+    def send(self: Sender, row: Any, **said: Any) -> int:
+        seen.append(said["parts"])
+        wrong = row.clone()
+        wrong[3] ^= seen.count([2, 4, 5]) == 1 and said["parts"] == [2, 4, 5]
+        return real(self, wrong, **said)
+
+    monkeypatch.setattr(Sender, "send", send)
+    loading = [threads.submit(loaded, worker, 5) for worker in meeting.workers]
+    assert meeting.sender.send(meeting.group, 5, parts(model(5))) is None
+    assert all(same(one.result(20), 5) for one in loading)
+    assert seen == [[3, 1], [0], [2, 4, 5], [2, 4, 5], [8], [7, 6]]
+
+
+def test_what_is_refused_time_and_again_ends_the_group_and_all_is_put_together_all_the_same(
+    meet: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting, asked = meet(1), []
+
+    def noted(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for one in parts(tensors):
+            asked.extend(one)
+            yield one
+
+    monkeypatch.setattr(module, "checksum64", lambda tensor: 0)
+    loading = threads.submit(loaded, meeting.workers[0], 1)
+    fault = meeting.sender.send(meeting.group, 1, noted(model(1)))
+    assert fault == "a bucket of version 1 was refused 2 times"
+    assert asked == ORDER  # other ranks wait for it
+    assert isinstance(loading.exception(20), OSError)
+    assert meeting.group.left
+    assert meeting.sender.send(None, 1, parts(model(1))) == "no group"
+
+
+def test_the_end_of_a_member_in_the_middle_ends_it_for_all_and_a_new_group_gets_everything(
+    meet: Any, threads: ThreadPoolExecutor
+) -> None:
+    meeting = meet(2)
+
+    def breaks_off() -> None:
+        arriving = meeting.workers[1].arriving(1)
+        next(arriving)
+        arriving.close()  # its loader has failed
+
+    loading = [threads.submit(loaded, meeting.workers[0], 1), threads.submit(breaks_off)]
+    fault = meeting.sender.send(meeting.group, 1, parts(model(1)))
+    assert "phase=send at trainer" in str(fault)
+    assert isinstance(loading[0].exception(20), OSError)
+    loading[1].result(20)
+    again = meet(2, before=meeting.workers)
+    loading = [threads.submit(loaded, worker, 1) for worker in again.workers]
+    assert again.sender.send(again.group, 1, parts(model(1))) is None
+    assert all(same(one.result(20), 1) for one in loading)
+
+
+def test_another_version_than_the_one_asked_for_is_not_loaded(meet: Any, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(1)
+    loading = threads.submit(loaded, meeting.workers[0], 2)
+    assert "engine 0 has gone" in str(meeting.sender.send(meeting.group, 1, parts(model(1))))
+    with pytest.raises(BackendError, match=r"^version 1 comes, not 2$"):
+        loading.result(20)
