@@ -223,7 +223,8 @@ async def answers_bit_for_bit_the_same(fresh: VLLMEngine, other: VLLMEngine) -> 
     digests = [await engine._vllm.llm.compute_weight_checksums() for engine in (fresh, other)]
     assert digests[0] == digests[1]
     # Packed parameters have no bytes to read on CPU: equal log-probabilities, to the last bit, stand for them.
-    answers = await gather(fresh, [request(number, 100) for number in range(8)])
+    # One at a time: where parameters stay in place, the last bit of a product depends on how many rows it has.
+    answers = [await fresh.generate(request(number, 100)) for number in range(8)]
     for number, answer in enumerate(answers):
         same = await other.generate(request(number, answer.tokens_T.size))
         assert same.tokens_T.tolist() == answer.tokens_T.tolist()
@@ -345,7 +346,7 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
             with pytest.raises(Exception, match="are not staged: nothing that is complete and right is"):
                 await swap_only(engine, refused)
         await engine._vllm.llm.resume_generation()
-        after = await gather(engine, [request(number, 100) for number in range(8)])
+        after = [await engine.generate(request(number, 100)) for number in range(8)]
         assert [a.logprob_T.tobytes() for a in after] == [b.logprob_T.tobytes() for b in before]
         assert await trainer.send(8, other) == 0
         await engine.update(trainer.weights(8, other), WeightUpdate.KEEP)
