@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from naive_rules import as_much_per_gpu, more_apart_staler, sum_of_parts
 from published import changed, predicted, row
 
 from pipelinerl.hardware.coefficients import Level
@@ -194,6 +195,13 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
     assert pairs.brier <= 0.2  # a coin has 0.25
     assert pairs.within_band >= 0.7
     assert pairs.certain_right == pairs.certain >= 1
+    parts, per_gpu = sum_of_parts(result, shipped_runs()), as_much_per_gpu(result)  # with other rows of the system
+    assert (parts.rows, per_gpu.rows) == (12, 25)
+    assert parts.ours < parts.rule
+    assert per_gpu.ours < per_gpu.rule / 2
+    order = more_apart_staler(result, shipped_runs())
+    assert (order.rows, order.rule) == (61, 56)
+    assert order.ours >= order.rule
     curve = {one.id: one for one in result.rows if one.id.startswith("areal_eta")}
     start = curve.pop("areal_eta0").measured
     assert len(curve) == 5
