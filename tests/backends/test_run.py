@@ -196,9 +196,8 @@ def test_a_run_survives_a_killed_engine_a_killed_reference_and_rewards_that_rais
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
     assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
-    assert (
-        summary.mismatch.kl_at_lag_0 < 1e-5
-    )  # what the engine has loaded is what was trained; a router may be undecided
+    # What the engine has loaded is what was trained; a router that is undecided between two experts may differ.
+    assert summary.mismatch.kl_at_lag_0 < 1e-5
     assert checkpoint_shapes(out / "model") == checkpoint_shapes(unfitted)
     assert run.left_over() == []
 
