@@ -250,7 +250,7 @@ def derive_transport(
         travel_s = size / coefficients.stream_bandwidth
         return WeightTransferConfig(publish_s=snapshot_s, transfer_s=snapshot_s + travel_s, pause_s=loaded_s)
     if transport == "streamed":
-        still_s = max(snapshot_s, size / coefficients.stream_bandwidth, loaded_s)
+        still_s = max(snapshot_s, size / coefficients.stream_bandwidth)  # loading is never the slowest of the three
         return WeightTransferConfig(publish_s=still_s, pause_s=still_s + coefficients.pause_s)
     file_s = size / coefficients.file_bandwidth
     return WeightTransferConfig(

@@ -202,6 +202,8 @@ def test_a_synchronization_lasts_as_the_root_of_its_bytes():
         pytest.param("broadcast", 16, 3, (1.561, 1.561 + 7.616, 0.762 + 0.02), id="staged"),
         pytest.param("broadcast", 16, 2, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nothing to gather"),
         pytest.param("broadcast", 1, 3, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nobody to gather from"),
+        # As one stream carries it, gathered and loaded meanwhile.
+        pytest.param("streamed", 16, 3, (7.616, 0.0, 7.616 + 0.02), id="standing still"),
         # Written and read at 1 GB/s: 15.231 s each.
         pytest.param("file", 16, 3, (16.792, 16.792, 15.231 + 0.762 + 0.02), id="paused"),
     ],
