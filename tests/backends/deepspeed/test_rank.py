@@ -36,9 +36,11 @@ from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.deepspeed.rank import MAX_SKIPPED  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
+from backends.interface import Weights  # noqa: E402
 from backends.transfer.broadcast import Receiver, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
+from backends.transfer.streaming import Streaming  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from backends.transfer.weights_file import read_verified  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
@@ -138,6 +140,24 @@ def test_what_is_published_and_exported_is_what_is_trained(
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export")("aa")["input_ids"] == [2, 2]
     rank.shutdown()
     assert list(folder.iterdir()) == []
+
+
+def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.deepspeed.publisher, "STREAM_BYTES", 50_000)
+    rank = started(model_path, zero_stage=3, transport="streamed")
+    assert rank.publish(1) == Weights(1, "streamed:1")
+    train(rank, samples())
+    assert rank.stream(1) == "no group"
+    shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
+    worker = Streaming(rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=30.0)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        loading = thread.submit(lambda: {name: tensor.clone() for name, tensor in worker.arriving(1)})
+        assert rank.join_group(["trainer", "engine 0"], 30.0) is None
+        assert rank.stream(1) is None
+        got = loading.result()
+    assert largest_difference(dict(sorted(parameters(rank).items())), dict(sorted(got.items()))) == 0
+    rank.shutdown()
+    worker.abandon()
 
 
 def test_what_is_sent_is_what_was_trained_when_it_was_published(
