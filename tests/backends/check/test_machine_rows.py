@@ -62,6 +62,13 @@ def test_what_is_wrong_with_a_machine(place: dict[str, Any], rank: dict[str, Any
     assert [name for name, finding in found.items() if finding is Finding.WRONG] == [what]
 
 
+def test_streamed_weights_need_no_room_on_the_host() -> None:
+    test = SelfTest((replace(PLACE, free_memory_gb=15.0),), (RANK,))
+    config = run("train.transport=streamed")
+    assert {row.finding for row in machine_rows(config, test, OWN, 15.2)} <= {Finding.OK, Finding.UNCHECKED}
+    assert "host memory" not in {row.what for row in machine_rows(config, test, OWN, 15.2)}
+
+
 def test_a_link_below_the_pessimistic_level_is_slow() -> None:
     """H100: NVLink 450 GB/s, 8 links of 50 GB/s between nodes; an all-reduce reaches 0.35 of it, 0.2 at worst."""
     name = "all-reduce of 2 ranks (NCCL)"
