@@ -20,6 +20,7 @@ NOT_SEARCHED = {
     "train.trainer.zero_stage": "must fit the trainer you have; memory and seconds follow it, so compare two plans",
     "train.trainer.pack_tokens": "as `zero_stage`; the larger the faster, as far as memory goes",
     "train.trainer.activation_checkpointing": "as `zero_stage`; without it training is faster where it fits",
+    "train.transport": "`broadcast` stops neither side while weights travel; `file` is for where it cannot be had",
     "train.engine.gpu_memory_utilization": "more holds more sequences: set it as high as your engines bear",
     "hardware": "what you have, by name or in numbers; the sensitivity moves each coefficient",
 }

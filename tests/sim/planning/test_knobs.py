@@ -9,7 +9,7 @@ from pipelinerl.config.workload import WorkloadConfig
 from sim.planning.axes import AXES
 from sim.planning.knobs import NOT_SEARCHED
 
-OTHERS = {"train.trainer.kind", "train.trainer.step_timeout_s"}
+OTHERS = {f"train.trainer.{name}" for name in ("kind", "step_timeout_s", "collective_timeout_s", "restarts")}
 """Keys of these tables that move neither throughput nor lag."""
 
 
@@ -26,6 +26,6 @@ def test_every_key_of_cluster_schedule_workload_and_trainer_is_searched_or_has_t
 
 def test_no_reason_is_of_a_key_that_is_gone() -> None:
     tables = keys("cluster", ClusterConfig) | keys("scheduler", SchedulerConfig) | keys("workload", WorkloadConfig)
-    others = {"train.engine.gpu_memory_utilization", *RunConfig.model_fields}
+    others = {"train.engine.gpu_memory_utilization", "train.transport", *RunConfig.model_fields}
     assert "engine" in TrainConfig.model_fields
     assert set(NOT_SEARCHED) <= tables | keys("train.trainer", DeepSpeedConfig) | others
