@@ -80,8 +80,9 @@ def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(monkeypat
 
     async def scenario() -> None:
         await engine.start()
-        calls = [engine.generate(REQUEST), engine.checksums()]
-        for end in await asyncio.gather(*calls, return_exceptions=True):
+        generating = asyncio.create_task(engine.generate(REQUEST))
+        await asyncio.sleep(0.5)  # it hangs by now
+        for end in await asyncio.gather(generating, engine.checksums(), return_exceptions=True):
             assert isinstance(end, EngineLostError)
             assert "no sign of life of its process for 1 s" in str(end)
         await engine.shutdown()
