@@ -52,6 +52,7 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     Event,
+    OpenEnvironment,
     PublishWeights,
     RolloutAborted,
     RolloutFailed,
@@ -190,6 +191,8 @@ class EventLoop:
                 state.in_flight[command.rollout_id] = command.engine
                 self._pool[command.engine].count(+1)
                 self._tasks.spawn(self._generate(command))
+            case OpenEnvironment():
+                raise BackendError("rollouts with turns are simulated only so far")  # the run file has no [environment]
             case StartTraining():
                 self.trainer_task = self._tasks.spawn(self._train(command))
             case PublishWeights():

@@ -25,6 +25,8 @@ def check_run(config: RunConfig) -> TrainConfig:
     train = config.train
     if train is None:
         raise ConfigError("train is missing; pipelinerl train needs the table [train]: model, task, optimizer")
+    if config.environment is not None:
+        raise ConfigError("[environment] is for simulate and compare so far: train has rollouts of one turn only")
     check_logging(train)
     if config.scheduler.schedule.carries_over:
         raise ConfigError(

@@ -7,6 +7,7 @@ handled one after the other.
 ==================  ======================================================  ==============================
 command             simulated by                                            answered after
 ==================  ======================================================  ==============================
+``OpenEnvironment`` a wait                                                  its reset
 ``StartRollout``    the engine's front end, one rollout after the other;    dispatch + generation + report,
                     the engine, from arrival on                             then reward + preprocessing
 ``AbortRollout``    the engine, at its next step boundary                   the running step
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from itertools import repeat
 from typing import Protocol, assert_never
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
@@ -37,8 +39,11 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     Event,
+    ObservationReady,
+    OpenEnvironment,
     PublishWeights,
     RolloutAborted,
+    RolloutFailed,
     RolloutFinished,
     RolloutPreempted,
     RolloutScored,
@@ -47,6 +52,7 @@ from pipelinerl.scheduler.events import (
     Stop,
     StopReason,
     TrainingFinished,
+    TurnFinished,
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
@@ -54,6 +60,7 @@ from pipelinerl.scheduler.events import (
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost
 from sim.engine import ClosedFormEngine, EngineSettings
+from sim.episodes import Episode, Episodes
 from sim.learning.tasks import checked_task
 from sim.request import EngineHost, Request, SimulatedEngine, TokenSource
 from sim.streams import DispatchDelays
@@ -110,13 +117,14 @@ class SimulatedCluster:
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
         """
+        _check_turns(config)
         self._config = config
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
         self._workload = Workload(config.workload, seed=config.seed)
         self._policy = policy
         if config.policy is None:
-            longest = self._workload.longest_rollout_tokens
+            longest = config.longest_rollout_tokens if config.environment else self._workload.longest_rollout_tokens
             _check_capacity(config.hardware.kv_cache_tokens, longest)
         else:
             self._policy_prompt_tokens = checked_task(config).prompt_tokens
@@ -134,6 +142,7 @@ class SimulatedCluster:
             kv_cache_tokens=hardware.kv_cache_tokens,
             pause_ticks=to_ticks(hardware.weights.pause_s),
             tokens=None if policy is None else policy.answers,
+            prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
         )
         self._engines = {  # by engine id
             engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)
@@ -144,6 +153,8 @@ class SimulatedCluster:
         self._aborted: dict[int, Request] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
         self._tokens = array("I")
+        self._episodes = None if config.environment is None else Episodes(config, self._workload)
+        self._open: dict[int, tuple[Request, Episode]] = {}  # rollouts with turns that have not finished
         self._aborting: set[int] = set()  # to be forgotten once their engines have ended them
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
@@ -229,6 +240,10 @@ class SimulatedCluster:
         rollout_id = request.rollout_id
         if self._aborting:
             self._aborting.discard(rollout_id)
+        if self._episodes is not None and not self._open[rollout_id][1].is_last_turn:
+            self._end_turn(engine, request, spans)
+            return
+        self._open.pop(rollout_id, None)
         if self._policy is not None:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
@@ -238,6 +253,34 @@ class SimulatedCluster:
         self._rewards[rollout_id] = request.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         Wake(self._clock, self._score_ticks, CLUSTER_PRIORITY, rollout_id, self._scored)
+
+    def _end_turn(self, engine: int, request: Request, spans: VersionSpans) -> None:
+        """Report the end of a turn that another one follows, and have the environment act."""
+        request.keep(spans)
+        episode = self._open[request.rollout_id][1]
+        episode.turn += 1
+        request.goes_on = not episode.is_last_turn
+        self._deliver(TurnFinished(request.rollout_id, engine, spans))
+        self._act(request.rollout_id)
+
+    def _act(self, rollout_id: int) -> None:
+        """Have the environment of a rollout act before its turn, unless the rollout is forgotten."""
+        if rollout_id in self._open:
+            episode = self._open[rollout_id][1]
+            Wake(self._clock, episode.acting_ticks[episode.turn], CLUSTER_PRIORITY, rollout_id, self._acted)
+
+    def _acted(self, wake: Wake) -> None:
+        """Report what the environment has answered, or that it has failed."""
+        rollout_id = wake.tag
+        if rollout_id not in self._open:
+            return  # it was forgotten meanwhile
+        request, episode = self._open[rollout_id]
+        if episode.turn == episode.fails_before:
+            self._forget(rollout_id)
+            self._deliver(RolloutFailed(rollout_id))
+            return
+        request.observe(episode.observed[episode.turn], episode.ends[episode.turn])
+        self._deliver(ObservationReady(rollout_id))
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
         """Report a rollout that ended early."""
@@ -281,6 +324,8 @@ class SimulatedCluster:
         match command:
             case StartRollout():
                 self._start_rollout(command)
+            case OpenEnvironment():
+                self._open_environment(command)
             case StartTraining():
                 self._start_training(command)
             case PublishWeights():
@@ -303,8 +348,11 @@ class SimulatedCluster:
 
     def _start_rollout(self, command: StartRollout) -> None:
         rollout_id = command.rollout_id
-        engine = self._engines[command.engine]
         group_id, member = divmod(rollout_id, self._group_size)
+        if self._episodes is not None:
+            self._aborted.pop(rollout_id, None)
+            self._submit(self._open[rollout_id][0], command.engine, self._delays.group(group_id)[member])
+            return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
         if rollout_id in self._aborted:  # it goes on where it was aborted
@@ -312,14 +360,33 @@ class SimulatedCluster:
         else:
             request = self._drawn[member]
             if self._growth != 1.0:
-                request.finish_at(self._grown(request.length, engine.version))
+                request.finish_at(self._grown(request.length, self._engines[command.engine].version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
+        self._submit(request, command.engine, self._drawn_delays[member])
+
+    def _submit(self, request: Request, engine: int, delay: int) -> None:
+        """Send a request through the front end of an engine, which takes one after the other."""
         at = self._now
         if self._request_ticks:
-            at = max(at, self._front_end_free[command.engine]) + self._request_ticks
-            self._front_end_free[command.engine] = at
-        engine.submit(request, at + self._drawn_delays[member])
+            at = max(at, self._front_end_free[engine]) + self._request_ticks
+            self._front_end_free[engine] = at
+        self._engines[engine].submit(request, at + delay)
+
+    def _open_environment(self, command: OpenEnvironment) -> None:
+        """Draw a rollout with turns, and have its environment made ready."""
+        assert self._episodes is not None
+        rollout_id, prompt_id = command.rollout_id, command.prompt_id
+        group_id, member = divmod(rollout_id, self._group_size)
+        if group_id != self._drawn_id:
+            self._draw_group(group_id, prompt_id)
+        episode, request = self._episodes.episode(rollout_id, prompt_id), self._drawn[member]
+        request.prompt_tokens = episode.prompt_tokens
+        request.finish_at(episode.ends[0])
+        request.keep(request.spans)
+        request.goes_on = not episode.is_last_turn
+        self._open[rollout_id] = (request, episode)
+        self._act(rollout_id)
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Draw the requests and delays of a group; its rollouts mostly start one after the other."""
@@ -371,11 +438,24 @@ class SimulatedCluster:
 
     def _forget(self, rollout_id: int) -> None:
         self._aborted.pop(rollout_id, None)
+        self._open.pop(rollout_id, None)
         if self._policy is not None:
             self._policy.forget(rollout_id)
 
     def _after(self, ticks: int, call: Callable[[Wake], None]) -> None:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
+
+
+def _check_turns(config: RunConfig) -> None:
+    """Raise ConfigError if rollouts are to have turns where they cannot."""
+    if config.environment is None:
+        return
+    if config.policy is not None:
+        raise ConfigError("[environment] is not simulated with [policy] so far: remove one of the tables")
+    if config.workload.length.growth != 1.0:
+        raise ConfigError(
+            f"workload.length.growth must be 1 with an [environment], got {config.workload.length.growth:g}"
+        )
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

@@ -33,11 +33,15 @@ class PrefillCost:
     linear_ticks: int
     square_ticks: int
 
-    def ticks(self, tokens: int) -> int:
-        """Return the ticks for one sequence of ``tokens`` tokens; 0 tokens cost nothing."""
-        if not tokens:
+    def ticks(self, tokens: int, cached: int = 0) -> int:
+        """Return the ticks for one sequence of ``tokens`` tokens, the first ``cached`` of which are in the cache.
+
+        The others attend to all before them: the square is that of all tokens less that of the cached ones. No token
+        costs nothing.
+        """
+        if tokens == cached:
             return 0
-        return self.fixed_ticks + (self.linear_ticks + self.square_ticks * tokens) * tokens
+        return self.fixed_ticks + (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
 
 
 def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:

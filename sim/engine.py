@@ -25,6 +25,9 @@ taken up. One such boundary needs no wake-up of its own, because nobody outside 
 batch. The batch goes through it ahead of time (``join``); a call from outside before its tick undoes it. So a
 rollout costs one wake-up and O(log H), whatever its length.
 
+Where rollouts have turns, a request that goes on later leaves its KV cache behind, in the room that the batch does not
+need (``prefix_cache.py``). New weights drop it, unless it is kept over them.
+
 A call that arrives exactly at a boundary is taken up at the next one. An engine with an empty batch takes calls
 up at once.
 """
@@ -37,10 +40,12 @@ from dataclasses import dataclass
 
 from simpy.events import EventPriority
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
 from sim.decode_batch import DecodeBatch
+from sim.prefix_cache import PrefixCache
 from sim.request import EngineHost, Request, TokenSource
 
 NOT_PLANNED = -1
@@ -59,6 +64,8 @@ class EngineSettings:
     """Ticks that the engine pauses to load weights."""
     tokens: TokenSource | None = None
     """Decides lengths while they are generated; None: requests come with their lengths."""
+    prefix_cache: PrefixCaching = PrefixCaching.OFF
+    """What becomes of the KV cache of a rollout between two turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +91,9 @@ class ClosedFormEngine:
         self._pause_ticks = settings.pause_ticks
         self._tokens = settings.tokens
         self._batch = DecodeBatch(settings.decode, settings.kv_cache_tokens)  # at the last boundary
+        self._cache = PrefixCache(self._batch.capacity)
+        self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
+        self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
@@ -168,7 +178,11 @@ class ClosedFormEngine:
             self._finish_update()
         elif batch.requests and self._suspended_since is None:
             taken_until = now - 1
+            if self._cache.kept:  # for the last of these steps, which needs most
+                self._cache.make_room(batch.context_tokens + self._wake_steps * len(batch.requests))
             for request in batch.advance(self._wake_steps, now):
+                if request.goes_on and self._keeps_caches:
+                    self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
                 self._host.rollout_finished(self._engine_id, request, self._spans(request))
         else:
             batch.tick = now
@@ -239,7 +253,8 @@ class ClosedFormEngine:
             if self._tokens is not None:
                 self._tokens.begin(request, self.version)
             request.first_update = len(self._versions)
-            batch.join(request, self._prefill.ticks(request.tokens_to_prefill))
+            cached = self._cache.take(request.rollout_id) if self._cache.kept else 0
+            batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached))
 
     def _leave(self, request: Request) -> None:
         """Take a request out of the batch unfinished; it keeps the tokens it has."""
@@ -279,6 +294,8 @@ class ClosedFormEngine:
             self._version_steps.append(batch.step)
             self._versions.append(update.version)
         self._recomputes = recompute = update.weight_update is WeightUpdate.RECOMPUTE
+        if recompute or self._drops_old_caches:
+            self._cache.clear()
         running = list(batch.requests.values())
         if self._tokens is not None and running:
             num_tokens = [request.spans.num_tokens + batch.step - request.start_step for request in running]
@@ -332,6 +349,7 @@ class ClosedFormEngine:
                 if (
                     self._called
                     or self._waiting
+                    or self._cache.kept
                     or len(arrivals) > 1
                     or not batch.fits(request := arrivals[0][2], to_call)
                 ):

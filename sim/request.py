@@ -1,7 +1,7 @@
 """A rollout on an engine, and the interface between engines and the simulated cluster.
 
-A request's answer is one generated segment (``pipelinerl.rl.segments``). Turns would come in here: a request would then
-hold its segments in order, the observed ones prefilled like a prompt, and its engine would report the end of each.
+Where rollouts have turns (``sim.episodes``), a request finishes with each, observes, and is submitted again: to its
+engine what it observed is prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class Request:
 
     __slots__ = (
         "first_update",
+        "goes_on",
         "length",
         "num_left",
         "prompt_tokens",
@@ -36,6 +37,7 @@ class Request:
         self.prompt_tokens = prompt_tokens
         self.length = length  # tokens it will have when finished
         self.reward = reward
+        self.goes_on = False  # whether another turn follows when it has finished
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
@@ -50,6 +52,12 @@ class Request:
         self.spans = spans
         self.num_left = self.length - spans.num_tokens
         self.tokens_to_prefill = self.prompt_tokens + spans.num_tokens
+
+    def observe(self, num_tokens: int, length: int) -> None:
+        """Have it go on after an observation of so many tokens, and finish its turn with so many of its own in all."""
+        self.prompt_tokens += num_tokens
+        self.length = length
+        self.keep(self.spans)
 
     def finish_at(self, length: int) -> None:
         """Have it finish with so many tokens, as a policy has decided."""

@@ -11,6 +11,7 @@ from itertools import accumulate, groupby
 
 from simpy.events import EventPriority
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.engine import EngineSettings
@@ -30,6 +31,7 @@ class StepByStepEngine:
         self._running: list[Request] = []  # in order of admission
         self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
+        self._idle: dict[int, int] = {}  # rollouts between two turns -> tokens they have in the KV cache
         self._prefill_ticks = 0  # charged to the next step
         self._recomputes = False  # what runs is prefilled in the next step, as its cache is of older weights
         # Calls not yet taken up, each with the tick of its arrival.
@@ -93,6 +95,7 @@ class StepByStepEngine:
             self._recompute_if_due()
             if not preempted:
                 self._admit()
+            self._drop_idle()
         self._at_boundary = False
         self._plan(now)
 
@@ -106,6 +109,9 @@ class StepByStepEngine:
         for request in [one for one in self._running if len(self._tokens(one)) == one.length]:
             self._running.remove(request)
             spans = self._spans(request)
+            if request.goes_on and self._settings.prefix_cache is not PrefixCaching.OFF:
+                self._idle.pop(request.rollout_id, None)
+                self._idle[request.rollout_id] = self._cached(request)
             del self._token_versions[request.rollout_id]
             self._host.rollout_finished(self._engine_id, request, spans)
 
@@ -158,7 +164,15 @@ class StepByStepEngine:
                 request.keep(self._spans(request))
                 self._settings.tokens.begin(request, self.version)
             self._running.append(request)
-            self._prefill_ticks += self._settings.prefill.ticks(self._cached(request))
+            idle = self._idle.pop(request.rollout_id, 0)
+            self._prefill_ticks += self._settings.prefill.ticks(self._cached(request), idle)
+
+    def _drop_idle(self) -> None:
+        """Drop the caches of rollouts between two turns, the first that were left, until the next step fits."""
+        capacity = self._settings.kv_cache_tokens
+        used = self._context() + len(self._running)
+        while capacity is not None and self._idle and used + sum(self._idle.values()) > capacity:
+            del self._idle[next(iter(self._idle))]
 
     def _fits(self, request: Request) -> bool:
         """Return whether a slot is free, and room for its tokens and one more step of everybody."""
@@ -190,6 +204,8 @@ class StepByStepEngine:
             still_ticks = self._clock.now - self._suspended_since
             self._suspended_since = None
         self._recomputes = weight_update is WeightUpdate.RECOMPUTE
+        if self._recomputes or self._settings.prefix_cache is PrefixCaching.SALTED:
+            self._idle.clear()
         if self._settings.tokens is not None and self._running:
             num_tokens = [len(self._tokens(one)) for one in self._running]
             self._settings.tokens.go_on(self._running, num_tokens, self.version, recompute=self._recomputes)

@@ -20,6 +20,7 @@ LAST_EVALUATIONS = 5
 
 _BOTTLENECKS = {
     Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
+    Bottleneck.ENVIRONMENT: "environment-bound: slots stay free while all environments are in use",
     Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
 }
 """What is said instead of the value alone."""
@@ -56,6 +57,10 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "busy", f"generation {busy.generation:.0%}, training {busy.training:.0%}"
     yield "bottleneck", _BOTTLENECKS.get(report.bottleneck, report.bottleneck)
     yield "rollouts", ", ".join(f"{num:,} {key}" for key, num in report.rollouts if num)
+    if one := report.environments:
+        seconds = ", ".join(f"{name} {value:,.1f}" for name, value in one.seconds)
+        yield "environments", f"{one.in_use_mean:,.0f} of {one.count:,} in use, {one.turns_mean:.1f} turns a rollout"
+        yield "  seconds of a rollout", seconds
     if report.reward:
         yield "mean reward", f"{report.reward.first:.3f} at first, {report.reward.last:.3f} at last"
     if report.ess and report.mismatch:

@@ -7,6 +7,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from pipelinerl.config.compare import CompareConfig
+from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.policy import PolicyConfig
 from pipelinerl.config.scheduler import SchedulerConfig
@@ -45,6 +46,8 @@ class RunConfig(StrictModel):
     """The schedule of generation and training."""
     workload: WorkloadConfig
     """Prompts, answers and rewards."""
+    environment: EnvironmentConfig | None = None
+    """Environments, and the turns of rollouts. None: a rollout has one turn."""
     hardware: HardwareConfig
     """Speed of the cluster."""
     policy: PolicyConfig | None = None
@@ -91,8 +94,16 @@ class RunConfig(StrictModel):
 
         How long the prompts of a length source or of a policy's task are, only these know (``sim.workload``).
         """
+        if self.environment is not None:
+            return self.environment.turns.context_max
         elsewhere = self.policy is not None or self.workload.length.kind == "empirical"
         return self.workload.length.max + (0 if elsewhere else self.workload.prompt_tokens)
+
+    @property
+    def longest_answer_tokens(self) -> int:
+        """Most tokens that a rollout can generate, in all its turns (tokens)."""
+        longest, environment = self.workload.length.max, self.environment
+        return longest if environment is None else min(longest * environment.turns.max, environment.turns.context_max)
 
     @property
     def colocated(self) -> bool:
@@ -119,6 +130,7 @@ class RunConfig(StrictModel):
             optimizer_steps=self.optimizer_steps,
             num_engines=self.num_engines,
             group_size=self.workload.group_size,
+            environments=None if self.environment is None else self.environment.count,
         )
 
     @model_validator(mode="after")
@@ -129,6 +141,7 @@ class RunConfig(StrictModel):
         self._check_max_lag()
         self._check_plan()
         self._check_longest()
+        self._check_environment()
         return self
 
     def _check_cluster(self) -> None:
@@ -192,9 +205,20 @@ class RunConfig(StrictModel):
         capacity, longest = self.hardware.kv_cache_tokens, self.longest_rollout_tokens
         if capacity is not None and longest > capacity:
             prompt = "workload.prompt_tokens + " if longest > self.workload.length.max else ""
+            key = f"{prompt}workload.length.max" if self.environment is None else "environment.turns.context_max"
             raise ValueError(
-                f"hardware.kv_cache_tokens must hold the longest rollout, {prompt}workload.length.max = {longest} "
-                f"tokens, got kv_cache_tokens={capacity}"
+                f"hardware.kv_cache_tokens must hold the longest rollout, {key} = {longest} tokens, "
+                f"got kv_cache_tokens={capacity}"
+            )
+
+    def _check_environment(self) -> None:
+        """Raise ValueError if no rollout fits into its context."""
+        if self.environment is None:
+            return
+        context, prompt = self.environment.turns.context_max, self.workload.prompt_tokens
+        if context <= prompt:
+            raise ValueError(
+                f"environment.turns.context_max must be above workload.prompt_tokens={prompt}, got {context}"
             )
 
     def _check_rollouts(self) -> None:

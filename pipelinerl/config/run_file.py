@@ -106,7 +106,12 @@ def dump_run(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-NAMES_OR_PATHS = (("workload", "length", "source"), ("hardware", "gpu"), ("hardware", "model"))
+NAMES_OR_PATHS = (
+    ("workload", "length", "source"),
+    ("environment", "turns", "source"),
+    ("hardware", "gpu"),
+    ("hardware", "model"),
+)
 """Keys that hold a name, or the path of a file."""
 PATHS = (
     *NAMES_OR_PATHS,

@@ -25,6 +25,8 @@ class Bottleneck(StrEnum):
     """The trainer waits for data, and slots stay free to keep ``max_lag``."""
     REWARD = "reward"
     """The trainer waits for data, and slots stay free while rollouts are scored."""
+    ENVIRONMENT = "environment"
+    """The trainer waits for data, and slots stay free while all environments are in use."""
     BALANCED = "balanced"
     """Neither."""
 
@@ -37,6 +39,8 @@ class Admission:
     """Rollouts that all engines can have in progress (count)."""
     lag_gate: bool
     """Whether ``max_lag`` is kept by waiting."""
+    environments: int | None = None
+    """Environments (count); None: rollouts have none."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Admission | None:
@@ -45,23 +49,28 @@ class Admission:
         if scheduler.schedule.has_rl_steps:
             return None
         lag_gate = scheduler.max_lag is not None and scheduler.on_stale is OnStale.TRAIN
-        return cls(config.num_engines * scheduler.generation_batch_size, lag_gate)
+        environments = None if config.environment is None else config.environment.count
+        return cls(config.num_engines * scheduler.generation_batch_size, lag_gate, environments)
 
-    def limit(self, *, in_progress: float, scoring: float) -> Bottleneck:
+    def limit(self, *, in_progress: float, scoring: float, in_use: float = 0.0) -> Bottleneck:
         """Return what the slots wait for while the trainer waits for data.
 
         For nothing, if at most ``BALANCED_SHARE`` of them are free. For rewards, if what is being scored would fill
-        more than half of the free ones. Else for the lag gate, if there is one.
+        more than half of the free ones. Else for environments, if at most ``BALANCED_SHARE`` of these are free. Else
+        for the lag gate, if there is one.
 
         Args:
             in_progress: Mean number of rollouts in progress when a step ends (count).
             scoring: Mean number of rollouts being scored then (count).
+            in_use: Mean number of environments in use (count).
         """
         free = self.slots - in_progress
         if free <= BALANCED_SHARE * self.slots:
             return Bottleneck.GENERATION
         if scoring > free / 2:
             return Bottleneck.REWARD
+        if self.environments is not None and in_use >= (1 - BALANCED_SHARE) * self.environments:
+            return Bottleneck.ENVIRONMENT
         return Bottleneck.LAG if self.lag_gate else Bottleneck.GENERATION
 
 
@@ -90,11 +99,12 @@ def find_bottleneck(
     waiting_s: float,
     admission: Admission | None = None,
     scoring: float = 0.0,
+    in_use: float = 0.0,
 ) -> Bottleneck:
     """Return the side that limits the throughput of some optimizer steps.
 
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
-    Otherwise: generation, lag or reward, as ``Admission.limit`` says, if the trainer waits for more than
+    Otherwise: generation, lag, reward or environment, as ``Admission.limit`` says, if the trainer waits for more than
     ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the steps; else
     neither.
 
@@ -106,6 +116,7 @@ def find_bottleneck(
         waiting_s: How long it neither trained nor published (s); if colocated, the accelerators generated then.
         admission: What holds back admissions. None: nothing is known of that.
         scoring: Mean number of rollouts being scored when a step ended (count).
+        in_use: Mean number of environments in use (count).
     """
     if colocated:
         if abs(waiting_s - training_s) <= BALANCED_SHARE * duration_s:
@@ -115,6 +126,6 @@ def find_bottleneck(
         if admission is None or not steps:
             return Bottleneck.GENERATION
         in_progress = sum(step.in_progress for step in steps) / len(steps)
-        return admission.limit(in_progress=in_progress, scoring=scoring)
+        return admission.limit(in_progress=in_progress, scoring=scoring, in_use=in_use)
     num_ahead = sum(step.ready >= step.samples for step in steps)
     return Bottleneck.TRAINING if 2 * num_ahead > len(steps) else Bottleneck.BALANCED

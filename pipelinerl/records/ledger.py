@@ -36,12 +36,14 @@ from pipelinerl.records.reports import (
 from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.records.step_ledger import OpenStep
 from pipelinerl.records.steps import StepRow
+from pipelinerl.records.turn_ledger import TurnLedger
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardReason,
     DiscardRollouts,
     Event,
+    OpenEnvironment,
     PublishWeights,
     RolloutAborted,
     RolloutFailed,
@@ -52,6 +54,7 @@ from pipelinerl.scheduler.events import (
     StartTraining,
     Stop,
     TrainingFinished,
+    TurnFinished,
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
@@ -77,12 +80,14 @@ class RunLedger:
         longest: Longest possible answer (tokens).
         on_step: Called with each row as soon as its step is done.
         admission: What holds back admissions, if that is known.
+        environments: Environments there are (count). None: rollouts have one turn.
     """
 
     # Beyond 30 attributes an access would be a look-up in a dictionary.
     __slots__ = (
         "_aborting",
         "_admission",
+        "_between_turns",
         "_busy_s",
         "_busy_since_s",
         "_colocated",
@@ -106,6 +111,7 @@ class RunLedger:
         "_tokens_cut_short",
         "_tokens_finished",
         "_training_since_s",
+        "_turns",
         "_version",
         "num_engines",
         "on_step",
@@ -121,6 +127,7 @@ class RunLedger:
         longest: int,
         on_step: Callable[[StepRow], None] | None = None,
         admission: Admission | None = None,
+        environments: int | None = None,
     ) -> None:
         self._admission = admission
         self.steps: list[StepRow] = []
@@ -134,6 +141,8 @@ class RunLedger:
         # Rollouts.
         self._finished = FinishedRollouts()
         self._interrupted: dict[int, VersionSpans] = {}
+        self._turns = None if environments is None else TurnLedger(environments)
+        self._between_turns: dict[int, int] = {}  # rollout -> tokens it has
         self._aborting: set[int] = set()
         self._num_started = self._num_finished = 0
         self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
@@ -159,6 +168,8 @@ class RunLedger:
     def event(self, time_s: float, event: Event) -> None:
         """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
+        if self._turns is not None:
+            self._turns.event(time_s, event)
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
@@ -176,6 +187,12 @@ class RunLedger:
             self._step.num_scoring -= 1
             return
         match event:
+            case TurnFinished():
+                num_tokens = event.spans.num_tokens
+                self._leave_engine(event.rollout_id, event.engine, num_tokens)
+                self._between_turns[event.rollout_id] = num_tokens
+                self._tokens_cut_short += num_tokens
+                self._aborting.discard(event.rollout_id)
             case RolloutAborted():
                 self._aborted(event)
             case RolloutFailed():
@@ -194,11 +211,15 @@ class RunLedger:
     def command(self, time_s: float, command: Command) -> None:
         """Record a command that was given at ``time_s``."""
         self._time_s = time_s
+        if self._turns is not None:
+            self._turns.command(time_s, command)
         if isinstance(command, StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
             if self._interrupted and rollout_id in self._interrupted:
                 self._tokens_cut_short -= self._interrupted.pop(rollout_id).num_tokens
                 self._num_interruptions += 1
+            elif self._between_turns and rollout_id in self._between_turns:
+                self._tokens_cut_short -= self._between_turns.pop(rollout_id)
             else:
                 self._num_started += 1
             in_progress = self._engine_rollouts[engine] + 1
@@ -209,6 +230,9 @@ class RunLedger:
                 self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
             return
         match command:
+            case OpenEnvironment():
+                self._num_started += 1
+                self._between_turns[command.rollout_id] = 0
             case StartTraining():
                 if self._colocated and self._training_since_s is None:
                     self._training_since_s = time_s
@@ -247,6 +271,8 @@ class RunLedger:
         self._aborting.discard(event.rollout_id)
         if event.engine is not None:
             self._leave_engine(event.rollout_id, event.engine, 0)
+        elif event.rollout_id in self._between_turns:
+            self._tokens["failed"] += self._between_turns.pop(event.rollout_id)
         else:
             self._step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
@@ -256,6 +282,9 @@ class RunLedger:
             if rollout_id in self._interrupted:  # it never finished
                 self._ended["aborted"] += 1
                 self._tokens["aborted"] += self._interrupted.pop(rollout_id).num_tokens
+            elif rollout_id in self._between_turns:
+                self._ended["aborted"] += 1
+                self._tokens["aborted"] += self._between_turns.pop(rollout_id)
             else:
                 self._ended["discarded"] += 1
                 self._tokens["discarded"] += self._finished.remove(rollout_id)
@@ -349,6 +378,7 @@ class RunLedger:
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = duration_s * self.num_engines
+        environments = None if self._turns is None else self._turns.report(duration_s)
         return RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,
@@ -389,7 +419,9 @@ class RunLedger:
                 waiting_s=rest_s,
                 admission=self._admission,
                 scoring=self._scoring_sum / max(1, len(self.steps)),
+                in_use=environments.in_use_mean if environments is not None else 0.0,
             ),
+            environments=environments,
             complete=self._stop == "done",
         )
 

@@ -130,8 +130,9 @@ class Recording:
             self.ledger = RunLedger(
                 num_engines=config.num_engines,
                 colocated=config.colocated,
-                longest=config.workload.length.max,
+                longest=config.longest_answer_tokens,
                 admission=Admission.of(config),
+                environments=None if config.environment is None else config.environment.count,
             )
         self.ledger.on_step = self._step_done
         self._folder = None if out is None else RunFolder(out, config, go_on_after=steps_done)

@@ -58,7 +58,7 @@ class RolloutCounts(Report):
     aborted: int
     """Ended by the scheduler before they finished (rollouts)."""
     failed: int
-    """Failed; none in a simulation (rollouts)."""
+    """Failed; in a simulation only by their environments (rollouts)."""
     unfinished: int
     """The rest when the run stopped: in progress, being scored, waiting, in an unfinished step (rollouts)."""
     interruptions: int
@@ -115,6 +115,32 @@ class TrainerSeconds(Report):
     """The trainer stood still to publish (s)."""
     waiting_for_data: float
     """Pipeline: all the rest of the trainer's time, its wait for ``max_lag`` included; conventional: 0 (s)."""
+
+
+class RolloutSeconds(Report):
+    """Where the time of rollouts with turns goes, per finished rollout (s)."""
+
+    environment: float
+    """Its environment was made ready, or acted (s)."""
+    waiting: float
+    """It waited for a slot (s)."""
+    engine: float
+    """It had a slot: in a queue of the engine, in prefill or in decode (s)."""
+    scoring: float
+    """It was being scored (s)."""
+
+
+class EnvironmentReport(Report):
+    """Environments, and rollouts with turns."""
+
+    count: int
+    """``environment.count`` (environments)."""
+    in_use_mean: float
+    """Mean number in use over the time of the run (environments)."""
+    turns_mean: float
+    """Turns generated, over rollouts finished (turns)."""
+    seconds: RolloutSeconds
+    """Time of all rollouts, those that never finished included, over rollouts finished."""
 
 
 class Reached(Report):
@@ -229,9 +255,12 @@ class RunTotals(Report):
     bottleneck: Bottleneck
     """Pipeline: ``generation`` if the trainer waited more than 5 % of the time, else ``training`` if after most steps
     another whole batch had finished, else ``balanced``. Where more than 5 % of the slots were free when a step ended,
-    ``reward`` instead of ``generation`` if rollouts being scored would fill more than half of these, else ``lag`` if
-    ``max_lag`` is kept by waiting. Conventional: the longer of ``seconds.generating`` and
-    ``seconds.training``, ``balanced`` if they differ by at most 5 % of the time."""
+    ``reward`` instead of ``generation`` if rollouts being scored would fill more than half of these, else
+    ``environment`` if at most 5 % of the environments were free, else ``lag`` if ``max_lag`` is kept by waiting.
+    Conventional: the longer of ``seconds.generating`` and ``seconds.training``, ``balanced`` if they differ by at most
+    5 % of the time."""
+    environments: EnvironmentReport | None = None
+    """Environments. Absent where rollouts have one turn."""
     complete: bool
     """Whether all optimizer steps were made."""
     tokens_per_flash: float | None = None

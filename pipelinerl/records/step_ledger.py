@@ -23,6 +23,7 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     StartTraining,
     TrainingFinished,
+    TurnFinished,
     WeightsPublished,
 )
 
@@ -128,14 +129,14 @@ class StepLedger:
                 self._on_step(self.steps)
         elif isinstance(event, WeightsPublished):
             self._step.publish_s += event.publish_s
-        elif isinstance(event, RolloutAborted):
+        elif isinstance(event, RolloutAborted | TurnFinished):
             self._in_progress -= 1
         elif isinstance(event, RolloutFailed):
-            if event.engine is None:  # it had finished
+            if event.engine is not None:
+                self._in_progress -= 1
+            elif event.rollout_id in self._finished:
                 self._finished.remove(event.rollout_id)
                 self._step.num_scoring -= 1
-            else:
-                self._in_progress -= 1
 
     def command(self, time_s: float, command: Command) -> None:  # noqa: ARG002 - as every recorder
         """Record a command."""
@@ -145,5 +146,5 @@ class StepLedger:
             self._step.add(self._finished.take(command.rollout_ids), command.version)
         elif isinstance(command, DiscardRollouts):
             for rollout_id in command.rollout_ids:
-                if rollout_id in self._finished:  # not one that a weight update had aborted
+                if rollout_id in self._finished:  # not one that a weight update had aborted, or between two turns
                     self._finished.remove(rollout_id)

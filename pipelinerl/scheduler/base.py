@@ -12,6 +12,7 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     Event,
+    ObservationReady,
     OnFull,
     OnStale,
     PublishWeights,
@@ -24,6 +25,7 @@ from pipelinerl.scheduler.events import (
     Stop,
     StopReason,
     TrainingFinished,
+    TurnFinished,
     WeightsLoaded,
     WeightsPublished,
     WeightUpdate,
@@ -104,12 +106,22 @@ class Scheduler(ABC):
         optimizer_steps: Optimizer steps to make (count).
         num_engines: Engines to keep busy (count); their ids are 0 to below that.
         group_size: Rollouts per prompt (count).
+        environments: Environments there are (count): rollouts open at a time, at most. None: rollouts have none.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
+    ) -> None:
         self.settings = settings
         self.weight_update = settings.weight_update
         self.optimizer_steps = optimizer_steps
+        self.environments = environments
         self.version = 0  # optimizer steps done
         self.stopped: StopReason | None = None
         self.trainer = TrainerState.IDLE
@@ -179,6 +191,10 @@ class Scheduler(ABC):
                 self.trainer = TrainerState.IDLE
             case WeightsLoaded():
                 self._weights_loaded(event)
+            case TurnFinished():
+                self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
+            case ObservationReady():
+                self._pool.observed(event.rollout_id)
             case RolloutAborted():
                 self._pool.abort(event.rollout_id, event.engine, event.spans)
             case RolloutPreempted():
@@ -234,13 +250,24 @@ class Scheduler(ABC):
     def _fill(self, commands: list[Command]) -> None:
         """Start rollouts while there is room and something to start."""
         pool, slots = self._pool, self._pool.slots
-        while slots.num_free:
-            if pool.starting is None and not pool.interrupted:
-                if not self._may_admit():
-                    return
-                pool.admit(self._oldest_loaded)
-                self._lag_bound.add(self._oldest_loaded, pool.group_size)
+        if self.environments is not None:
+            while slots.num_free and pool.interrupted:
+                commands.append(pool.start_one())
+            while pool.num_open < self.environments and self._has_starting():
+                commands.append(pool.open_one())
+            return
+        while slots.num_free and (pool.interrupted or self._has_starting()):
             commands.append(pool.start_one())
+
+    def _has_starting(self) -> bool:
+        """Return whether a group has rollouts to start; admit one if none has and it may be."""
+        pool = self._pool
+        if pool.starting is None:
+            if not self._may_admit():
+                return False
+            pool.admit(self._oldest_loaded)
+            self._lag_bound.add(self._oldest_loaded, pool.group_size)
+        return True
 
     def _train(self, commands: list[Command]) -> None:
         """Start the next micro-batch, if there is one."""

@@ -5,11 +5,17 @@ small frozen values of the standard library, so that a trace can hold them, a te
 both drivers can share them. The data of a rollout (tokens, log-probabilities) stays with the driver, under its
 ``rollout_id``.
 
+A rollout with an *environment* has turns: an engine generates, the environment acts on it and answers with tokens to
+observe, an engine goes on. Between two turns it has no slot. It has its environment from ``OpenEnvironment`` until it
+is scored, has failed or is forgotten. Without environments a rollout has one turn.
+
 =====================  ==========================================  ====================================
 command                the driver                                  answered by
 =====================  ==========================================  ====================================
+``OpenEnvironment``    makes the rollout's environment ready       ``ObservationReady``; ``RolloutFailed``
 ``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, and unless that has
-                                                                   its reward ``RolloutScored``;
+                                                                   its reward ``RolloutScored``; or
+                                                                   ``TurnFinished``, then ``ObservationReady``;
                                                                    ``RolloutFailed``
 ``AbortRollout``       ends the rollout early                      ``RolloutAborted``, or
                                                                    ``RolloutFinished`` if that won
@@ -147,6 +153,23 @@ class RolloutFinished:
 
 
 @value
+class TurnFinished:
+    """An engine has generated the last token of a turn, and more turns follow; its slot is free."""
+
+    rollout_id: int
+    engine: int
+    spans: VersionSpans
+    """Of all tokens that engines have generated for it, those of earlier turns included."""
+
+
+@value
+class ObservationReady:
+    """The environment of a rollout has answered: an engine can go on with it."""
+
+    rollout_id: int
+
+
+@value
 class RolloutScored:
     """A finished rollout has passed reward and preprocessing; it can be trained on."""
 
@@ -178,11 +201,11 @@ class RolloutPreempted:
 
 @value
 class RolloutFailed:
-    """A rollout will never be scored: generation, reward or preprocessing raised."""
+    """A rollout will never be scored: generation, environment, reward or preprocessing raised."""
 
     rollout_id: int
     engine: int | None = None
-    """Where it was in progress. None: nowhere, it had finished."""
+    """Where it was in progress. None: nowhere, its environment was acting, or it had finished."""
 
 
 @value
@@ -216,6 +239,8 @@ class WeightsLoaded:
 
 Event = (
     RolloutFinished
+    | TurnFinished
+    | ObservationReady
     | RolloutScored
     | RolloutAborted
     | RolloutPreempted
@@ -230,11 +255,19 @@ Event = (
 
 
 @value
-class StartRollout:
-    """Generate one answer to ``prompt_id`` on ``engine``.
+class OpenEnvironment:
+    """Make an environment ready for a rollout of ``prompt_id``; its first observation is the prompt."""
 
-    A rollout that a weight update aborted is started again under the same ``rollout_id``; the driver
-    then submits the prompt with the ``kept_tokens`` it already has.
+    rollout_id: int
+    prompt_id: int
+
+
+@value
+class StartRollout:
+    """Generate one answer to ``prompt_id`` on ``engine``, or the next turn of it.
+
+    A rollout that a weight update aborted, or whose environment has answered, is started again under the same
+    ``rollout_id``; the driver then submits the prompt with the ``kept_tokens`` it already has, and what it observed.
     """
 
     rollout_id: int
@@ -253,7 +286,7 @@ class AbortRollout:
 
 @value
 class DiscardRollouts:
-    """Forget these finished rollouts; they will never be trained on."""
+    """Forget these rollouts, which are on no engine; they will never be trained on, and nothing is reported of them."""
 
     rollout_ids: tuple[int, ...]
     reason: DiscardReason
@@ -284,4 +317,4 @@ class Stop:
     reason: StopReason
 
 
-Command = StartRollout | AbortRollout | DiscardRollouts | StartTraining | PublishWeights | Stop
+Command = OpenEnvironment | StartRollout | AbortRollout | DiscardRollouts | StartTraining | PublishWeights | Stop

@@ -20,7 +20,13 @@ class SchedulerFactory(Protocol):
     """A ``Scheduler`` class, or a function with the arguments of one."""
 
     def __call__(
-        self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
     ) -> Scheduler:
         """Return a fresh scheduler."""
 
@@ -109,7 +115,12 @@ class ScheduledSettings(SchedulerSettings, Protocol):
 
 
 def make_scheduler(
-    settings: ScheduledSettings, *, optimizer_steps: int, num_engines: int, group_size: int
+    settings: ScheduledSettings,
+    *,
+    optimizer_steps: int,
+    num_engines: int,
+    group_size: int,
+    environments: int | None = None,
 ) -> Scheduler:
     """Return the scheduler that the settings ask for.
 
@@ -118,10 +129,15 @@ def make_scheduler(
         optimizer_steps: Optimizer steps to make (count).
         num_engines: Engines to keep busy (count).
         group_size: Rollouts per prompt (count).
+        environments: Environments there are (count). None: rollouts have none.
 
     Returns:
         A fresh scheduler; call ``start`` once, then ``handle`` with every event.
     """
     return settings.schedule.scheduler(
-        settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size
+        settings,
+        optimizer_steps=optimizer_steps,
+        num_engines=num_engines,
+        group_size=group_size,
+        environments=environments,
     )

@@ -28,7 +28,10 @@ The bound ``max_lag``, kept by waiting, and why the trainer never waits for ever
 
 The bounded ready queue, ``on_full = wait``: a group is admitted only if then
 
-    in flight + being scored + ready <= slots + ready_queue_size =: R.
+    open + ready <= slots + ready_queue_size =: R,
+
+where the *open* ones are in flight, between two turns, or being scored; with environments, R has them in place of slots
+if they are more.
 
 So while engines are full, ``ready_queue_size`` rollouts may be ready or being scored, and each slot that stays empty
 lends its place to one more; each batch taken lets one batch of new rollouts in. (Stopping and resuming at a number of
@@ -57,22 +60,35 @@ from pipelinerl.scheduler.rollouts import RolloutGroup
 class PipelineScheduler(Scheduler):
     """Algorithm 2: engines always generate, the trainer always trains, weights are updated in flight."""
 
-    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
-        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            optimizer_steps=optimizer_steps,
+            num_engines=num_engines,
+            group_size=group_size,
+            environments=environments,
+        )
         # Ready groups, first to be trained on first: in order of arrival, or oldest first under max_lag.
         self._ready: list[tuple[int, int, RolloutGroup]] = []
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
         self._drops_oldest = settings.on_full is OnFull.DROP_OLDEST
-        self._room = num_engines * settings.generation_batch_size + settings.ready_queue_limit
+        most_open = max(num_engines * settings.generation_batch_size, environments or 0)
+        self._room = most_open + settings.ready_queue_limit
 
     def _may_admit(self) -> bool:
         settings, size = self.settings, self._pool.group_size
-        if not self._drops_oldest:
-            pool = self._pool
-            if pool.num_in_flight + pool.num_scoring + self.num_ready + size > self._room:
-                return False
+        if not self._drops_oldest and self._pool.num_open + self.num_ready + size > self._room:
+            return False
         if not self._waits:
             return True
         left = settings.train_batch_size - self._num_taken % settings.train_batch_size

@@ -6,14 +6,18 @@ and it becomes ready when all of them are scored. A group that cannot be trained
 *cancelled*: its rollouts in progress are aborted, its scored ones are discarded, and those being scored are
 discarded when their scores arrive, so that every started rollout ends exactly once.
 
-A started rollout is in one of four places::
+A started rollout is in one of five places::
 
     in flight --finish--> being scored --score--> scored --(train or discard)--> gone
-        |  ^                   |
-        |  `--start again--- interrupted (a weight update aborted it)
-        `--abort or fail--> gone
+      | |  ^
+      | |  `--start again--- interrupted (a weight update aborted it, or its environment has answered)
+      | `--end of a turn--> with its environment --answer--> interrupted
+      `--abort or fail--> gone
 
-The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose.
+One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first.
+
+The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose: after a turn the engine
+that may still have its KV cache, if that has a free slot.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
     DiscardRollouts,
+    OpenEnvironment,
     StartRollout,
     VersionSpans,
 )
@@ -39,6 +44,8 @@ NOWHERE = -1
 """Engine of a rollout that is not in flight."""
 SCORING = -2
 """Engine of a rollout that is being scored."""
+ENVIRONMENT = -3
+"""Engine of a rollout whose environment acts."""
 
 
 class RolloutGroup:
@@ -65,7 +72,7 @@ class RolloutGroup:
         self.oldest_bound = oldest_bound  # no token of the group is older than this version
         self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
         self.num_started = 0
-        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight, or SCORING
+        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight, or SCORING, or ENVIRONMENT
         self.num_scoring = 0
         self.scored: list[int] = []
         self.scored_reward = 0.0
@@ -92,9 +99,16 @@ class RolloutPool:
         self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
         self.num_in_flight = 0  # rollouts in progress on the engines
         self.num_scoring = 0  # rollouts being scored, those of cancelled groups included
+        self._acting: dict[int, tuple[int, int]] = {}  # rollout whose environment acts -> tokens it has, engine before
+        self._homes: dict[int, int] = {}  # interrupted rollout -> engine of its last turn
         self._next_group_id = 0
         self._next_prompt_id = 0
         self._prompts_to_retry: deque[int] = deque()
+
+    @property
+    def num_open(self) -> int:
+        """Rollouts started and neither scored nor gone (count); each has an environment, if there are any."""
+        return self.num_in_flight + self.num_scoring + len(self.interrupted) + len(self._acting)
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -120,23 +134,58 @@ class RolloutPool:
 
         There must be such a rollout (``interrupted`` or ``starting``) and a free slot.
         """
-        engine = self.slots.take()
         if self.interrupted:
             rollout_id = next(iter(self.interrupted))
             kept_tokens = self.interrupted.pop(rollout_id)
             group_id, member = divmod(rollout_id, self.group_size)
             group = self.groups[group_id]
+            home = self._homes.pop(rollout_id, NOWHERE)
+            engine = self.slots.take() if home == NOWHERE else self.slots.take_near(home)
         else:
-            assert self.starting is not None  # the caller has seen to it
-            group, kept_tokens = self.starting, 0
-            member = group.num_started
-            rollout_id = group.group_id * self.group_size + member
-            group.num_started = member + 1
-            if group.num_started == self.group_size:
-                self.starting = None
+            group, member = self._next_to_start()
+            rollout_id, kept_tokens, engine = group.group_id * self.group_size + member, 0, self.slots.take()
         group.engines[member] = engine
         self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
+
+    def open_one(self) -> OpenEnvironment:
+        """Start a rollout of the group that is ``starting``, which there must be, with its environment."""
+        group, member = self._next_to_start()
+        rollout_id = group.group_id * self.group_size + member
+        group.engines[member] = ENVIRONMENT
+        self._acting[rollout_id] = (0, NOWHERE)
+        return OpenEnvironment(rollout_id, group.prompt_id)
+
+    def _next_to_start(self) -> tuple[RolloutGroup, int]:
+        """Return the group that is starting and which of its rollouts is next."""
+        assert self.starting is not None  # the caller has seen to it
+        group, member = self.starting, self.starting.num_started
+        group.num_started = member + 1
+        if group.num_started == self.group_size:
+            self.starting = None
+        return group, member
+
+    # --------------------------------------------------------------------------------------- turns
+
+    def end_turn(self, rollout_id: int, engine: int, spans: VersionSpans, commands: list[Command]) -> None:
+        """Record that a rollout has left its engine and its environment acts; forget it if its group is cancelled."""
+        group = self.leave_engine(rollout_id, engine, spans)
+        if group.cancelled:
+            commands.append(DiscardRollouts((rollout_id,), group.cancelled))
+            self._forget_if_over(group)
+            return
+        group.engines[rollout_id % self.group_size] = ENVIRONMENT
+        self._acting[rollout_id] = (spans.num_tokens, engine)
+
+    def observed(self, rollout_id: int) -> None:
+        """Record that the environment of a rollout has answered: it waits for a slot."""
+        if rollout_id not in self._acting:
+            raise SchedulerError(f"cannot handle the observation of rollout {rollout_id}: its environment does not act")
+        group_id, member = divmod(rollout_id, self.group_size)
+        self.groups[group_id].engines[member] = NOWHERE
+        self.interrupted[rollout_id], home = self._acting.pop(rollout_id)
+        if home != NOWHERE:
+            self._homes[rollout_id] = home
 
     # --------------------------------------------------------------------------------------- ending
 
@@ -217,19 +266,26 @@ class RolloutPool:
 
         Args:
             rollout_id: The rollout.
-            engine: Where it was in progress. None: it had finished.
+            engine: Where it was in progress. None: its environment was acting, or it had finished.
 
         Returns:
             Its group, which can never be ready now, if it is not cancelled already.
         """
-        group = self.awaited(rollout_id) if engine is None else self.leave_engine(rollout_id, engine, NO_TOKENS)
+        if engine is not None:
+            group = self.leave_engine(rollout_id, engine, NO_TOKENS)
+        elif self._acting.pop(rollout_id, None) is not None:
+            group_id, member = divmod(rollout_id, self.group_size)
+            group = self.groups[group_id]
+            group.engines[member] = NOWHERE
+        else:
+            group = self.awaited(rollout_id)
         if group.cancelled:
             self._forget_if_over(group)
             return None
         return group
 
     def cancel(self, group: RolloutGroup, reason: DiscardReason, commands: list[Command]) -> None:
-        """Cancel a group: abort its rollouts in flight, discard those that have ended.
+        """Cancel a group: abort its rollouts in flight, discard those that have ended or wait.
 
         Args:
             group: A group in ``groups`` that is not cancelled.
@@ -243,7 +299,12 @@ class RolloutPool:
         for rollout_id, engine in enumerate(group.engines, start=first):
             if engine >= 0:
                 commands.append(AbortRollout(rollout_id, engine))
+            elif engine == ENVIRONMENT:
+                del self._acting[rollout_id]
+                group.engines[rollout_id - first] = NOWHERE
+                ended.append(rollout_id)
             elif self.interrupted.pop(rollout_id, None) is not None:
+                self._homes.pop(rollout_id, None)
                 ended.append(rollout_id)
         if ended:
             commands.append(DiscardRollouts(tuple(ended), reason))

@@ -17,8 +17,22 @@ class ConventionalScheduler(Scheduler):
     below G. The last RL step may have fewer steps.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
-        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            optimizer_steps=optimizer_steps,
+            num_engines=num_engines,
+            group_size=group_size,
+            environments=environments,
+        )
         self._ready: list[RolloutGroup] = []
         self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
 
@@ -61,8 +75,22 @@ class PartialRolloutScheduler(Scheduler):
     ``max_lag`` is kept by waiting (``lag_bound``).
     """
 
-    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
-        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            optimizer_steps=optimizer_steps,
+            num_engines=num_engines,
+            group_size=group_size,
+            environments=environments,
+        )
         self.weight_update = WeightUpdate.RECOMPUTE
         self._ready: list[RolloutGroup] = []  # in order of arrival
         self._to_train: list[RolloutGroup] = []  # of this RL step, not yet given to the trainer, last one first
@@ -105,6 +133,8 @@ class PartialRolloutScheduler(Scheduler):
         return self._lag_bound.is_safe(taken, version=next_version, left=self.settings.train_batch_size)
 
     def _may_admit(self) -> bool:
+        if self._to_train or self._num_taken:
+            return False
         return self._lag_bound.admits(
             self._pool.group_size,
             bound=self._oldest_loaded,
@@ -134,8 +164,22 @@ class OneStepOffScheduler(Scheduler):
     lag G + i, in the first RL step i. Batches are split in order of admission. The last RL step may have fewer steps.
     """
 
-    def __init__(self, settings: SchedulerSettings, *, optimizer_steps: int, num_engines: int, group_size: int) -> None:
-        super().__init__(settings, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        optimizer_steps: int,
+        num_engines: int,
+        group_size: int,
+        environments: int | None = None,
+    ) -> None:
+        super().__init__(
+            settings,
+            optimizer_steps=optimizer_steps,
+            num_engines=num_engines,
+            group_size=group_size,
+            environments=environments,
+        )
         self._ready: list[RolloutGroup] = []  # of the RL step being generated
         # of the RL step being trained, not yet given to the trainer, last one first
         self._to_train: list[RolloutGroup] = []

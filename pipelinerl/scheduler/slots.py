@@ -57,6 +57,19 @@ class EngineSlots:
             self._push(load)
         return engine
 
+    def take_near(self, engine: int) -> int:
+        """Take a slot of this engine if it has a free one, else as ``take``, and return the engine."""
+        load = self._loads[engine]
+        if load >= self._full:
+            return self.take()
+        if self._last_freed == load:
+            self._last_freed = NO_LOAD
+        self._loads[engine] = load = load + ID_LIMIT
+        self.num_free -= 1
+        if load < self._full:
+            self._push(load)
+        return engine
+
     def free(self, engine: int) -> None:
         """Give back a slot that was taken."""
         self._loads[engine] = load = self._loads[engine] - ID_LIMIT

@@ -98,6 +98,8 @@ def plan(
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
         RunFailedError: If no simulation ended.
     """
+    if config.environment is not None:
+        raise ConfigError("plan does not search runs with an [environment] so far: use simulate and compare")
     if config.policy is not None:
         raise ConfigError(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "

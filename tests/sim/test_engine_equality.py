@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_run import Recorded
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import WeightUpdate
 from sim.cluster import SimulatedCluster
@@ -29,6 +30,8 @@ class Script:
     """Rollouts started at the beginning."""
     rollouts: list[tuple[int, int, int]]
     """Prompt tokens, length, and delay until it arrives; rollout k is started when an earlier one has ended."""
+    turns: dict[int, list[tuple[int, int, int, int]]]
+    """Further turns of rollouts: tokens observed, tokens generated, ticks until it arrives, engine."""
     moves: bool
     """Whether an aborted rollout goes on on the next engine."""
     updates: list[tuple[int, int, WeightUpdate, bool]]
@@ -50,6 +53,9 @@ class Scripted(Log):
         super().__init__(make, script.engine, num_engines=script.num_engines)
         self.script = script
         self.requests = [Request(k, prompt, length) for k, (prompt, length, _) in enumerate(script.rollouts)]
+        self.turns = {k: list(turns) for k, turns in script.turns.items()}
+        for rollout_id in self.turns:
+            self.requests[rollout_id].goes_on = True
         self.place = [None] * len(self.requests)
         self.unwanted = set()
         self.num_started = 0
@@ -114,6 +120,14 @@ class Scripted(Log):
     def rollout_finished(self, engine, request, spans):
         rollout_id = request.rollout_id
         self.note("finished", engine, rollout_id, spans)
+        if self.turns.get(rollout_id):
+            observed, generated, delay, home = self.turns[rollout_id].pop(0)
+            request.keep(spans)
+            request.observe(observed, request.length + generated)
+            request.goes_on = bool(self.turns[rollout_id])
+            self.place[rollout_id] = home % len(self.engines)
+            self.engines[self.place[rollout_id]].submit(request, self.clock.now + delay)
+            return
         self.place[rollout_id] = None
         self.start_next(engine)
         if rollout_id in self.script.aborts_on_finish:
@@ -146,8 +160,13 @@ def scripts(draw, *, unit=1, longest=12):
     num_slots = draw(st.integers(1, 5))
     step = draw(st.lists(st.integers(1, 4), min_size=num_slots, max_size=num_slots))
     rollouts = draw(st.lists(st.tuples(small, st.integers(1, longest), delay), min_size=1, max_size=30))
-    most_tokens = max(prompt + length for prompt, length, _ in rollouts)
     rollout_id = st.integers(0, len(rollouts) - 1)
+    turn = st.tuples(small, st.integers(1, longest), delay, small)
+    turns = draw(st.dictionaries(rollout_id, st.lists(turn, min_size=1, max_size=4), max_size=10))
+    totals = [prompt + length for prompt, length, _ in rollouts]
+    for k, more in turns.items():
+        totals[k] += sum(observed + generated for observed, generated, _, _ in more)
+    most_tokens = max(totals)
     num_engines = draw(st.integers(1, 3))
     return Script(
         engine=EngineSettings(
@@ -155,10 +174,12 @@ def scripts(draw, *, unit=1, longest=12):
             prefill=PrefillCost(*(unit * draw(st.sampled_from([0, 0, 1])) for _ in range(3))),
             kv_cache_tokens=draw(st.none() | st.integers(most_tokens, 2 * most_tokens + 10)),
             pause_ticks=unit * draw(small),
+            prefix_cache=draw(st.sampled_from(PrefixCaching)),
         ),
         num_engines=num_engines,
         num_at_once=draw(st.integers(0, 12)),
         rollouts=rollouts,
+        turns=turns,
         moves=draw(st.booleans()),
         updates=draw(st.lists(st.tuples(delay, delay, kind, st.sampled_from([False, False, True])), max_size=8)),
         aborts=draw(st.lists(st.tuples(tick, rollout_id), max_size=6)),
@@ -226,12 +247,29 @@ def run_of(make, tables):
         },
     }
     for name, table in tables.items():
-        run[name] = {**run[name], **table}
+        run[name] = {**run.get(name, {}), **table}
     recorded = Recorded()
     SimulatedCluster(RunConfig.model_validate(run), engine_factory=make).run(recorded)
     return recorded.entries
 
 
+TURNS = {
+    "count": 20,
+    "reset_s": 0.2,
+    "step_s": 0.1,
+    "step_cv": 1.0,
+    "failure_rate": 0.02,
+    "turns": {
+        "kind": "lognormal",
+        "mean": 4,
+        "cv": 0.7,
+        "max": 9,
+        "observation_tokens": 5,
+        "observation_cv": 1.0,
+        "observation_max": 20,
+        "context_max": 150,
+    },
+}
 TIES = {"decode": {"kind": "affine", "step_s": 0.01}, "training": {"token_s": 0.0, "step_s": 0.05}}
 """Every time a multiple of 10 ms, and no latency: engines and trainer do much at the same instant."""
 
@@ -274,6 +312,23 @@ RUNS = {
         "hardware": {"kv_cache_tokens": 60},
     },
     "trainer waits for max_lag": {"scheduler": {"max_lag": 2}, "workload": FIXED},
+    **{
+        f"turns, {schedule}, caches {caches}, KV cache of {capacity} tokens": {
+            "scheduler": {"kind": schedule, "optimizer_steps_per_rl_step": 2},
+            "environment": {**TURNS, "prefix_cache": caches},
+            "hardware": {"kv_cache_tokens": capacity},
+        }
+        for schedule in ("pipeline", "conventional", "partial_rollouts")
+        for caches in PrefixCaching
+        for capacity in (160, 600)
+    },
+    **{
+        f"turns, weight update {kind}": {
+            "scheduler": {"weight_update": kind, "max_lag": 3, "on_stale": "drop"},
+            "environment": {**TURNS, "prefix_cache": "kept"},
+        }
+        for kind in WeightUpdate
+    },
     "lengths grow": {"workload": {"prompt_tokens": 0, "length": {"kind": "uniform", "max": 40, "growth": 0.5}}},
     **{
         f"front end, weight update {kind}": {

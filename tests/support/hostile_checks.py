@@ -13,6 +13,7 @@ from pipelinerl.scheduler.events import (
     DiscardReason,
     DiscardRollouts,
     OnFull,
+    OpenEnvironment,
     PublishWeights,
     StartRollout,
     StartTraining,
@@ -32,6 +33,8 @@ class CommandChecks(HostileLedger):
         for command in commands:
             assert not self.stopped, "a command after Stop"
             match command:
+                case OpenEnvironment():
+                    self.obey_open(command)
                 case StartRollout():
                     self.obey_start(command)
                 case AbortRollout():
@@ -52,7 +55,8 @@ class CommandChecks(HostileLedger):
             self.check_given_up_groups_end()
         self.sound = True
 
-    def obey_start(self, command):
+    def group_of(self, command):
+        """The group of a rollout that starts, and which of it that is; a new group may be admitted for it."""
         group_id, member = divmod(command.rollout_id, self.case.group_size)
         if group_id == self.num_groups:
             assert member == 0
@@ -63,10 +67,25 @@ class CommandChecks(HostileLedger):
         group = self.groups[group_id]
         assert not group.given_up
         assert command.prompt_id == group.prompt_id
+        return group, member
+
+    def obey_open(self, command):
+        group, member = self.group_of(command)
+        assert self.case.environments is not None
+        assert member == len(group.members), "a rollout starts twice"
+        assert not (self.closed and self.conventional)
+        group.members.append(Rollout(-1, Place.ACTING))
+        assert self.num_open() <= self.case.environments
+
+    def obey_start(self, command):
+        group, member = self.group_of(command)
         assert not self.closed, "conventional: a rollout starts between the first train step and the last load"
-        unheld = [engine for engine in range(self.case.num_engines) if not self.held[engine]]
-        assert command.engine == min(unheld, key=lambda engine: len(self.in_flight(engine))), "not the emptiest engine"
+        free = [engine for engine in range(self.case.num_engines) if not self.held[engine] and self.num_free(engine)]
+        home = group.members[member].home if member < len(group.members) else None
+        emptiest = min(free, key=lambda engine: len(self.in_flight(engine)))
+        assert command.engine == (home if home in free else emptiest), "neither the engine before nor the emptiest"
         if member == len(group.members):
+            assert self.case.environments is None, "a rollout starts without its environment"
             assert command.kept_tokens == 0
             assert not self.rollouts(Place.INTERRUPTED), "a new rollout starts before an interrupted one"
             group.members.append(Rollout(command.engine))
@@ -74,14 +93,16 @@ class CommandChecks(HostileLedger):
             rollout = group.members[member]
             assert rollout.place is Place.INTERRUPTED, "a rollout starts twice"
             assert command.kept_tokens == len(rollout.token_versions)
-            rollout.place, rollout.engine, rollout.ended = Place.IN_FLIGHT, command.engine, ""
+            rollout.place, rollout.engine, rollout.ended, rollout.home = Place.IN_FLIGHT, command.engine, "", None
             rollout.kept_tokens = command.kept_tokens
-        assert len(self.in_flight(command.engine)) <= self.config.generation_batch_size
+
+    def num_free(self, engine):
+        return self.config.generation_batch_size - len(self.in_flight(engine))
 
     def check_admission(self, prompt_id):
         """A prompt that is to be tried again, or else a new one; and only while there is a place for the group.
 
-        With ``on_full = wait`` that means: in flight + being scored + ready + the new group <= slots +
+        With ``on_full = wait`` that means: open + ready + the new group <= slots (or environments) +
         ``ready_queue_limit``. Until the next admission only scored rollouts that wait for siblings now can come on top.
         """
         if self.prompts_again:
@@ -135,7 +156,7 @@ class CommandChecks(HostileLedger):
         self.give_up(group, command.reason)
         for rollout_id in command.rollout_ids:
             rollout = group.members[rollout_id - group.first]
-            assert rollout.place in (Place.SCORED, Place.INTERRUPTED)
+            assert rollout.place in (Place.SCORED, Place.INTERRUPTED, Place.ACTING)
             rollout.place = Place.DISCARDED
 
     def obey_training(self, command):
@@ -254,13 +275,15 @@ class CommandChecks(HostileLedger):
 
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""
-        unheld = [engine for engine in range(self.case.num_engines) if not self.held[engine]]
-        if all(len(self.in_flight(engine)) == self.config.generation_batch_size for engine in unheld):
+        if any(self.num_free(engine) and not self.held[engine] for engine in range(self.case.num_engines)):
+            assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
+        elif self.case.environments is None:
             return
-        assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
+        if self.case.environments is not None and self.num_open() >= self.case.environments:
+            return
         for group in self.groups.values():
             started = len(group.members) == self.case.group_size
-            assert started or group.given_up, "a group waits beside a free slot"
+            assert started or group.given_up, "a group waits beside a free slot or environment"
         if self.conventional:
             assert self.closed or self.num_live == self.rl_step_rollouts(self.rl_step_start)
         elif self.config.kind == "one_step_off":
@@ -272,7 +295,8 @@ class CommandChecks(HostileLedger):
             full = self.config.on_full is OnFull.WAIT and self.num_placed() + size > self.num_places()
             full = full and self.pipeline
             gated = self.gated and self.num_live + size > self.allowance()
-            assert full or gated, "a free slot without a reason"
+            in_rl_step = self.partial and (self.chosen or self.num_taken)
+            assert full or gated or in_rl_step, "a free slot or environment without a reason"
 
     def check_trainer_goes_on(self):
         """An idle trainer has a reason; the queue keeps its limit; and nobody waits for nobody."""
@@ -302,12 +326,12 @@ class CommandChecks(HostileLedger):
             if self.num_ready >= self.config.micro_batch:
                 assert self.gated, "a batch waits beside an idle trainer"
                 assert pending, "the trainer waits for a straggler that does not exist"
-        outstanding = self.rollouts(Place.IN_FLIGHT, Place.SCORING)
+        outstanding = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.SCORING)
         assert outstanding or loading, "deadlock"
 
     def check_given_up_groups_end(self):
         """What nobody wants is aborted or discarded at once, or when its score arrives."""
         for group in self.groups.values():
             for member in group.members if group.given_up else ():
-                assert member.place not in (Place.SCORED, Place.INTERRUPTED)
+                assert member.place not in (Place.SCORED, Place.INTERRUPTED, Place.ACTING)
                 assert member.place is not Place.IN_FLIGHT or member.abort_sent

@@ -13,17 +13,22 @@ from hostile_ledger import Place
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     DiscardReason,
+    ObservationReady,
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
     RolloutPreempted,
     RolloutScored,
     TrainingFinished,
+    TurnFinished,
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
     WeightUpdate,
 )
+
+FAILING = (Place.IN_FLIGHT, Place.ACTING, Place.SCORING)
+"""Where a rollout can fail."""
 
 
 class HostileDriver(CommandChecks):
@@ -72,6 +77,25 @@ class HostileDriver(CommandChecks):
         else:
             rollout.place = Place.ABORTED if group.given_up else Place.INTERRUPTED
             self.deliver(RolloutAborted(rollout_id, rollout.engine, rollout.spans))
+
+    def turning(self):
+        """Rollouts whose turn may end now, and not the last one."""
+        turns = self.case.environments is not None
+        return [entry for entry in self.running() if turns and entry[2].num_turns < 3]
+
+    def end_turn(self, entry):
+        """A turn ends in truth and is reported, whether an abort was sent or not."""
+        rollout_id, group, rollout = entry
+        rollout.token_versions.append(self.true_version[rollout.engine])
+        rollout.num_turns += 1
+        rollout.place, rollout.home = Place.ACTING, rollout.engine
+        self.deliver(TurnFinished(rollout_id, rollout.engine, rollout.spans))
+        assert rollout.place is (Place.DISCARDED if group.given_up else rollout.place)
+
+    def observe(self, entry):
+        rollout_id, _, rollout = entry
+        rollout.place = Place.INTERRUPTED
+        self.deliver(ObservationReady(rollout_id))
 
     def score(self, entry, reward):
         rollout_id, group, rollout = entry
@@ -135,6 +159,7 @@ class HostileDriver(CommandChecks):
         yield RolloutScored(10**9, 1.0)
         yield RolloutFailed(10**9)
         yield RolloutPreempted(10**9, 0, 1)
+        yield ObservationReady(10**9)
         yield TrainingFinished(self.version + (0 if self.training and self.training.completes_step else 1), 0.0)
         yield WeightsPublished(self.published + (1 if self.publishing else 0), 0.0)
         for engine in (-1, self.case.num_engines):
@@ -155,9 +180,13 @@ class HostileDriver(CommandChecks):
             else:
                 yield RolloutFinished(rollout_id, rollout.engine, rollout.spans)
                 yield RolloutAborted(rollout_id, rollout.engine, rollout.spans)
+                yield TurnFinished(rollout_id, rollout.engine, rollout.spans)
+            if rollout.place is not Place.ACTING:
+                yield ObservationReady(rollout_id)
             if rollout.place is not Place.SCORING:
                 yield RolloutScored(rollout_id, 1.0)
-                yield RolloutFailed(rollout_id)
+                if rollout.place is not Place.ACTING:
+                    yield RolloutFailed(rollout_id)
                 if rollout.place is not Place.IN_FLIGHT:
                     yield RolloutFailed(rollout_id, 0)
 
@@ -185,7 +214,9 @@ class HostileDriver(CommandChecks):
             "generate last": [lambda r=r: self.generate_last(r) for r in self.running()],
             "report": [lambda r=r: self.report(r, obey_abort=rng.random() < 0.5) for r in ends],
             "score": [lambda r=r: self.score(r, float(rewards(r[0]))) for r in scorings],
-            "fail": [lambda r=r: self.fail(r) for r in ends + scorings] if failures else [],
+            "end turn": [lambda r=r: self.end_turn(r) for r in self.turning()],
+            "observe": [lambda r=r: self.observe(r) for r in self.rollouts(Place.ACTING)],
+            "fail": [lambda r=r: self.fail(r) for r in self.rollouts(*FAILING)] if failures else [],
             "train": [self.finish_training] if self.training else [],
             "publish": [self.finish_publishing] if self.publishing else [],
             "take": [

@@ -17,6 +17,7 @@ class Place(Enum):
     """Where a rollout is as far as has been reported; the last three are for ever."""
 
     IN_FLIGHT = auto()
+    ACTING = auto()  # its environment acts
     INTERRUPTED = auto()
     SCORING = auto()
     SCORED = auto()
@@ -31,6 +32,8 @@ class Rollout:
     place: Place = Place.IN_FLIGHT
     token_versions: list[int] = field(default_factory=list)
     kept_tokens: int = 0
+    num_turns: int = 0
+    home: int | None = None  # engine of its last turn, while it waits for the next
     ended: str = ""  # in truth, not yet reported: "finished" or "interrupted"
     abort_sent: bool = False
     reward: float = 0.0
@@ -71,6 +74,7 @@ class Case:
     optimizer_steps: int
     num_engines: int
     group_size: int
+    environments: int | None
 
     def fresh(self):
         return make_scheduler(
@@ -78,6 +82,7 @@ class Case:
             optimizer_steps=self.optimizer_steps,
             num_engines=self.num_engines,
             group_size=self.group_size,
+            environments=self.environments,
         )
 
 
@@ -111,7 +116,8 @@ def cases(draw):
         filter_no_signal=group_size > 1 and draw(st.booleans()),
         discard_limit=draw(st.sampled_from([10**6, 10**6, 5])),
     )
-    return Case(scheduler, steps, draw(st.integers(1, 3)), group_size)
+    environments = draw(st.sampled_from([None, None, 1, 3, 8]))
+    return Case(scheduler, steps, draw(st.integers(1, 3)), group_size, environments)
 
 
 class HostileLedger:
@@ -189,11 +195,16 @@ class HostileLedger:
         return self.config.train_batch_size * batches - self.num_taken % self.config.train_batch_size
 
     def num_places(self):
-        """Rollouts that may be in flight, being scored and ready together, when a group is admitted."""
-        return self.case.num_engines * self.config.generation_batch_size + self.config.ready_queue_limit
+        """Rollouts that may be open and ready together, when a group is admitted."""
+        slots = self.case.num_engines * self.config.generation_batch_size
+        return max(slots, self.case.environments or 0) + self.config.ready_queue_limit
 
     def num_placed(self):
-        return self.num_ready + len(self.rollouts(Place.IN_FLIGHT, Place.SCORING))
+        return self.num_ready + self.num_open()
+
+    def num_open(self):
+        """Rollouts started and neither scored nor gone: with environments, each has one."""
+        return len(self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED, Place.SCORING))
 
     def num_waiting_for_siblings(self):
         """Scored rollouts of groups that are not ready."""

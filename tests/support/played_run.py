@@ -16,7 +16,12 @@ class Played(RunLedger):
     """A simulated run: its ledger, and every event and command with its time."""
 
     def __init__(self, config: RunConfig):
-        super().__init__(num_engines=config.num_engines, colocated=config.colocated, longest=config.workload.length.max)
+        super().__init__(
+            num_engines=config.num_engines,
+            colocated=config.colocated,
+            longest=config.longest_answer_tokens,
+            environments=config.environment and config.environment.count,
+        )
         self.config = config
         self.entries = []
         SimulatedCluster(config).run(self)
@@ -46,7 +51,7 @@ class Played(RunLedger):
 
 def play(
     steps, *, batch, slots, length, engines=1, group_size=1, prompt_tokens=0, success_rate=0.5, hardware=None, seed=0,
-    **scheduler,
+    environment=None, **scheduler,
 ):  # fmt: skip
     """Simulate ``engines`` accelerators that generate and one that trains; conventional: all do both.
 
@@ -65,6 +70,8 @@ def play(
         },
         "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}, **(hardware or {})},
     }
+    if environment is not None:
+        tables["environment"] = environment
     if tables["scheduler"].get("kind") == "conventional":
         tables["cluster"] = {"accelerators": engines}
     return Played(parse_run(tables))

@@ -53,7 +53,7 @@ MAY_BE_ZERO = {
     "seed", "scheduler.max_lag", "plan.lag_limit", "workload.prompt_tokens", "train.task.overlong_tokens",
     "train.optimizer.warmup_steps", "train.trainer.zero_stage", "train.trainer.restarts",
     "train.engine.restarts_per_hour", "train.evaluation.problems", "train.sampling.top_k",
-    "policy.warm_start.steps", "policy.warm_start.seed",
+    "policy.warm_start.steps", "policy.warm_start.seed", "environment.turns.observation_max",
 }  # fmt: skip
 
 
@@ -169,7 +169,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "hardware.decode.affine is an unknown key; allowed: context_token_s, kind, sequence_s, step_s"),
     (("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, drift, hardware, optimizer_steps, plan, policy, scheduler, seed, train, workload"),
+        "cluster, compare, drift, environment, hardware, optimizer_steps, plan, policy, scheduler, seed, train, "
+        "workload"),
     # Words.
     (("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\""),

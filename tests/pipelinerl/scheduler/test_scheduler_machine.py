@@ -4,7 +4,7 @@ import copy
 import random
 from dataclasses import replace
 
-from hostile_driver import HostileDriver
+from hostile_driver import FAILING, HostileDriver
 from hostile_ledger import Place, cases
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -104,10 +104,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, number):
         self.driver.preempt(self.pick(self.driver.running(), number))
 
-    @precondition(lambda self: self.driver.rollouts(Place.IN_FLIGHT, Place.SCORING))
+    @precondition(lambda self: self.driver.turning())
+    @rule(number=st.integers(0, 20))
+    def end_turn(self, number):
+        self.driver.end_turn(self.pick(self.driver.turning(), number))
+
+    @precondition(lambda self: self.driver.rollouts(Place.ACTING))
+    @rule(number=st.integers(0, 20))
+    def observe(self, number):
+        self.driver.observe(self.pick(self.driver.rollouts(Place.ACTING), number))
+
+    @precondition(lambda self: self.driver.rollouts(*FAILING))
     @rule(number=st.integers(0, 40))
     def fail(self, number):
-        self.driver.fail(self.pick(self.driver.rollouts(Place.IN_FLIGHT, Place.SCORING), number))
+        self.driver.fail(self.pick(self.driver.rollouts(*FAILING), number))
 
     @precondition(lambda self: self.driver.training)
     @rule()

@@ -1,0 +1,132 @@
+"""Episodes: drawn by means, recorded, cut at the context; and what of a source is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.errors import ConfigError
+from sim.clock import TICKS_PER_S
+from sim.episodes import Episodes, read_turns
+from sim.workload import Workload
+
+LINE = {"group": 1, "stream": 0, "prompt_len": 10, "out_lens": [4, 6, 2], "obs_lens": [3, 5], "tool_times": [1.5, 2.0]}
+
+
+def episodes(turns, *, group_size=1, length_max=8, **environment):
+    config = parse_run(
+        {
+            "optimizer_steps": 1,
+            "cluster": {"accelerators": 2, "generation_accelerators": 1},
+            "scheduler": {"train_batch_size": 4, "generation_batch_size": 1},
+            "workload": {
+                "group_size": group_size,
+                "prompt_tokens": 10,
+                "length": {"kind": "fixed", "max": length_max},
+            },
+            "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}},
+            "environment": {"count": 1, **environment, "turns": {"observation_max": 100, "context_max": 1000, **turns}},
+        }
+    )
+    return Episodes(config, Workload(config.workload, seed=0))
+
+
+def written(folder, *lines):
+    path = folder / "turns.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return {"kind": "recorded", "source": str(path), "max": 10}
+
+
+# ----------------------------------------------------------------------------------------- recorded
+
+
+def test_a_recorded_episode_is_played_as_it_was(tmp_path):
+    one = episodes(written(tmp_path, LINE), reset_s=7.0).episode(0, 0)
+    assert (one.prompt_tokens, one.ends, one.observed) == (10, (4, 10, 12), (0, 3, 5))
+    assert [ticks / TICKS_PER_S for ticks in one.acting_ticks] == [7.0, 1.5, 2.0]
+    assert one.fails_before == 3
+
+
+@pytest.mark.parametrize(
+    ("context_max", "ends", "observed"),
+    [
+        (30, (4, 10, 12), (0, 3, 5)),
+        (29, (4, 10, 11), (0, 3, 5)),
+        (28, (4, 10), (0, 3)),  # the third turn would begin at 10 + 4 + 3 + 6 + 5 = 28
+        (20, (4, 7), (0, 3)),
+        (17, (4,), (0,)),
+        (13, (3,), (0,)),
+        (11, (1,), (0,)),
+    ],
+)
+def test_an_episode_is_cut_where_its_context_is_full(tmp_path, context_max, ends, observed):
+    one = episodes({**written(tmp_path, LINE), "context_max": context_max}).episode(0, 0)
+    assert (one.ends, one.observed) == (ends, observed)
+
+
+def test_turns_observations_and_times_are_cut_each(tmp_path):
+    turns = {**written(tmp_path, LINE), "max": 2, "observation_max": 2}
+    one = episodes(turns, length_max=5, step_max_s=1.0).episode(0, 0)
+    assert (one.ends, one.observed, one.acting_ticks) == ((4, 9), (0, 2), (0, TICKS_PER_S))
+
+
+def test_siblings_play_different_episodes_of_one_task(tmp_path):
+    lines = [{**LINE, "group": task, "stream": k, "prompt_len": 100 * task + k} for task in (1, 2) for k in range(4)]
+    source = episodes(written(tmp_path, *lines), group_size=4)
+    prompts = [{source.episode(rollout_id, 5).prompt_tokens for rollout_id in range(4)} for _ in range(2)]
+    assert prompts[0] == prompts[1]
+    assert prompts[0] in ({100, 101, 102, 103}, {200, 201, 202, 203})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"obs_lens": [3]}, "line 2: obs_lens must have one value less than out_lens, 2, got 1"),
+        ({"tool_times": [1.0, -1.0]}, "line 2: tool_times must be from 0 to 100000, got -1"),
+        ({"out_lens": [], "obs_lens": [], "tool_times": []}, "line 2: out_lens: "),
+        ({"prompt_len": None}, "line 2: prompt_len: "),
+        ({"toolTimes": []}, "line 2: toolTimes: "),
+    ],
+)
+def test_a_wrong_line_of_a_source_is_named(tmp_path, change, says):
+    with pytest.raises(ConfigError) as error:
+        episodes(written(tmp_path, LINE, {**LINE, **change}))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["agent_turn", "missing.jsonl"])
+def test_a_source_that_is_not_there_is_named(source):
+    with pytest.raises(ConfigError, match=r"^environment\.turns\.source must be .*" + source):
+        read_turns(source)
+
+
+def test_the_shipped_sessions_have_their_published_means():
+    """683 sessions, 44,295 turns: 64.9 turns a session, of 436 tokens, 43 in the median (shipped README)."""
+    sessions = read_turns("agent_turns")
+    turns = [len(one.out_lens) for one in sessions]
+    assert (len(sessions), sum(turns), np.median(turns)) == (683, 44_295, 43)
+    assert np.concatenate([one.out_lens for one in sessions]).mean() == pytest.approx(436, abs=1)
+
+
+# ------------------------------------------------------------------------------------------- drawn
+
+
+def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
+    """4000 rollouts; each mean within 5 of its standard errors, one false alarm in two million seeds."""
+    turns = {"kind": "lognormal", "mean": 20.0, "cv": 0.5, "max": 10_000, "observation_tokens": 30.0,
+             "observation_cv": 1.0, "observation_max": 10**6, "context_max": 10**8}  # fmt: skip
+    source = episodes(turns, step_s=2.0, step_cv=1.5, reset_s=9.0, reset_cv=0.5)
+    drawn = [source.episode(rollout_id, rollout_id) for rollout_id in range(4000)]
+    assert source.episode(17, 17) == drawn[17]
+    for values, mean in (
+        ([len(one.ends) for one in drawn], 20.0),
+        (np.concatenate([one.observed[1:] for one in drawn]), 30.0),
+        (np.concatenate([one.acting_ticks[1:] for one in drawn]) / TICKS_PER_S, 2.0),
+        (np.array([one.acting_ticks[0] for one in drawn]) / TICKS_PER_S, 9.0),
+    ):
+        assert abs(np.mean(values) - mean) <= 5 * np.std(values) / len(values) ** 0.5
+    assert {end for one in drawn for end in np.diff(one.ends, prepend=0)} == {8}

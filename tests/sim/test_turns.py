@@ -1,0 +1,232 @@
+"""Rollouts with turns, in whole simulated runs, against theory.
+
+Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all else takes no time.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from played_run import fixed, play, trains_in, uniform
+from run_tables import EVERY_KEY
+
+from backends.preflight import check_run
+from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.errors import ConfigError
+from pipelinerl.scheduler.events import (
+    ObservationReady,
+    OpenEnvironment,
+    RolloutFailed,
+    RolloutFinished,
+    StartRollout,
+    StartTraining,
+    TurnFinished,
+)
+from sim.cluster import SimulatedCluster
+from sim.planning.search import plan
+
+
+def environment(*, count, turns=3, context_max=10**6, observation=0, **keys):
+    """Environments whose rollouts have so many turns, all of them, with observations of so many tokens."""
+    table = {"kind": "lognormal", "mean": turns, "max": turns, "context_max": context_max}
+    return {
+        "count": count,
+        "turns": {**table, "observation_tokens": observation, "observation_max": observation},
+        **keys,
+    }
+
+
+# ------------------------------------------------------------------------------------- wrong input
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"count": 0}, "environment.count must be at least 1, got 0"),
+        ({"step_s": -1.0}, "environment.step_s must be at least 0, got -1"),
+        ({"turns": {"kind": "lognormal", "max": 3}}, "environment.turns.mean is missing; kind='lognormal' needs"),
+        ({"turns": {"kind": "recorded", "max": 3}}, "environment.turns.source is missing; kind='recorded' needs"),
+        ({"turns": {"kind": "lognormal", "mean": 4.0, "max": 3}}, "mean must be at most the 3 at which"),
+        ({"turns": {"kind": "lognormal", "mean": 2.0, "max": 3, "context_max": 10}},
+            "environment.turns.context_max must be above workload.prompt_tokens=10, got 10"),
+    ],
+)  # fmt: skip
+def test_environments_that_cannot_be_are_one_line(table, says):
+    turns = table.get("turns", {"kind": "lognormal", "mean": 1, "max": 1})
+    table = {"count": 1, **table, "turns": {"observation_max": 0, "context_max": 100, **turns}}
+    with pytest.raises(ConfigError) as error:
+        play(1, batch=1, slots=1, length=fixed(4), prompt_tokens=10, environment=table)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_know_turns_yet_says_so():
+    """A plan, real training, a policy that learns, growing lengths: one line each, before anything is done."""
+    turns = environment(count=1)
+    config = play(1, batch=1, slots=1, length=fixed(4), environment=turns).config
+    with pytest.raises(ConfigError, match=r"^plan does not search runs with an \[environment\]"):
+        plan(config)
+    with pytest.raises(ConfigError, match=r"^\[environment\] is for simulate and compare"):
+        check_run(parse_run(EVERY_KEY))
+    with pytest.raises(ConfigError, match=r"^workload\.length\.growth must be 1 with an \[environment\], got 2"):
+        play(1, batch=1, slots=1, length={**fixed(4), "growth": 2.0}, environment=turns)
+    with pytest.raises(ConfigError, match=r"^\[environment\] is not simulated with \[policy\]"):
+        SimulatedCluster(config.model_copy(update={"policy": PolicyConfig(task="reverse", size=4, learning_rate=1e-3)}))
+
+
+# ----------------------------------------------------------------------------------------- by hand
+
+
+def test_a_rollout_of_three_turns_by_hand():
+    """Reset 2 s; turns of 4 tokens, 4 s each; the environment acts 3 s between them: 2 + 4 + 3 + 4 + 3 + 4 = 20 s."""
+    run = play(1, batch=1, slots=1, length=fixed(4), environment=environment(count=1, reset_s=2.0, step_s=3.0))
+    happened = [(time_s, type(entry)) for time_s, entry in run.entries if getattr(entry, "rollout_id", 0) == 0]
+    assert happened[:9] == [
+        (0.0, OpenEnvironment),
+        (2.0, ObservationReady),
+        (2.0, StartRollout),
+        (6.0, TurnFinished),
+        (9.0, ObservationReady),
+        (9.0, StartRollout),
+        (13.0, TurnFinished),
+        (16.0, ObservationReady),
+        (16.0, StartRollout),
+    ]
+    assert [(time_s, entry.spans.ends) for time_s, entry in run.of(TurnFinished)] == [(6.0, (4,)), (13.0, (8,))]
+    assert [entry.kept_tokens for _, entry in run.of(StartRollout)] == [0, 4, 8]
+    (finished_s, finished), *_ = run.of(RolloutFinished)
+    assert (finished_s, finished.spans.ends) == (20.0, (12,))
+    report = run.summary().environments
+    assert report.turns_mean == 3.0
+    assert report.seconds.to_dict() == {"environment": 8.0, "waiting": 0.0, "engine": 12.0, "scoring": 0.0}
+    assert report.in_use_mean == 1.0
+
+
+@pytest.mark.parametrize(("kind", "prefilled"), [("off", 10 + 17 + 24), ("kept", 10 + 3 + 3), ("salted", 10 + 3 + 3)])
+def test_what_a_turn_prefills_by_hand(kind, prefilled):
+    """A prompt of 10 tokens, three turns of 4, 3 tokens observed before the second and the third; 1 s per token.
+
+    Without a cache turn k prefills all before it: 10, 10 + 4 + 3, 10 + 8 + 6. With one only what was observed.
+    """
+    run = play(
+        1, batch=1, slots=1, length=fixed(4), prompt_tokens=10, hardware={"prefill": {"token_s": 1.0}},
+        environment=environment(count=1, observation=3, prefix_cache=kind),
+    )  # fmt: skip
+    (finished_s, _), *_ = run.of(RolloutFinished)
+    assert finished_s == 12 + prefilled
+
+
+# ------------------------------------------------------------------------------------------ against theory
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_one_turn_without_observations_is_a_rollout_without_an_environment(kind):
+    """Environments that are always there and take no time change nothing: the same steps, lags and counts.
+
+    Delays of chance keep engines from having a boundary at the same time, where order could make a difference.
+    """
+    hardware = {**trains_in(20.5), "latency": {"dispatch_jitter_s": 0.1}}
+    sizes = {"batch": 8, "slots": 4, "engines": 3, "length": uniform(30), "group_size": 2, "hardware": hardware}
+    without = play(20, **sizes, kind=kind)
+    one_turn = play(20, **sizes, kind=kind, environment=environment(count=12, turns=1))
+    assert without.steps == one_turn.steps
+    assert without.summary() == one_turn.summary().model_copy(update={"environments": None})
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_few_environments_bound_the_rate_and_many_do_not(count):
+    """A rollout has its environment for 5 + 3 x 4 + 2 x 2 = 21 s: E environments finish E rollouts every 21 s.
+
+    Slots are enough for all, and the trainer takes no time. So 30 batches of 2 take 60 / E rounds, rounded up.
+    """
+    run = play(30, batch=2, slots=10, length=fixed(4), environment=environment(count=count, reset_s=5.0, step_s=2.0))
+    assert run.summary().duration_s == 21.0 * -(-60 // count)
+    assert run.summary().environments.in_use_mean == pytest.approx(count)
+
+
+def test_littles_law_at_every_station():
+    """Mean number in a place = rate x mean time in it, and the places add up to the environments in use.
+
+    The mean numbers are taken from the events, second by second, not from what the ledger adds up.
+    """
+    run = play(
+        100, batch=4, slots=3, engines=2, length=uniform(9), hardware={"latency": {"reward_s": 4.0}},
+        environment=environment(count=16, turns=4, reset_s=6.0, reset_cv=1.0, step_s=3.0, step_cv=1.0),
+    )  # fmt: skip
+    change = {OpenEnvironment: ("acting", 1), ObservationReady: ("acting", -1), TurnFinished: ("acting", 1)}
+    acting, area, last_s = 0, 0.0, 0.0
+    for time_s, entry in run.entries:
+        area += acting * (time_s - last_s)
+        last_s = time_s
+        acting += change.get(type(entry), ("", 0))[1]
+    report, duration_s = run.summary().environments, run.summary().duration_s
+    finished = run.summary().rollouts.finished
+    assert finished > 300
+    assert report.seconds.environment * finished == pytest.approx(area)
+    assert report.in_use_mean * duration_s == pytest.approx(sum(dict(report.seconds).values()) * finished)
+    assert report.in_use_mean <= 16 * (1 + 1e-9)
+    assert report.seconds.scoring == pytest.approx(4.0, rel=0.02)  # but for those cut off at the end
+
+
+def test_environments_fail_as_often_as_they_are_said_to():
+    """Each of 4 calls of a rollout fails with probability 0.05: it finishes with 0.95^4 = 0.815.
+
+    Of n rollouts that ended the share is within 4 standard deviations, 4 sqrt(0.815 x 0.185 / n): one false alarm in
+    16,000 seeds. Nothing of a failed rollout is trained on, and every rollout is counted once.
+    """
+    run = play(400, batch=4, slots=8, length=fixed(3), environment=environment(count=8, turns=4, failure_rate=0.05))
+    counts = run.summary().rollouts
+    failed = {entry.rollout_id for _, entry in run.of(RolloutFailed)}
+    share, num = 0.95**4, counts.finished + counts.failed
+    assert len(failed) == counts.failed
+    assert abs(counts.finished / num - share) <= 4 * (share * (1 - share) / num) ** 0.5
+    assert not failed & set(run.trained)
+    ended = counts.trained + counts.discarded + counts.aborted + counts.failed
+    assert counts.started == ended + counts.unfinished
+
+
+def test_what_was_observed_is_trained_over_but_not_counted():
+    """The trainer reads prompt, observations and answers; tokens trained are those generated."""
+    run = play(
+        2, batch=1, slots=1, length=fixed(4), prompt_tokens=10, hardware={"training": {"token_s": 1.0}},
+        environment=environment(count=1, observation=3, prefix_cache="off"),
+    )  # fmt: skip
+    assert run.summary().tokens_trained == 2 * 12
+    assert {row.train_s for row in run.steps} == {10.0 + 2 * 3 + 12}
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(["pipeline", "conventional", "partial_rollouts", "one_step_off"]),
+    count=st.integers(1, 20),
+    turns=st.integers(1, 6),
+    slots=st.integers(1, 5),
+    context_max=st.sampled_from([20, 60, 400]),
+    failure_rate=st.sampled_from([0.0, 0.1]),
+    prefix_cache=st.sampled_from(["off", "salted", "kept"]),
+    weight_update=st.sampled_from(["keep", "recompute", "abort", "wait"]),
+    seed=st.integers(0, 99),
+)
+def test_any_run_ends_and_counts_every_rollout_once(
+    kind, count, turns, slots, context_max, failure_rate, prefix_cache, weight_update, seed
+):
+    run = play(
+        6, batch=4, slots=slots, engines=2, group_size=2, length=uniform(20), prompt_tokens=5, seed=seed, kind=kind,
+        weight_update=weight_update, hardware={"kv_cache_tokens": context_max + 20, "prefill": {"token_s": 0.1}},
+        environment=environment(
+            count=count, turns=turns, observation=7, context_max=context_max, reset_s=3.0, reset_cv=1.0, step_s=2.0,
+            step_cv=2.0, failure_rate=failure_rate, prefix_cache=prefix_cache,
+        ),
+    )  # fmt: skip
+    summary = run.summary()
+    counts = summary.rollouts
+    assert summary.complete
+    assert counts.started == len(run.of(OpenEnvironment))
+    ended = counts.trained + counts.discarded + counts.aborted + counts.failed
+    assert counts.started == ended + counts.unfinished
+    assert 0 <= summary.environments.in_use_mean <= count * (1 + 1e-9)
+    for _, entry in run.of(TurnFinished, RolloutFinished):
+        assert entry.spans.num_tokens <= context_max
+    assert sum(entry.completes_step for _, entry in run.of(StartTraining)) == 6
