@@ -58,6 +58,9 @@ def stand_in() -> type[Any]:
         async def generate(self, request: Any) -> None:
             time.sleep(1000)
 
+        async def shutdown(self) -> None:
+            pass
+
     return StandIn
 
 
