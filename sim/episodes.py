@@ -111,7 +111,9 @@ class Episodes:
         self._longest_turn = config.workload.length.max
         self._workload = workload
         self._drawn_id = -1
-        self._drawn: NDArray[np.int64] = np.zeros((0, 0), np.int64)  # of the group: [turn, member] (tokens)
+        self._drawn: list[
+            tuple[int, ...]
+        ] = []  # of that group: of each turn so far, the length of each member (tokens)
         source = self._environment.turns.source
         self._recorded = () if source is None else read_turns(source)
         groups: dict[int | str, list[RecordedEpisode]] = {}
@@ -132,8 +134,7 @@ class Episodes:
         else:
             assert turns.mean is not None  # checked by the configuration
             num_turns = int(_drawn(stream, turns.mean, turns.cv, 1)[0].round().clip(1, turns.max))
-            prompt_tokens, generated = self._lengths(rollout_id, prompt_id)
-            generated = generated[:num_turns]
+            prompt_tokens, generated = self._lengths(rollout_id, prompt_id, num_turns)
             observed = _drawn(stream, turns.observation_tokens, turns.observation_cv, num_turns).round()
             seconds = _drawn(stream, config.step_s, config.step_cv, num_turns)
             observed[0] = 0
@@ -156,15 +157,16 @@ class Episodes:
             return group[int(chosen.permutation(len(group))[rollout_id % self._group_size])]
         return self._recorded[int(stream.integers(len(self._recorded)))]
 
-    def _lengths(self, rollout_id: int, prompt_id: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the length of a rollout's prompt and of its turns, as many as there can be (tokens)."""
+    def _lengths(self, rollout_id: int, prompt_id: int, num_turns: int) -> tuple[int, NDArray[np.int64]]:
+        """Return the length of a rollout's prompt and of its turns (tokens)."""
         group_id, member = divmod(rollout_id, self._group_size)
-        most = self._environment.turns.max
+        first = group_id * self._environment.turns.max
         if group_id != self._drawn_id:
-            groups = range(group_id * most, (group_id + 1) * most)
-            self._drawn = np.array([self._workload.group(one, prompt_id).lengths for one in groups])
-            self._drawn_id = group_id
-        return self._workload.group(group_id * most, prompt_id).prompt_tokens, self._drawn[:, member]
+            self._drawn_id, self._drawn = group_id, []
+        while len(self._drawn) < num_turns:
+            self._drawn.append(self._workload.group(first + len(self._drawn), prompt_id).lengths)
+        lengths = np.array([turn[member] for turn in self._drawn[:num_turns]])
+        return self._workload.group(first, prompt_id).prompt_tokens, lengths
 
 
 def _cut(

@@ -19,7 +19,7 @@ SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
     "load_run": "(path, overrides=(), seed=None)",
-    "make_scheduler": "(settings, *, optimizer_steps, num_engines, group_size)",
+    "make_scheduler": "(settings, *, optimizer_steps, num_engines, group_size, environments=None)",
     "plan": "(run, *, out=None, workers=None)",
     "plot": "(folders, *, out=None)",
     "replay": "(folder)",
