@@ -5,7 +5,7 @@ random numbers). Each rollout has a random stream of its own, ``episodes``, as n
 
 Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation, turns have lengths
 as ``workload.length`` says: turn t of group g has those of group ``g max + t``. *recorded*: whole episodes of a source,
-with their prompts.
+with their prompts; those that begin beyond the context are left out.
 """
 
 from __future__ import annotations
@@ -114,8 +114,11 @@ class Episodes:
         self._drawn: list[
             tuple[int, ...]
         ] = []  # of that group: of each turn so far, the length of each member (tokens)
-        source = self._environment.turns.source
-        self._recorded = () if source is None else read_turns(source)
+        turns = self._environment.turns
+        self._recorded: Sequence[RecordedEpisode] = ()
+        if turns.kind == "recorded":
+            assert turns.source is not None  # checked by the configuration
+            self._recorded = _within(read_turns(turns.source), turns.context_max)
         groups: dict[int | str, list[RecordedEpisode]] = {}
         for episode in self._recorded:
             groups.setdefault(episode.group, []).append(episode)
@@ -167,6 +170,22 @@ class Episodes:
             self._drawn.append(self._workload.group(first + len(self._drawn), prompt_id).lengths)
         lengths = np.array([turn[member] for turn in self._drawn[:num_turns]])
         return self._workload.group(first, prompt_id).prompt_tokens, lengths
+
+
+def _within(episodes: Sequence[RecordedEpisode], context_max: int) -> list[RecordedEpisode]:
+    """Return the episodes whose prompt leaves room in a context.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    kept = [one for one in episodes if one.prompt_len < context_max]
+    if not kept:
+        shortest = min(one.prompt_len for one in episodes)
+        raise ConfigError(
+            "environment.turns.context_max must be above the shortest prompt of environment.turns.source, "
+            f"{shortest} tokens, got {context_max}"
+        )
+    return kept
 
 
 def _cut(

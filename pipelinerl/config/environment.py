@@ -27,7 +27,8 @@ class TurnsConfig(StrictModel):
 
     kind: Literal["lognormal", "recorded"]
     """``lognormal``: by means; ``workload.length`` is the length of one turn. ``recorded``: whole episodes of
-    ``source`` with their prompts, lengths and times; ``workload.length.max`` cuts each turn."""
+    ``source`` with their prompts, lengths and times, but for those that begin beyond ``context_max``;
+    ``workload.length.max`` cuts each turn."""
     source: str | None = None
     """Recorded only: the name of a shipped set, or the path of a JSONL file (relative to the run file)."""
     mean: float | None = Field(default=None, ge=1)

@@ -73,6 +73,14 @@ def test_turns_observations_and_times_are_cut_each(tmp_path):
     assert (one.ends, one.observed, one.acting_ticks) == ((4, 9), (0, 2), (0, TICKS_PER_S))
 
 
+def test_an_episode_that_begins_beyond_the_context_is_left_out(tmp_path):
+    lines = [{**LINE, "group": prompt, "prompt_len": prompt} for prompt in (10, 20, 30)]
+    source = episodes({**written(tmp_path, *lines), "context_max": 30})
+    assert {source.episode(rollout_id, rollout_id).prompt_tokens for rollout_id in range(50)} == {10, 20}
+    with pytest.raises(ConfigError, match=r"above the shortest prompt of .*, 30 tokens, got 30$"):
+        episodes({**written(tmp_path, lines[2]), "context_max": 30})
+
+
 def test_siblings_play_different_episodes_of_one_task(tmp_path):
     lines = [{**LINE, "group": task, "stream": k, "prompt_len": 100 * task + k} for task in (1, 2) for k in range(4)]
     source = episodes(written(tmp_path, *lines), group_size=4)
