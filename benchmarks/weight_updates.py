@@ -36,7 +36,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 try:
     from backends.deepspeed.rank_settings import RankSettings
 except ModuleNotFoundError:  # before
-    from backends.deepspeed.rank import RankSettings  # type: ignore[attr-defined,no-redef]
+    from backends.deepspeed.rank import RankSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
 from backends.interface import GenerateRequest, GroupMembers, Sample, Weights
 from backends.transfer.group import WeightSyncGroup

@@ -55,7 +55,6 @@ from pipelinerl.scheduler.events import (
     Stop,
     TrainingFinished,
     TurnFinished,
-    VersionSpans,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -140,9 +139,9 @@ class RunLedger:
         self._stop: str | None = None
         # Rollouts.
         self._finished = FinishedRollouts()
-        self._interrupted: dict[int, VersionSpans] = {}
+        self._interrupted: dict[int, int] = {}  # rollout that a weight update aborted -> tokens it has
         self._turns = None if environments is None else TurnLedger(environments)
-        self._between_turns: dict[int, int] = {}  # rollout -> tokens it has
+        self._between_turns: dict[int, int] = {}  # the same of one whose environment acts, or has answered
         self._aborting: set[int] = set()
         self._num_started = self._num_finished = 0
         self._tokens_finished = self._tokens_cut_short = 0  # tokens of finished rollouts, of those that ended early
@@ -216,7 +215,7 @@ class RunLedger:
         if isinstance(command, StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
             if self._interrupted and rollout_id in self._interrupted:
-                self._tokens_cut_short -= self._interrupted.pop(rollout_id).num_tokens
+                self._tokens_cut_short -= self._interrupted.pop(rollout_id)
                 self._num_interruptions += 1
             elif self._between_turns and rollout_id in self._between_turns:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
@@ -263,7 +262,7 @@ class RunLedger:
             self._ended["aborted"] += 1
             self._tokens["aborted"] += num_tokens
         else:
-            self._interrupted[rollout_id] = event.spans
+            self._interrupted[rollout_id] = num_tokens
         self._aborting.discard(rollout_id)
 
     def _failed(self, event: RolloutFailed) -> None:
@@ -279,12 +278,10 @@ class RunLedger:
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
-            if rollout_id in self._interrupted:  # it never finished
+            unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
+            if rollout_id in unfinished:
                 self._ended["aborted"] += 1
-                self._tokens["aborted"] += self._interrupted.pop(rollout_id).num_tokens
-            elif rollout_id in self._between_turns:
-                self._ended["aborted"] += 1
-                self._tokens["aborted"] += self._between_turns.pop(rollout_id)
+                self._tokens["aborted"] += unfinished.pop(rollout_id)
             else:
                 self._ended["discarded"] += 1
                 self._tokens["discarded"] += self._finished.remove(rollout_id)

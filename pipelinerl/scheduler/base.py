@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Protocol, assert_never
+from typing import NotRequired, Protocol, TypedDict, assert_never
 
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
@@ -85,6 +85,15 @@ class SchedulerSettings(Protocol):
     @property
     def discard_limit(self) -> int:
         """Rollouts given up between two optimizer steps before the run counts as stalled (count)."""
+
+
+class Sizes(TypedDict):
+    """The arguments of a scheduler beside its settings; ``Scheduler`` says what they are."""
+
+    optimizer_steps: int
+    num_engines: int
+    group_size: int
+    environments: NotRequired[int | None]
 
 
 class TrainerState(Enum):

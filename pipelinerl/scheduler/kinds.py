@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
 from pipelinerl.scheduler.pipeline import PipelineScheduler
 from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
 
@@ -19,15 +19,7 @@ from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffSchedul
 class SchedulerFactory(Protocol):
     """A ``Scheduler`` class, or a function with the arguments of one."""
 
-    def __call__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-    ) -> Scheduler:
+    def __call__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> Scheduler:
         """Return a fresh scheduler."""
 
 

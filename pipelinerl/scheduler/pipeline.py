@@ -51,8 +51,9 @@ engines reported.
 from __future__ import annotations
 
 import heapq
+from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
 from pipelinerl.scheduler.rollouts import RolloutGroup
 
@@ -60,29 +61,15 @@ from pipelinerl.scheduler.rollouts import RolloutGroup
 class PipelineScheduler(Scheduler):
     """Algorithm 2: engines always generate, the trainer always trains, weights are updated in flight."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-    ) -> None:
-        super().__init__(
-            settings,
-            optimizer_steps=optimizer_steps,
-            num_engines=num_engines,
-            group_size=group_size,
-            environments=environments,
-        )
+    def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(settings, **sizes)
         # Ready groups, first to be trained on first: in order of arrival, or oldest first under max_lag.
         self._ready: list[tuple[int, int, RolloutGroup]] = []
         self._ready_by_bound: dict[int, int] = {}
         self._num_enqueued = 0
         self._waits = settings.max_lag is not None and settings.on_stale is OnStale.TRAIN
         self._drops_oldest = settings.on_full is OnFull.DROP_OLDEST
-        most_open = max(num_engines * settings.generation_batch_size, environments or 0)
+        most_open = max(sizes["num_engines"] * settings.generation_batch_size, self.environments or 0)
         self._room = most_open + settings.ready_queue_limit
 
     def _may_admit(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, TrainerState
+from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
 from pipelinerl.scheduler.rollouts import RolloutGroup
 
@@ -17,22 +18,8 @@ class ConventionalScheduler(Scheduler):
     below G. The last RL step may have fewer steps.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-    ) -> None:
-        super().__init__(
-            settings,
-            optimizer_steps=optimizer_steps,
-            num_engines=num_engines,
-            group_size=group_size,
-            environments=environments,
-        )
+    def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(settings, **sizes)
         self._ready: list[RolloutGroup] = []
         self._num_to_train = 0  # rollouts of this RL step not yet given to the trainer; 0 while generating
 
@@ -75,22 +62,8 @@ class PartialRolloutScheduler(Scheduler):
     ``max_lag`` is kept by waiting (``lag_bound``).
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-    ) -> None:
-        super().__init__(
-            settings,
-            optimizer_steps=optimizer_steps,
-            num_engines=num_engines,
-            group_size=group_size,
-            environments=environments,
-        )
+    def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(settings, **sizes)
         self.weight_update = WeightUpdate.RECOMPUTE
         self._ready: list[RolloutGroup] = []  # in order of arrival
         self._to_train: list[RolloutGroup] = []  # of this RL step, not yet given to the trainer, last one first
@@ -164,22 +137,8 @@ class OneStepOffScheduler(Scheduler):
     lag G + i, in the first RL step i. Batches are split in order of admission. The last RL step may have fewer steps.
     """
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        *,
-        optimizer_steps: int,
-        num_engines: int,
-        group_size: int,
-        environments: int | None = None,
-    ) -> None:
-        super().__init__(
-            settings,
-            optimizer_steps=optimizer_steps,
-            num_engines=num_engines,
-            group_size=group_size,
-            environments=environments,
-        )
+    def __init__(self, settings: SchedulerSettings, **sizes: Unpack[Sizes]) -> None:
+        super().__init__(settings, **sizes)
         self._ready: list[RolloutGroup] = []  # of the RL step being generated
         # of the RL step being trained, not yet given to the trainer, last one first
         self._to_train: list[RolloutGroup] = []
