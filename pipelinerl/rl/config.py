@@ -14,9 +14,10 @@ class TaskConfig(StrictModel):
     """The problems for the model and the rewards of its answers."""
 
     name: str
-    """``arithmetic``, ``chain``, ``math``, or a user's own ``package.module:attribute`` (docs/training.md says how)."""
+    """``arithmetic``, ``chain``, ``math``, or a user's own ``package.module:attribute`` (docs/training.md says how).
+    With a table ``[environment]``: ``calculator``, or a user's own environment."""
     settings: dict[str, Any] = {}
-    """Keyword arguments of the task."""
+    """Keyword arguments of the task, or of every environment."""
     max_prompt_tokens: Tokens = 1024
     """Longest prompt (tokens); rollouts of longer ones fail."""
     reward_timeout_s: float = Field(default=60.0, gt=0)

@@ -48,7 +48,7 @@ class Arithmetic(_Listed):
             ValueError: If there are fewer than 10 problems, or an operator is unknown, repeated or missing.
             TypeError: If a setting is of another type.
         """
-        _check_whole(largest_operand=largest_operand, seed=seed)
+        check_whole(largest_operand=largest_operand, seed=seed)
         if largest_operand < 3:
             raise ValueError(f"largest_operand must be at least 3, got {largest_operand}")
         if not isinstance(operators, str) or not operators or set(operators) - set("+-*"):
@@ -105,7 +105,7 @@ class Chain(_Listed):
             ValueError: If the numbers of steps are not in order from 1 to 42.
             TypeError: If a setting is of another type.
         """
-        _check_whole(fewest_steps=fewest_steps, most_steps=most_steps, seed=seed)
+        check_whole(fewest_steps=fewest_steps, most_steps=most_steps, seed=seed)
         if not 1 <= fewest_steps <= most_steps <= len(COUNTERS):
             raise ValueError(
                 f"fewest_steps and most_steps must be 1 to {len(COUNTERS)}, in order, got {fewest_steps}, {most_steps}"
@@ -130,7 +130,7 @@ class Chain(_Listed):
         return "".join(f"{COUNTERS[steps - step]}{(start + step * added) % 10}" for step in range(1, steps + 1))
 
 
-def _check_whole(**settings: object) -> None:
+def check_whole(**settings: object) -> None:
     """Raise TypeError if a setting is not a whole number."""
     for name, value in settings.items():
         if type(value) is not int:

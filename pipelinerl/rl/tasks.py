@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from inspect import iscoroutinefunction
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.calculator import Calculator
 from pipelinerl.rl.config import TaskConfig
+from pipelinerl.rl.environments import Environment
 from pipelinerl.rl.math_verifier import Verifiers
 from pipelinerl.rl.problems import Problem, Task, shuffled
 from pipelinerl.rl.sums import Arithmetic, Chain
 from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
 BUILT_IN = "arithmetic, chain, math or package.module:attribute"
+ENVIRONMENTS = "calculator or package.module:attribute"
 INSTALL_MATH = "pip install 'pipelinerl[math]'"
 
 
@@ -164,9 +168,38 @@ def load_task(config: TaskConfig) -> Task:
         ConfigError: One line: the name is not one of a task, it cannot be imported, or its settings are wrong.
     """
     known = {"arithmetic": Arithmetic, "chain": Chain, "math": Math}
-    factory: Any = known.get(config.name) or _factory(config.name)
+    task = _made(known, config, allowed=BUILT_IN)
+    if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
+        turns = "; one with reset and step needs the table [environment]" if hasattr(task, "reset") else ""
+        raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}{turns}")
+    _check_num_held_out(task, config.name)
+    return cast(Task, task)
+
+
+def load_environment(config: TaskConfig) -> Environment:
+    """Return a new environment of the kind that a run file names.
+
+    Args:
+        config: The table ``train.task``.
+
+    Raises:
+        ConfigError: One line: the name is not one of an environment, it cannot be imported, or its settings are wrong.
+    """
+    environment = _made({"calculator": Calculator}, config, allowed=ENVIRONMENTS)
+    if not all(iscoroutinefunction(getattr(environment, name, None)) for name in ("reset", "step", "close")):
+        raise ConfigError(
+            "train.task.name must be an environment with async reset, step and close where there is a table "
+            f"[environment], got {config.name!r}"
+        )
+    _check_num_held_out(environment, config.name)
+    return cast(Environment, environment)
+
+
+def _made(known: Mapping[str, Any], config: TaskConfig, *, allowed: str) -> Any:
+    """Return what the class or function of this name, which may be a known one, makes of the settings."""
+    factory = known.get(config.name) or _factory(config.name, allowed)
     try:
-        task = factory(**config.settings)
+        return factory(**config.settings)
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:
@@ -175,10 +208,6 @@ def load_task(config: TaskConfig) -> Task:
         ) from error
     except Exception as error:  # the user's own task may raise anything
         raise ConfigError(f"train.task.name={config.name!r} cannot be made: {kind_and_line(error)}") from error
-    if not (callable(getattr(task, "problem", None)) and callable(getattr(task, "reward", None))):
-        raise ConfigError(f"train.task.name must be a task with problem and reward, got {config.name!r}")
-    _check_num_held_out(task, config.name)
-    return cast(Task, task)
 
 
 def _check_num_held_out(task: Any, name: str) -> None:
@@ -193,8 +222,8 @@ def _check_num_held_out(task: Any, name: str) -> None:
         raise ConfigError(f"train.task.name {must}, got {count!r} from {name!r}")
 
 
-def _factory(name: str) -> Any:
-    found = named_attribute(name, key="train.task.name", allowed=BUILT_IN)
+def _factory(name: str, allowed: str) -> Any:
+    found = named_attribute(name, key="train.task.name", allowed=allowed)
     if not callable(found):
         raise ConfigError(f"train.task.name must be a class or a function, got {name!r}")
     return found

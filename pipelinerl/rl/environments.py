@@ -1,0 +1,68 @@
+"""What an environment is: it opens with a prompt, and answers every turn of the model until the episode is over.
+
+``Task`` is the case of one turn. A run file names an environment where it names a task, ``train.task.name``, and has a
+table ``[environment]``, which says how many there are.
+
+*Token in, token out*: the tokens that an engine has generated stay as they are, and what the environment answers is
+appended to them. No token is ever made of text again. An environment that answers with text has that text made into
+tokens, once; one that answers with tokens, such as a tool behind a chat template, decides on every token itself.
+
+Each environment lives in a process of its own, and has one rollout at a time: a ``reset``, then ``step`` after
+``step``. The constructor should be quick: it is also called to check the settings. What it prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+Content = str | tuple[int, ...]
+"""Text, or tokens of the model's vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model has generated since the environment's last answer."""
+
+    tokens: tuple[int, ...]
+    """All of it, the end token included if there is one."""
+    text: str
+    """The same as text, without the end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer of an environment to a turn."""
+
+    content: Content = ""
+    """What the model reads next; not trained on."""
+    reward: float = 0.0
+    """Reward of this turn (no unit); that of the rollout is the sum over its turns."""
+    done: bool = False
+    """Whether the episode is over: nothing is generated any more."""
+
+
+class Environment(Protocol):
+    """Methods that an environment must have. Whatever one of them raises costs this rollout only.
+
+    An episode also ends where ``environment.turns`` cuts it: after ``max`` turns, or when its context is full. Its
+    reward is the sum until then.
+    """
+
+    @property
+    def num_held_out(self) -> int | None:
+        """Distinct held-out problems (count). None: as many as are asked for."""
+
+    async def reset(self, index: int, *, held_out: bool) -> Content:
+        """Begin a new episode, whatever became of the last one, and return its prompt.
+
+        Args:
+            index: Which problem; at least 0, unbounded. Siblings of a group have the same one.
+            held_out: Whether it is a problem that is never trained on.
+        """
+
+    async def step(self, turn: Turn) -> Observation:
+        """Act on a turn and answer."""
+
+    async def close(self) -> None:
+        """Give back what it holds, at the end of the run. Not called if the process is killed or has crashed."""
