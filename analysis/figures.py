@@ -36,7 +36,8 @@ from analysis.style import (
     styled,
 )
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.reports import EngineTimeline, Timeline, TrainerSeconds
+from pipelinerl.records.profile_report import EngineTimeline, Timeline
+from pipelinerl.records.reports import TrainerSeconds
 from pipelinerl.util.arrays import FloatArray
 
 

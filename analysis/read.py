@@ -15,7 +15,8 @@ import numpy as np
 from analysis.metrics import ESS_RAW, read_metrics
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
-from pipelinerl.records.reports import FigureData, RunReport
+from pipelinerl.records.profile_report import FigureData
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import COMPARISON_FILE, METRICS_FILE, PROFILE_FILE, SUMMARY_FILE
 from pipelinerl.records.steps import STEPS_FILE
 from pipelinerl.util.arrays import FloatArray

@@ -26,7 +26,8 @@ from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.plan_report import PlanReport
-from pipelinerl.records.reports import FigureData, RunIdentity, RunMeasurements, RunReport, RunTotals
+from pipelinerl.records.profile_report import FigureData
+from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.validation_report import ValidationReport
 from pipelinerl.util.report import Report

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.reports import (
+from pipelinerl.records.profile_report import (
     EngineTimeline,
     FigureData,
     GenerationWindow,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl.records.reports import LagHistogram, LagReport
+from pipelinerl.records.profile_report import LagHistogram
+from pipelinerl.records.reports import LagReport
 
 
 class TokenHistogram:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pipelinerl.records.bottleneck import Admission, find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
 from pipelinerl.records.lag_counts import LagCounts
+from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import (
-    FigureData,
     LengthReport,
     RolloutCounts,
     RunTotals,

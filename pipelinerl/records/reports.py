@@ -1,17 +1,16 @@
-"""The reports of a run, typed: the content of summary.json and profile.json, for their writers and readers.
+"""The report of a run, typed: the content of summary.json, for its writer and its readers.
 
-``RunReport`` holds the numbers of a run, ``FigureData`` what figures show beyond them. Both are frozen and strict.
-``to_dict`` gives plain values for JSON; a key that is optional and absent is left out. Its inverse is ``from_dict``.
+``RunReport`` is frozen and strict. ``to_dict`` gives plain values for JSON; a key that is optional and absent is left
+out. Its inverse is ``from_dict``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
-from pydantic import ConfigDict, PrivateAttr, model_validator
+from pydantic import ConfigDict, PrivateAttr
 
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
@@ -19,10 +18,6 @@ from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
 from pipelinerl.util.report import Report
-
-TrainerWork = Literal["training", "publishing"]
-
-# --------------------------------------------------------------------------------------- tables of summary.json
 
 
 class LagReport(Report):
@@ -333,112 +328,3 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         import pandas as pd  # noqa: PLC0415 - optional, and slow to load
 
         return pd.DataFrame(self.steps)
-
-
-# --------------------------------------------------------------------------------------- tables of profile.json
-
-
-class LagHistogram(Report):
-    """Trained tokens with a lag of 0, 1, 2, ... optimizer steps (counts)."""
-
-    total: list[int]
-    """Trained tokens with lag 0, 1, 2, ... (tokens)."""
-    in_flight: list[int]
-    """The same for the part in flight (tokens)."""
-    in_queue: list[int]
-    """The same for the part in queue (tokens)."""
-
-
-class LagByPosition(Report):
-    """Mean lag of the trained tokens against their position in the answer."""
-
-    width_tokens: int
-    """Width of a bin of position in the answer, at most 64 bins (tokens)."""
-    lag_mean: list[float | None]
-    """Mean lag per bin, null where no token (optimizer steps)."""
-    tokens: list[int]
-    """Trained tokens per bin (tokens)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("tokens", self.tokens, self.lag_mean)
-        return self
-
-
-class GenerationWindow(Report):
-    """Generation over all engines in bins of time: one generation phase, or the first rollouts of a pipeline."""
-
-    start_s: float
-    """Start of the window, 0 (s). Conventional: the first generation phase. Pipeline: until three times as many
-    rollouts as started at the first instant have ended. At most 65 536 rollouts."""
-    width_s: float
-    """Width of each of the 200 bins (s)."""
-    in_progress: list[float]
-    """Mean number in progress on all engines, per bin (rollouts)."""
-    tokens_per_s: list[float]
-    """Generated tokens per second on all engines, per bin; each rollout's tokens spread evenly over its time (1/s)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("tokens_per_s", self.tokens_per_s, self.in_progress)
-        return self
-
-
-class EngineTimeline(Report):
-    """One engine over time."""
-
-    engine: int
-    """Number of the engine; the first 8."""
-    time_s: list[float]
-    """Times at which its number of rollouts in progress changed (s)."""
-    in_progress: list[int]
-    """The number from each of these times on (rollouts)."""
-    paused: list[tuple[float, float]]
-    """List of [start, end] of its pauses (s)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_lengths("in_progress", self.in_progress, self.time_s)
-        return self
-
-
-class WeightUpdateTimes(Report):
-    """A weight update."""
-
-    version: int
-    """A published version."""
-    published_s: float
-    """Start of its publication (s)."""
-    loaded_s: float
-    """Time at which the last engine had loaded it (s)."""
-
-
-class Timeline(Report):
-    """The first part of a run, event by event."""
-
-    until_s: float
-    """End of the timeline: 12 optimizer steps, conventional 2 RL steps (s). At most 20 000 points."""
-    trainer: list[tuple[float, float, TrainerWork]]
-    """List of [start, end, ``training`` or ``publishing``] (s)."""
-    engines: list[EngineTimeline]
-    """The first few engines."""
-    updates: list[WeightUpdateTimes]
-    """The weight updates, in order of publication."""
-
-
-class FigureData(Report):
-    """Data of figures beyond a row per step: the content of profile.json."""
-
-    lag_histogram: LagHistogram
-    """Tokens by lag."""
-    lag_by_position: LagByPosition
-    """Lag by position in the answer."""
-    generation_window: GenerationWindow
-    """Generation over time."""
-    timeline: Timeline
-    """Engines and trainer over time."""
-
-
-def _check_lengths(key: str, values: Sequence[Any], others: Sequence[Any]) -> None:
-    if len(values) != len(others):
-        raise ValueError(f"{key} must have {len(others)} values, got {len(values)}")

@@ -29,7 +29,8 @@ from typing import Any
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError
-from pipelinerl.records.reports import FigureData, RunReport
+from pipelinerl.records.profile_report import FigureData
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.steps import STEPS_FILE, StepRow, StepsWriter
 from pipelinerl.util.files import writing
 
