@@ -11,6 +11,7 @@ from types import MappingProxyType
 from matplotlib.figure import Figure
 
 from analysis import bands, figures, learning, throughput
+from analysis.environments import rollouts_against_environments
 from analysis.planning import save_plan
 from analysis.read import Run, read_comparison, read_run, read_runs
 from analysis.style import save_figure
@@ -18,8 +19,9 @@ from analysis.throughput import RateCurves, analytic_curves, rate_points
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
-from pipelinerl.records.run_folder import COMPARISON_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
+from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, FIGURES_FOLDER, PLAN_FILE, RUN_FILE
 
 
 def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
@@ -38,7 +40,12 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
         OSError: If the figures cannot be written.
     """
     out = folders[0] / FIGURES_FOLDER if out is None else out
-    for file, kind, draw_one in ((PLAN_FILE, "plan", _draw_plan), (COMPARISON_FILE, "comparison", _draw_comparison)):
+    kinds = (
+        (PLAN_FILE, "plan", _draw_plan),
+        (ENVIRONMENTS_FILE, "report of environments", _draw_environments),
+        (COMPARISON_FILE, "comparison", _draw_comparison),
+    )
+    for file, kind, draw_one in kinds:
         found = [folder for folder in folders if os.path.exists(folder / file)]
         if found and len(folders) > 1:
             raise ConfigError(f"DIR... must be runs or a single {kind}, got {len(folders)} with {found[0]}")
@@ -49,6 +56,12 @@ def draw(folders: Sequence[Path], out: Path | None = None) -> list[Path]:
 
 def _draw_plan(folder: Path, out: Path) -> list[Path]:
     return save_plan(PlanReport.read(folder / PLAN_FILE), out)
+
+
+def _draw_environments(folder: Path, out: Path) -> list[Path]:
+    report = EnvironmentsReport.read(folder / ENVIRONMENTS_FILE)
+    out.mkdir(parents=True, exist_ok=True)
+    return save_figure(rollouts_against_environments(report), out, "rollouts_against_environments")
 
 
 def _draw_comparison(folder: Path, out: Path) -> list[Path]:

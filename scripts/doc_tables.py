@@ -25,6 +25,7 @@ from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport, RunTotals
@@ -53,6 +54,7 @@ REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
     "profile.json": (FigureData,),
     "comparison.json": (ComparisonReport,),
     "plan.json": (PlanReport,),
+    "environments.json": (EnvironmentsReport,),
     "validation.json": (ValidationReport,),
 }
 """The models of each report."""

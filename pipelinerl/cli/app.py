@@ -14,6 +14,7 @@ import typer
 from pipelinerl.cli.calibrate import calibrate
 from pipelinerl.cli.compare import compare
 from pipelinerl.cli.drift import drift
+from pipelinerl.cli.environments import environments
 from pipelinerl.cli.measure import measure
 from pipelinerl.cli.options import complain
 from pipelinerl.cli.plan import plan
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (simulate, compare, plan, train, plot, replay, drift, validate, calibrate, measure):
+for command in (simulate, compare, plan, environments, train, plot, replay, drift, validate, calibrate, measure):
     app.command()(command)
 
 

@@ -27,6 +27,9 @@ MeasuredOption = Annotated[
         help="Merge what measure, train --check or calibrate wrote; may be given several times.",
     ),
 ]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 
 

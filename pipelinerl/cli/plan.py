@@ -15,6 +15,7 @@ from pipelinerl.cli.options import (
     RunArgument,
     SeedOption,
     SetOption,
+    WorkersOption,
     complain,
     print_json,
 )
@@ -25,9 +26,7 @@ def plan(
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     seed: SeedOption = None,
     out: OutOption = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
-    ] = None,
+    workers: WorkersOption = None,
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,

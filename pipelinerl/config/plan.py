@@ -39,6 +39,9 @@ class PlanConfig(StrictModel):
     """Finished rollouts that may wait for the trainer, pipeline only. None: the run file's, or 2 B."""
     publish_every: Values | None = None
     """Optimizer steps from one publication to the next, pipeline only. None: 1, 2, 3, 4, 8, and the run file's."""
+    environments: Values | None = None
+    """Environments to try, of rollouts with turns; ``environments`` tries the same. None: the run file's; for
+    ``environments`` from a quarter to twice the slots of all engines (count)."""
     max_lag: list[CountOrZero] | None = Field(default=None, min_length=1)
     """Bounds on the lag that the pipeline is to keep by waiting (optimizer steps). None: ``lag_limit``."""
     lag_limit: CountOrZero | None = None
@@ -53,6 +56,8 @@ class PlanConfig(StrictModel):
     """Money that ``optimizer_steps`` may cost (USD)."""
     price_per_gpu_hour: float | None = Field(default=None, gt=0)
     """Price of a GPU-hour (USD). None: the catalogue's."""
+    price_per_environment_hour: float | None = Field(default=None, ge=0)
+    """Price of an hour of one environment, in use or not (USD). None: environments cost nothing."""
     simulate: Count = 20
     """Survivors of the screening that are simulated (count)."""
     simulate_steps: Count = 200

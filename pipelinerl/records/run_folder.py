@@ -13,6 +13,7 @@ tensorboard/       the same for TensorBoard
 logs/              what every engine and rank of a real run has printed
 checkpoints/       what ``train --resume`` goes on from
 comparison.json    of ``compare`` instead: all its runs side by side
+environments.json  of ``environments`` besides: all its runs side by side
 plan.json          of ``plan`` instead: what it found, with
 recommended.toml   the run file that it recommends
 model/             the trained model in Hugging Face format
@@ -43,6 +44,7 @@ SAMPLES_FILE = "samples.jsonl"
 LOGS_FOLDER = "logs"
 COMPARISON_FILE = "comparison.json"
 PLAN_FILE = "plan.json"
+ENVIRONMENTS_FILE = "environments.json"
 RECOMMENDED_FILE = "recommended.toml"
 VALIDATION_FILE = "validation.json"
 CHECK_FILE = "check.json"
@@ -52,6 +54,7 @@ _FILES = (
     RUN_FILE,
     COMPARISON_FILE,
     PLAN_FILE,
+    ENVIRONMENTS_FILE,
     RECOMMENDED_FILE,
     VALIDATION_FILE,
     CHECK_FILE,

@@ -148,7 +148,7 @@ def cycle(candidate: Candidate) -> int:
     return scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else scheduler.publish_every
 
 
-def _second_half(num_rows: int, unit: int) -> tuple[int, int]:
+def steady_part(num_rows: int, unit: int) -> tuple[int, int]:
     """Return the first and the last but one index of the rows that stand for the rest of a run, in whole units."""
     end = num_rows // unit * unit
     return end // 2 // unit * unit, end
@@ -167,7 +167,7 @@ def is_steady(rows: Sequence[Step], unit: int) -> bool:
     """
     if len(rows) % LOOK_EVERY or len(rows) < 2 * LOOK_EVERY:
         return False
-    start, end = _second_half(len(rows), unit)
+    start, end = steady_part(len(rows), unit)
     middle = start + (end - start) // 2 // unit * unit
     if middle == start:
         return False
@@ -188,7 +188,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     """Return the outcome of a whole run from the rows of its first optimizer steps."""
     config = job.candidate.config
     unit = min(cycle(job.candidate), len(rows))
-    start, end = _second_half(len(rows), unit)
+    start, end = steady_part(len(rows), unit)
     window = rows[start:end]
     start_s = rows[start - 1].time_s if start else 0.0
     window_s = rows[end - 1].time_s - start_s

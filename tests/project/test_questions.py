@@ -1,4 +1,4 @@
-"""The page of questions: each command gives the answer that stands there."""
+"""The pages with questions: each command gives the answer that stands there."""
 
 import re
 import shlex
@@ -12,15 +12,20 @@ from pipelinerl.cli import app
 from sim import parallel
 
 COMMAND, ANSWER = (re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL) for language in ("sh", "text"))
-QUESTIONS = re.findall(r"^## (.+)$", PAGES["docs/questions.md"], re.MULTILINE)
+QUESTIONS = [
+    (page, title)
+    for page in ("docs/questions.md", "docs/agents.md")
+    for title in re.findall(r"^## (.+)$", PAGES[page], re.MULTILINE)
+    if ANSWER.search(section(page, title)) or page == "docs/questions.md"
+]
 
 
 @pytest.mark.slow  # seconds each
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_has_its_answer(question, monkeypatch):
+@pytest.mark.parametrize(("page", "question"), QUESTIONS)
+def test_a_question_has_its_answer(page, question, monkeypatch):
     monkeypatch.setattr(parallel, "ProcessPoolExecutor", InThisProcess)
-    text = section("docs/questions.md", question)
+    text = section(page, question)
     commands, answers = COMMAND.findall(text), ANSWER.findall(text)
     words = shlex.split(commands[0].replace("\\\n", " "))
     result = CliRunner(env={"COLUMNS": "80"}).invoke(app.app, [*words[1:], "--workers", "1"])

@@ -1,0 +1,98 @@
+"""How many environments: rates against what follows by hand, the knee, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+from command_line import Command, assert_fails
+from tiny_plan import in_this_process
+
+from analysis.environments import rollouts_against_environments
+from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.environments_report import EnvironmentsReport
+from sim.planning.environments import counts_to_try, environments
+
+RUN = {
+    "optimizer_steps": 60,
+    "cluster": {"accelerators": 2, "generation_accelerators": 1},
+    "scheduler": {"train_batch_size": 2, "generation_batch_size": 16},
+    "workload": {"group_size": 1, "length": {"kind": "fixed", "max": 4}},
+    "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0, "step_s": 7.0}},
+    "environment": {
+        "count": 6,
+        "reset_s": 5.0,
+        "step_s": 2.0,
+        "turns": {"kind": "lognormal", "mean": 3, "max": 3, "observation_max": 0, "context_max": 1000},
+    },
+    "plan": {"environments": [12, 1, 3, 6], "price_per_gpu_hour": 2.0, "price_per_environment_hour": 0.5},
+}
+"""A rollout has its environment for 5 + 3 x 4 + 2 x 2 = 21 s; the trainer takes 2 of them every 7 s."""
+
+
+@pytest.fixture(scope="module")
+def report() -> EnvironmentsReport:
+    with in_this_process():
+        return environments(parse_run(RUN))
+
+
+def test_rates_and_the_knee_are_those_by_hand(report: EnvironmentsReport) -> None:
+    """E environments give E rollouts every 21 s, the trainer takes 6 in that time: the knee is at 6."""
+    per_hour = {count: 3600 * min(count, 6) / 21 for count in (1, 3, 6, 12)}
+    assert {row.count: row.rollouts_per_hour for row in report.rows} == pytest.approx(per_hour, rel=0.02)
+    assert (report.knee, report.slots) == (6, 16)
+    assert [row.bottleneck for row in report.rows[:2]] == ["environment", "environment"]
+    assert report.rows[-1].bottleneck == "training"
+    assert report.verdict.startswith("the knee is at 6 environments: ")
+    assert "1 give 17% of that, as environments bind; more give nothing: 12 give " in report.verdict
+
+
+def test_the_cost_is_that_of_accelerators_and_environments(report: EnvironmentsReport) -> None:
+    """Two GPUs at 2 USD and so many environments at 0.5, used or not: 6 cost 7 USD for 1029 rollouts."""
+    for row in report.rows:
+        assert row.usd_per_1000_rollouts == pytest.approx(1000 / row.rollouts_per_hour * (4 + 0.5 * row.count))
+    assert report.verdict.endswith("6 are the cheapest, 7 USD per 1000 rollouts")
+
+
+def test_without_a_list_shares_of_the_slots_are_tried() -> None:
+    bare = parse_run({**RUN, "plan": {}})
+    assert counts_to_try(bare) == [4, 6, 8, 12, 16, 18, 20, 24, 32]
+
+
+def test_a_rate_that_still_rises_has_no_knee() -> None:
+    with in_this_process():
+        report = environments(parse_run(with_overrides(RUN, ["plan.environments=[1, 2]", "optimizer_steps=20"])))
+    assert report.verdict.startswith("no knee up to 2 environments: ")
+
+
+def test_a_run_without_environments_is_one_line() -> None:
+    table = {key: value for key, value in RUN.items() if key != "environment"}
+    with pytest.raises(ConfigError, match=r"^environments needs a table \[environment\]"):
+        environments(parse_run(table))
+
+
+def test_the_figure_has_rate_cost_and_knee(report: EnvironmentsReport) -> None:
+    figure = rollouts_against_environments(report)
+    upper, lower = figure.axes
+    rates, knee, slots = upper.lines
+    assert list(rates.get_ydata()) == [row.rollouts_per_hour for row in report.rows]
+    assert (list(knee.get_xdata()), list(slots.get_xdata())) == ([6, 6], [16, 16])
+    assert list(lower.lines[0].get_ydata()) == [row.usd_per_1000_rollouts for row in report.rows]
+    assert len(figure.legends[0].get_texts()) == 3
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) -> None:
+    path, out = tmp_path / "run.toml", tmp_path / "out"
+    path.write_text(tomli_w.dumps(RUN))
+    words = ("environments", path, "--set", "optimizer_steps=10")
+    result = command(*words, "--out", out, "--json")
+    assert result.status == 0
+    assert json.loads(result.out) == json.loads((out / "environments.json").read_text())
+    assert (out / "figures" / "rollouts_against_environments.png").exists()
+    assert command("plot", out, "--out", tmp_path / "again").status == 0
+    table = command(*words)
+    assert "the knee is at 6 environments" in table.out
+    assert_fails(command(*words, "--set", "plan.environments=[0]"), 2, "plan.environments.0 must be at least 1, got 0")
