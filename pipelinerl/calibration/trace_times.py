@@ -31,6 +31,7 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     StartTraining,
     TrainingFinished,
+    TurnFinished,
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
@@ -213,8 +214,12 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                 else:
                     result.score_s.append(0.0)
                 length[one] = spans.num_tokens
-                _end_life(logs[engine], started.pop(one, None), now_s, spans)
-            case RolloutAborted(rollout_id=one, engine=engine, spans=spans):
+                if engine is not None:
+                    _end_life(logs[engine], started.pop(one, None), now_s, spans)
+            case (
+                RolloutAborted(rollout_id=one, engine=engine, spans=spans)
+                | TurnFinished(rollout_id=one, engine=engine, spans=spans)
+            ):
                 _end_life(logs[engine], started.pop(one, None), now_s, spans)
             case RolloutFailed(rollout_id=one):
                 started.pop(one, None)

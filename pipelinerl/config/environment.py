@@ -82,6 +82,10 @@ class EnvironmentConfig(StrictModel):
     """Longest time of a reset or a step, where it is cut (s)."""
     failure_rate: float = Field(default=0.0, ge=0, lt=1)
     """Probability that a reset or a step fails, at the end of its time: the rollout fails (no unit)."""
+    reset_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
+    """Real runs only: longest reset; the rollout fails then, and its environment's process is killed (s)."""
+    step_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
+    """Real runs only: longest step; the rollout fails then, and its environment's process is killed (s)."""
     prefix_cache: PrefixCaching = Field(default=PrefixCaching.SALTED, strict=False)
     """What becomes of the KV cache of a rollout between two turns."""
     turns: TurnsConfig

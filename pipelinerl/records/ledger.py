@@ -172,7 +172,10 @@ class RunLedger:
         # These two come once per rollout; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
-            self._leave_engine(rollout_id, event.engine, num_tokens)
+            if event.engine is None:
+                self._tokens_cut_short -= self._between_turns.pop(rollout_id)
+            else:
+                self._leave_engine(rollout_id, event.engine, num_tokens)
             self._num_finished += 1
             self._tokens_finished += num_tokens
             self._finished.add(rollout_id, event.spans, self._version, event.reward)

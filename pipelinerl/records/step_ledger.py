@@ -116,7 +116,7 @@ class StepLedger:
         """Record an event."""
         if isinstance(event, RolloutFinished):
             self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
-            self._in_progress -= 1
+            self._in_progress -= event.engine is not None
             if event.reward is None:
                 self._step.num_scoring += 1
         elif isinstance(event, RolloutScored):

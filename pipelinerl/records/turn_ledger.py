@@ -65,7 +65,7 @@ class TurnLedger:
                 self._move(time_s, rollout_id, None if rollout_id in self._aborting else Place.WAITING)
                 self._aborting.discard(rollout_id)
             case RolloutFinished(rollout_id=rollout_id):
-                self._num_turns += 1
+                self._num_turns += event.engine is not None
                 self._num_finished += 1
                 self._aborting.discard(rollout_id)
                 self._move(time_s, rollout_id, Place.SCORING if event.reward is None else None)

@@ -309,7 +309,10 @@ class Scheduler(ABC):
     def _finished(self, event: RolloutFinished, commands: list[Command]) -> None:
         """Record a rollout that has all its tokens; with its score, if it takes no time."""
         pool, rollout_id, reward = self._pool, event.rollout_id, event.reward
-        group = pool.leave_engine(rollout_id, event.engine, event.spans)
+        if event.engine is None:
+            group = pool.leave_environment(rollout_id)
+        else:
+            group = pool.leave_engine(rollout_id, event.engine, event.spans)
         if reward is not None and not group.cancelled and len(group.scored) + 1 < pool.group_size:
             pool.score(group, rollout_id, reward, commands)  # its siblings are awaited: it only frees places
             self._fill(commands)

@@ -15,8 +15,8 @@ command                the driver                                  answered by
 ``OpenEnvironment``    makes the rollout's environment ready       ``ObservationReady``; ``RolloutFailed``
 ``StartRollout``       submits the rollout to the engine           ``RolloutFinished``, and unless that has
                                                                    its reward ``RolloutScored``; or
-                                                                   ``TurnFinished``, then ``ObservationReady``;
-                                                                   ``RolloutFailed``
+                                                                   ``TurnFinished``, then ``ObservationReady``
+                                                                   or ``RolloutFinished``; ``RolloutFailed``
 ``AbortRollout``       ends the rollout early                      ``RolloutAborted``, or
                                                                    ``RolloutFinished`` if that won
 ``DiscardRollouts``    forgets finished rollouts                   --
@@ -146,7 +146,8 @@ class RolloutFinished:
     """An engine has generated the last token of a rollout; its slot is free."""
 
     rollout_id: int
-    engine: int
+    engine: int | None
+    """Where. None: on the engine of its last turn, which was reported before its environment ended the episode."""
     spans: VersionSpans
     reward: float | None = None
     """Its reward, from a driver that scores at once. None: ``RolloutScored`` follows."""
@@ -154,7 +155,7 @@ class RolloutFinished:
 
 @value
 class TurnFinished:
-    """An engine has generated the last token of a turn, and more turns follow; its slot is free."""
+    """An engine has generated the last token of a turn, on which the environment acts now; its slot is free."""
 
     rollout_id: int
     engine: int

@@ -11,7 +11,7 @@ A started rollout is in one of five places::
     in flight --finish--> being scored --score--> scored --(train or discard)--> gone
       | |  ^
       | |  `--start again--- interrupted (a weight update aborted it, or its environment has answered)
-      | `--end of a turn--> with its environment --answer--> interrupted
+      | `--end of a turn--> with its environment --answer--> interrupted, or if the episode is over being scored
       `--abort or fail--> gone
 
 One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first.
@@ -187,6 +187,16 @@ class RolloutPool:
         if home != NOWHERE:
             self._homes[rollout_id] = home
 
+    def leave_environment(self, rollout_id: int) -> RolloutGroup:
+        """Record that the environment of a rollout has ended its episode, and return its group."""
+        if rollout_id not in self._acting:
+            raise SchedulerError(f"cannot handle the end of rollout {rollout_id}: its environment does not act")
+        del self._acting[rollout_id]
+        group_id, member = divmod(rollout_id, self.group_size)
+        group = self.groups[group_id]
+        group.engines[member] = NOWHERE
+        return group
+
     # --------------------------------------------------------------------------------------- ending
 
     def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> RolloutGroup:
@@ -210,7 +220,7 @@ class RolloutPool:
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
-        """Record that a rollout that has just left its engine has all its tokens and is being scored."""
+        """Record that a rollout that has just left its engine, or its environment, has all its tokens and is scored."""
         group.engines[rollout_id % self.group_size] = SCORING
         group.num_scoring += 1
         self.num_scoring += 1
@@ -273,10 +283,8 @@ class RolloutPool:
         """
         if engine is not None:
             group = self.leave_engine(rollout_id, engine, NO_TOKENS)
-        elif self._acting.pop(rollout_id, None) is not None:
-            group_id, member = divmod(rollout_id, self.group_size)
-            group = self.groups[group_id]
-            group.engines[member] = NOWHERE
+        elif rollout_id in self._acting:
+            group = self.leave_environment(rollout_id)
         else:
             group = self.awaited(rollout_id)
         if group.cancelled:

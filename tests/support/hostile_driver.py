@@ -97,6 +97,16 @@ class HostileDriver(CommandChecks):
         rollout.place = Place.INTERRUPTED
         self.deliver(ObservationReady(rollout_id))
 
+    def end_episode(self, entry):
+        """The environment says that the turn before was the last one."""
+        rollout_id, _, rollout = entry
+        rollout.place = Place.SCORING
+        self.deliver(RolloutFinished(rollout_id, None, rollout.spans))
+
+    def answered(self):
+        """Rollouts whose environment acts on a turn."""
+        return [entry for entry in self.rollouts(Place.ACTING) if entry[2].num_turns]
+
     def score(self, entry, reward):
         rollout_id, group, rollout = entry
         rollout.place, rollout.reward = Place.SCORED, reward
@@ -160,6 +170,7 @@ class HostileDriver(CommandChecks):
         yield RolloutFailed(10**9)
         yield RolloutPreempted(10**9, 0, 1)
         yield ObservationReady(10**9)
+        yield RolloutFinished(10**9, None, VersionSpans((), ()))
         yield TrainingFinished(self.version + (0 if self.training and self.training.completes_step else 1), 0.0)
         yield WeightsPublished(self.published + (1 if self.publishing else 0), 0.0)
         for engine in (-1, self.case.num_engines):
@@ -183,6 +194,7 @@ class HostileDriver(CommandChecks):
                 yield TurnFinished(rollout_id, rollout.engine, rollout.spans)
             if rollout.place is not Place.ACTING:
                 yield ObservationReady(rollout_id)
+                yield RolloutFinished(rollout_id, None, rollout.spans)
             if rollout.place is not Place.SCORING:
                 yield RolloutScored(rollout_id, 1.0)
                 if rollout.place is not Place.ACTING:
@@ -216,6 +228,7 @@ class HostileDriver(CommandChecks):
             "score": [lambda r=r: self.score(r, float(rewards(r[0]))) for r in scorings],
             "end turn": [lambda r=r: self.end_turn(r) for r in self.turning()],
             "observe": [lambda r=r: self.observe(r) for r in self.rollouts(Place.ACTING)],
+            "end episode": [lambda r=r: self.end_episode(r) for r in self.answered()],
             "fail": [lambda r=r: self.fail(r) for r in self.rollouts(*FAILING)] if failures else [],
             "train": [self.finish_training] if self.training else [],
             "publish": [self.finish_publishing] if self.publishing else [],

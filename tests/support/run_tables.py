@@ -83,6 +83,8 @@ EVERY_KEY: dict[str, Any] = {
         "step_cv": 1.5,
         "step_max_s": 60.0,
         "failure_rate": 0.01,
+        "reset_timeout_s": 100.0,
+        "step_timeout_s": 20.0,
         "prefix_cache": "kept",
         "turns": {
             "kind": "recorded",

@@ -114,6 +114,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def observe(self, number):
         self.driver.observe(self.pick(self.driver.rollouts(Place.ACTING), number))
 
+    @precondition(lambda self: self.driver.answered())
+    @rule(number=st.integers(0, 20))
+    def end_episode(self, number):
+        self.driver.end_episode(self.pick(self.driver.answered(), number))
+
     @precondition(lambda self: self.driver.rollouts(*FAILING))
     @rule(number=st.integers(0, 40))
     def fail(self, number):
