@@ -14,18 +14,21 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from backends.engines import EngineHandle, EnginePool
-from backends.evaluation import Evaluation
+from backends.evaluation import SHARE_OF_SLOTS, Evaluation
 from backends.event_loop import EventLoop
 from backends.interface import Parts
+from backends.preflight import evaluation_task_config
 from backends.preprocessing import Preprocessing
 from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState, Keeper, fresh_state
 from backends.task_client import TaskClient
+from backends.turns import Turns
 from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import (
@@ -53,8 +56,9 @@ class Driver:
     Args:
         config: What to run; ``config.train`` is there.
         parts: Engines, trainer and the rest, as many engines as ``config.num_engines``.
-        task: Problems and rewards.
+        task: Problems and rewards. None: these are the environments' of ``config.environment``.
         evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
+        environments_log: File for what environments print. None: it goes where this process's goes.
         samples: Where some answers are written; None: nowhere.
         recorder: Called with every event and command, in order.
         keeper: Where checkpoints go; None: nowhere.
@@ -69,9 +73,10 @@ class Driver:
         config: RunConfig,
         *,
         parts: Parts,
-        task: Task,
+        task: Task | None,
         recorder: Recorder,
         evaluation_task: Task | None = None,
+        environments_log: Path | None = None,
         samples: SamplesLog | None = None,
         keeper: Keeper | None = None,
         state: DriverState | None = None,
@@ -106,10 +111,17 @@ class Driver:
         self._preprocessing = Preprocessing(
             parts.reference, limit=config.scheduler.ready_queue_limit, spawn=self._tasks.spawn
         )
+        self._turns = self._evaluation_turns = None
+        if config.environment is not None:
+            count = config.environment.count
+            turns = partial(Turns, config, codec=parts.codec, log=environments_log)
+            self._turns = turns(config.train.task, number=count)
+            self._evaluation_turns = turns(evaluation_task_config(config.train), number=-(-count // SHARE_OF_SLOTS))
         self._evaluation = Evaluation(
             config,
             self._state,
             client=TaskClient(config, evaluation_task or task, parts.codec),
+            turns=self._evaluation_turns,
             pool=self._pool,
             tasks=self._tasks,
             samples=samples,
@@ -122,6 +134,7 @@ class Driver:
             pool=self._pool,
             sync=self._sync,
             client=self._client,
+            turns=self._turns,
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
             samples=samples,
@@ -298,10 +311,11 @@ class Driver:
         self._loop.frozen = True
         self._pool.close()
         await self._tasks.cancel_all()
-        parts = (self._trainer, self._preprocessing, self._pool)
+        environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
+        parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments]
         for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
             if error is not None:
-                LOG.warning("trainer or reference model could not be shut down: %s", error)
+                LOG.warning("trainer, reference model or an environment could not be shut down: %s", error)
 
     async def _keep(self) -> None:
         """Copy what a checkpoint holds, and have it written beside training; one that is being written is waited for.

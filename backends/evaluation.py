@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from backends.engines import EnginePool
@@ -21,13 +22,15 @@ from backends.rollouts import RolloutData
 from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState
-from backends.task_client import TaskClient, request_seed
+from backends.task_client import TaskClient
+from backends.turns import Turns
 from pipelinerl.config.run import RunConfig
 from pipelinerl.records.reports import EvaluationPoint
+from pipelinerl.rl.problems import Problem
 from pipelinerl.util.user_code import kind_and_line
 
 SHARE_OF_SLOTS = 8
-"""A rollout slot in so many is added to an engine for evaluations beside the run."""
+"""A rollout slot in so many is added to an engine for evaluations beside the run, and environments likewise."""
 
 
 def evaluation_slots(config: RunConfig) -> int:
@@ -49,6 +52,7 @@ class Evaluation:
         config: What is run; ``config.train`` is there.
         state: The state of the run; results are kept there.
         client: Asks the problems.
+        turns: Environments of its own. None: rollouts have none.
         pool: Answers them.
         tasks: Runs those beside the run.
         samples: Where some answers are written; None: nowhere.
@@ -60,16 +64,14 @@ class Evaluation:
         state: DriverState,
         *,
         client: TaskClient,
+        turns: Turns | None,
         pool: EnginePool,
         tasks: RunTasks,
         samples: SamplesLog | None,
     ) -> None:
         assert config.train is not None
         self._run, self._config, self._state = config, config.train.evaluation, state
-        self._sampling = config.train.sampling.model_dump()
-        if self._config.temperature is not None:
-            self._sampling["temperature"] = self._config.temperature
-        self._client, self._pool, self._tasks, self._samples = client, pool, tasks, samples
+        self._client, self._turns, self._pool, self._tasks, self._samples = client, turns, pool, tasks, samples
         self._due: int | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -116,16 +118,21 @@ class Evaluation:
         handles = list(self._pool)
         room = {handle.engine_id: asyncio.Semaphore(slots) for handle in handles}
 
+        async def generate(index: int, data: RolloutData) -> None:
+            handle, aborted = handles[index % len(handles)], True
+            async with room[handle.engine_id]:
+                while aborted:  # by an update of that kind
+                    generated = await self._pool.generate(handle, self._request(index, data))
+                    data.extend(generated)
+                    aborted = generated.aborted
+
         async def answer(index: int) -> _Answer | None:
-            handle = handles[index % len(handles)]
-            data = self._client.begin(index, held_out=True)
+            data = RolloutData(Problem(""), ()) if self._turns else self._client.begin(index, held_out=True)
             try:
-                async with room[handle.engine_id]:
-                    aborted = True
-                    while aborted:  # by an update of that kind
-                        generated = await self._pool.generate(handle, self._request(index, data))
-                        data.extend(generated)
-                        aborted = generated.aborted
+                if self._turns is not None:
+                    await self._play(self._turns, index, data, generate)
+                    return _Answer(data, data.reward)
+                await generate(index, data)
                 return _Answer(data, await self._client.reward(data))
             except (Exception, SystemExit) as error:
                 self._client.log_failure(f"held-out problem {index} counts as not solved: {kind_and_line(error)}")
@@ -144,13 +151,29 @@ class Evaluation:
             seconds=time.monotonic() - begin_s,
         )
 
+    async def _play(
+        self,
+        turns: Turns,
+        index: int,
+        data: RolloutData,
+        generate: Callable[[int, RolloutData], Awaitable[None]],
+    ) -> None:
+        """Play the episode of a problem, turn by turn."""
+        rollout_id = _rollout_id(index)
+        await turns.open(rollout_id, data, index, held_out=True)
+        try:
+            await generate(index, data)
+            while await turns.act(rollout_id, data):
+                await generate(index, data)
+        finally:
+            turns.environments.release(rollout_id)
+
     def _request(self, index: int, data: RolloutData) -> GenerateRequest:
-        """Return the request that has an engine answer a problem; rollouts have no negative ids."""
-        tokens, longest = data.tokens, self._config.max_tokens or self._run.workload.length.max
-        return GenerateRequest(
-            rollout_id=-1 - index,
-            prompt_tokens=(*data.prompt_tokens, *tokens),
-            max_new_tokens=longest - len(tokens),
-            seed=request_seed(self._run.seed, -1 - index, len(tokens)),
-            **self._sampling,
-        )
+        """Return the request that has an engine answer a problem."""
+        longest, temperature = self._config.max_tokens, self._config.temperature
+        return self._client.request(_rollout_id(index), data, longest=longest, temperature=temperature)
+
+
+def _rollout_id(index: int) -> int:
+    """Return what a held-out problem is called where rollouts are: those have no negative ids."""
+    return -1 - index

@@ -7,7 +7,8 @@ so events are handled one after the other, as in the simulator, and no lock is n
 ================  ===============================  ==================================  =========================
 task              waits for                        bounded by                          ends with
 ================  ===============================  ==================================  =========================
-``_generate``     room before training, its engine H per engine (scheduler)            finished, aborted, failed
+``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
+``_act``          its environment                  its time-outs; so many (scheduler)  observation, finished, failed
 ``_score``        a reward thread, the reference   their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
@@ -21,7 +22,8 @@ the scheduler starts them again, there or elsewhere.
 
 When a run ends, the loop is *frozen*: nothing is delivered any more, except that the trainer's last event is kept as
 ``pending``. What is then saved can be resumed: ``resume`` reports the rollouts that were in progress as aborted, the
-engines that were loading as having loaded, and last the pending event.
+engines that were loading as having loaded, and last the pending event. Environments end with the run: rollouts that had
+one fail when it would act, or when an engine would go on with them.
 """
 
 from __future__ import annotations
@@ -29,29 +31,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import assert_never
-
-import numpy as np
 
 from backends.busy import busy_s
 from backends.engines import EnginePool
+from backends.environments import EnvironmentFailedError
 from backends.evaluation import Evaluation
-from backends.interface import Sample, Trainer
+from backends.interface import Trainer
 from backends.preprocessing import Preprocessing
-from backends.rollouts import lag_of_tokens, samples_of
+from backends.rollouts import RolloutData, samples_of
 from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState
 from backends.task_client import TaskClient
+from backends.turns import Turns
 from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.records.recording import Recorder
+from pipelinerl.rl.problems import Problem
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
     Event,
+    ObservationReady,
     OpenEnvironment,
     PublishWeights,
     RolloutAborted,
@@ -63,11 +68,13 @@ from pipelinerl.scheduler.events import (
     Stop,
     StopReason,
     TrainingFinished,
+    TurnFinished,
     WeightsLoaded,
     WeightsPublished,
 )
 from pipelinerl.util.user_code import kind_and_line
 
+ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
 STOP_TIMEOUT_S = 30.0
 """Seconds that rollouts in progress get to end when the run is over."""
 
@@ -83,6 +90,7 @@ class EventLoop:
         pool: Generates.
         sync: Brings weights to the engines.
         client: Makes prompts, computes rewards.
+        turns: Environments. None: rollouts have none.
         preprocessing: Computes reference log-probabilities.
         evaluation: Answers held-out problems beside the run.
         samples: Where some answers are written; None: nowhere.
@@ -100,6 +108,7 @@ class EventLoop:
         pool: EnginePool,
         sync: WeightSync,
         client: TaskClient,
+        turns: Turns | None,
         preprocessing: Preprocessing,
         evaluation: Evaluation,
         samples: SamplesLog | None,
@@ -109,7 +118,7 @@ class EventLoop:
         assert config.train is not None
         self._train_config, self._group_size = config.train, config.workload.group_size
         self._state, self._tasks, self._trainer, self._pool, self._sync = state, tasks, trainer, pool, sync
-        self._client, self._preprocessing, self._recorder = client, preprocessing, recorder
+        self._client, self._turns, self._preprocessing, self._recorder = client, turns, preprocessing, recorder
         self._keep_checkpoint, self._evaluation, self._samples_log = keep_checkpoint, evaluation, samples
         self.trainer_task: asyncio.Task[None] | None = None
         """The trainer's newest task."""
@@ -136,12 +145,16 @@ class EventLoop:
             self._pool[engine].count(+1)
         for command in state.micro_batches:  # their gradients were not saved
             await self._sync.to_training()
-            await self._trainer.train(self._samples(command), completes_step=False)
+            samples = samples_of(state.rollouts, command.rollout_ids, self._group_size)
+            await self._trainer.train(samples, completes_step=False)
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
         for rollout_id, engine in in_flight:
             self._aborted(rollout_id, engine)
+        for rollout_id in sorted(state.acting):
+            if rollout_id in state.acting:  # else its group has been given up for one before it
+                self._failed(rollout_id, ITS_ENVIRONMENT_ENDED)
         for engine, version in state.scheduler.loaded.items():
             if version != published:
                 self._deliver(WeightsLoaded(engine, published, 0.0))
@@ -162,7 +175,7 @@ class EventLoop:
                 self._state.pending = event
             return
         begin_s = time.perf_counter()
-        if isinstance(event, RolloutFinished | RolloutAborted | RolloutFailed):
+        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted | RolloutFailed):
             self._state.aborting.discard(event.rollout_id)
             engine = self._state.in_flight.pop(event.rollout_id, None)
             if engine is not None:
@@ -192,7 +205,12 @@ class EventLoop:
                 self._pool[command.engine].count(+1)
                 self._tasks.spawn(self._generate(command))
             case OpenEnvironment():
-                raise BackendError("rollouts with turns are simulated only so far")  # the run file has no [environment]
+                assert self._turns is not None
+                rollout_id, data = command.rollout_id, RolloutData(Problem(""), ())
+                state.rollouts[rollout_id] = data
+                state.acting.add(rollout_id)
+                opens = partial(self._turns.open, rollout_id, data, command.prompt_id)
+                self._tasks.spawn(self._act(rollout_id, opens))
             case StartTraining():
                 self.trainer_task = self._tasks.spawn(self._train(command))
             case PublishWeights():
@@ -200,7 +218,7 @@ class EventLoop:
                 self.trainer_task = self._tasks.spawn(self._publish(command))
             case DiscardRollouts():
                 for rollout_id in command.rollout_ids:
-                    del state.rollouts[rollout_id]
+                    self._forget(rollout_id)
             case AbortRollout():
                 state.aborting.add(command.rollout_id)
                 self._tasks.spawn(self._abort(command))
@@ -215,6 +233,9 @@ class EventLoop:
     async def _generate(self, command: StartRollout) -> None:
         state, rollout_id = self._state, command.rollout_id
         data = state.rollouts[rollout_id]
+        if self._turns is not None and rollout_id not in self._turns.environments:
+            self._failed(rollout_id, ITS_ENVIRONMENT_ENDED, command.engine)
+            return
         if not 0 < len(data.prompt_tokens) <= self._train_config.task.max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
@@ -245,15 +266,56 @@ class EventLoop:
         if generated.aborted:
             self._aborted(rollout_id, command.engine)
             return
-        state.scoring.add(rollout_id)
-        self._deliver(RolloutFinished(rollout_id, command.engine, data.spans))
+        if self._turns is None:
+            self._finished(rollout_id, command.engine)
+            return
+        self._deliver(TurnFinished(rollout_id, command.engine, data.spans))
+        if rollout_id in state.rollouts:
+            state.acting.add(rollout_id)
+            self._tasks.spawn(self._act(rollout_id, partial(self._turns.act, rollout_id, data)))
+
+    async def _act(self, rollout_id: int, act: Callable[[], Awaitable[bool]]) -> None:
+        """Have a rollout's environment act, and report what it has answered."""
+        state, turns = self._state, self._turns
+        assert turns is not None
+        try:
+            goes_on = await act()
+        except EnvironmentFailedError as error:
+            state.metrics.environment_failures[error.failure] += 1
+            if rollout_id in state.acting:
+                self._failed(rollout_id, str(error))
+            return
+        if self.frozen:
+            return
+        if rollout_id not in state.acting:  # its group has been given up meanwhile
+            turns.environments.release(rollout_id)
+            return
+        state.acting.discard(rollout_id)
+        if goes_on:
+            self._deliver(ObservationReady(rollout_id))
+            return
+        turns.environments.release(rollout_id)
+        self._finished(rollout_id, engine=None)
+
+    def _finished(self, rollout_id: int, engine: int | None) -> None:
+        """Report a rollout that has all its tokens, and have it scored."""
+        self._state.scoring.add(rollout_id)
+        self._deliver(RolloutFinished(rollout_id, engine, self._state.rollouts[rollout_id].spans))
         self._tasks.spawn(self._score(rollout_id))
+
+    def _forget(self, rollout_id: int) -> None:
+        """Forget a rollout, and take its environment back, unless that acts: it is taken back when it has answered."""
+        del self._state.rollouts[rollout_id]
+        if rollout_id in self._state.acting:
+            self._state.acting.discard(rollout_id)
+        elif self._turns is not None:
+            self._turns.environments.release(rollout_id)
 
     def _aborted(self, rollout_id: int, engine: int) -> None:
         """Report a rollout that ended early, with what it has."""
         spans = self._state.rollouts[rollout_id].spans
         if rollout_id in self._state.aborting and not self.frozen:
-            del self._state.rollouts[rollout_id]
+            self._forget(rollout_id)
         self._deliver(RolloutAborted(rollout_id, engine, spans))
 
     def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
@@ -261,7 +323,7 @@ class EventLoop:
         if self.frozen:
             return
         self._client.log_failure(f"rollout {rollout_id} failed: {why}")
-        del self._state.rollouts[rollout_id]
+        self._forget(rollout_id)
         self._state.scoring.discard(rollout_id)
         self._deliver(RolloutFailed(rollout_id, engine))
 
@@ -275,7 +337,7 @@ class EventLoop:
     async def _score(self, rollout_id: int) -> None:
         data = self._state.rollouts[rollout_id]
         try:
-            reward = await self._client.compute_reward(data)
+            reward = await self._client.compute_reward(data) if self._turns is None else data.reward
         except (Exception, SystemExit) as error:
             self._failed(rollout_id, f"its reward raised {kind_and_line(error)}")
             return
@@ -308,34 +370,23 @@ class EventLoop:
 
     # ------------------------------------------------------------------------------------- trainer
 
-    def _samples(self, command: StartTraining) -> list[Sample]:
-        return samples_of(self._state.rollouts, command.rollout_ids, self._group_size)
-
     async def _train(self, command: StartTraining) -> None:
         state = self._state
         if self._sync.takes_turns:
             await self._evaluation.finished()
         await self._sync.to_training()
-        samples = self._samples(command)
+        samples = samples_of(state.rollouts, command.rollout_ids, self._group_size)
         begin_s = time.monotonic()
         result = await self._trainer.train(samples, completes_step=command.completes_step)
         train_s = time.monotonic() - begin_s
-        for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
-            lag_T = lag_of_tokens(state.rollouts[sample.rollout_id].spans, command.version)
-            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
-                state.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
-        state.metrics.add_trainer_metrics(result.metrics)
+        state.count_trained(samples, result, command.version)
         state.micro_batches.append(command)
         if command.completes_step:
             state.version = command.version + 1
             self._evaluation.step_done(state.version)
+            trained = state.take_trained()
             if self._samples_log is not None:
-                ids = [one for done in state.micro_batches for one in done.rollout_ids]
-                self._samples_log.trained(state.version, [state.rollouts[one] for one in ids])
-            for done in state.micro_batches:
-                for rollout_id in done.rollout_ids:
-                    del state.rollouts[rollout_id]
-            state.micro_batches.clear()
+                self._samples_log.trained(state.version, trained)
         event = TrainingFinished(state.version, train_s)
         every = self._train_config.checkpoint.every
         if command.completes_step and every is not None and state.version % every == 0:

@@ -44,7 +44,7 @@ class GenerateRequest:
 
     rollout_id: int
     prompt_tokens: tuple[int, ...]
-    """The prompt, and the tokens that earlier requests of this rollout have generated."""
+    """The prompt, and the tokens that earlier requests of this rollout have generated, and what it observed."""
     max_new_tokens: int
     """Length at which generation is cut (tokens)."""
     seed: int

@@ -151,7 +151,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             engine_id=engine_id,
             model_path=train.model.path,
             num_slots=config.scheduler.generation_batch_size + evaluation_slots(config),
-            max_tokens=train.task.max_prompt_tokens + config.workload.length.max,
+            max_tokens=config.room_tokens,
             device=train.device,
             transport=train.chosen_transport(colocated=config.colocated),
             tensor_parallel=each,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from backends.metrics_log import check_logging
+from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
-from pipelinerl.rl.tasks import load_task
+from pipelinerl.rl.tasks import load_environment, load_task
 
 
 def check_run(config: RunConfig) -> TrainConfig:
@@ -26,7 +28,7 @@ def check_run(config: RunConfig) -> TrainConfig:
     if train is None:
         raise ConfigError("train is missing; pipelinerl train needs the table [train]: model, task, optimizer")
     if config.environment is not None:
-        raise ConfigError("[environment] is for simulate and compare so far: train has rollouts of one turn only")
+        _check_environment(config.environment, train)
     check_logging(train)
     if config.scheduler.schedule.carries_over:
         raise ConfigError(
@@ -36,13 +38,46 @@ def check_run(config: RunConfig) -> TrainConfig:
     return train
 
 
+def _check_environment(environment: EnvironmentConfig, train: TrainConfig) -> None:
+    if environment.prefix_cache is not PrefixCaching.SALTED:
+        raise ConfigError(
+            "environment.prefix_cache must be 'salted' for train, whose engines drop it with the weights, got "
+            f"{environment.prefix_cache.value!r}"
+        )
+    if train.task.overlong_tokens:
+        raise ConfigError(
+            "train.task.overlong_tokens must be 0 with an [environment], whose reward is taken as it is, got "
+            f"{train.task.overlong_tokens}"
+        )
+
+
+def task_of(config: RunConfig) -> Task | None:
+    """Return the task of a run. None: environments have the problems and rewards; that one can be made is checked.
+
+    Raises:
+        ConfigError: If it cannot be made.
+    """
+    assert config.train is not None
+    if config.environment is None:
+        return load_task(config.train.task)
+    load_environment(config.train.task)
+    return None
+
+
 def trainer_ranks(config: RunConfig) -> int:
     """Return the ranks of the trainer (count): one for every accelerator that trains, or that takes turns."""
     return config.training_accelerators // (config.cluster.tensor_parallel if config.colocated else 1)
 
 
-def evaluation_task(config: RunConfig, task: Task) -> Task:
+def evaluation_task_config(train: TrainConfig) -> TaskConfig:
+    """Return the table of the task of evaluations: that of training, some settings of which may be others."""
+    return train.task.model_copy(update={"settings": train.task.settings | train.evaluation.settings})
+
+
+def evaluation_task(config: RunConfig, task: Task | None) -> Task | None:
     """Return the task of evaluations: that of training, or the same with other settings.
+
+    None where environments have the problems and rewards.
 
     Raises:
         ConfigError: If it has fewer held-out problems than are asked for, it cannot be made, or its answers would be
@@ -55,13 +90,14 @@ def evaluation_task(config: RunConfig, task: Task) -> Task:
     longest, most = train.evaluation.max_tokens, config.workload.length.max
     if longest is not None and longest > most:
         raise ConfigError(f"train.evaluation.max_tokens must be at most workload.length.max = {most}, got {longest}")
-    if train.evaluation.settings:
-        settings = train.task.settings | train.evaluation.settings
-        try:
-            task = load_task(train.task.model_copy(update={"settings": settings}))
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("train.task.settings", "train.evaluation.settings")) from None
-    wanted, there = train.evaluation.problems, task.num_held_out
+    try:
+        if task is not None and train.evaluation.settings:
+            task = load_task(evaluation_task_config(train))
+        held_out = task if task is not None else load_environment(evaluation_task_config(train))
+    except ConfigError as error:
+        key = "train.evaluation.settings" if train.evaluation.settings else "train.task.settings"
+        raise ConfigError(str(error).replace("train.task.settings", key)) from None
+    wanted, there = train.evaluation.problems, held_out.num_held_out
     if there is not None and wanted > there:
         raise ConfigError(
             f"train.evaluation.problems must be at most the task's {there} held-out problems, got {wanted}"

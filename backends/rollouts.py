@@ -25,9 +25,14 @@ class RolloutData:
     prompt_tokens: tuple[int, ...]
     segments: tuple[Segment, ...] = ()
     """Its tokens after the prompt."""
+    num_turns: int = 0
+    """Turns that have ended, where it has an environment (count)."""
+    turn_at: int = 0
+    """Tokens after the prompt that came before the turn it is in (count)."""
     spans: VersionSpans = NO_TOKENS
     """Which weight version sampled which of the generated ones."""
     reward: float = math.nan
+    """Of an environment: the sum over its turns so far."""
     reference_logprob_T: NDArray[np.float32] | None = None
 
     @property
@@ -43,6 +48,11 @@ class RolloutData:
         )
         self.segments = extended(self.segments, new)
         self.spans = joined(self.spans, generated.spans)
+
+    def observe(self, tokens: tuple[int, ...]) -> None:
+        """Append what an environment has answered: the next turn begins."""
+        self.segments = extended(self.segments, Segment.observed(np.array(tokens, dtype=np.int64)))
+        self.turn_at = sum(len(one.tokens) for one in self.segments)
 
     def sample(self, rollout_id: int, advantage: float) -> Sample:
         """Return it as the trainer takes it."""

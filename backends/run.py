@@ -15,7 +15,7 @@ from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
 from backends.interface import Backend, Parts
 from backends.metrics_log import MetricsLog
-from backends.preflight import check_run, evaluation_task
+from backends.preflight import check_run, evaluation_task, task_of
 from backends.samples_log import SamplesLog
 from backends.vllm_deepspeed import VLLMDeepSpeed
 from pipelinerl.config.run import RunConfig
@@ -26,9 +26,10 @@ from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import LOGS_FOLDER, check_vacant
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
-from pipelinerl.rl.tasks import load_task
 
 LOG = logging.getLogger("pipelinerl")
+ENVIRONMENTS_LOG = "environments.log"
+"""File of a run's logs that has what environments print."""
 MODEL_FOLDER = "model"
 """Folder of a run's trained model."""
 
@@ -39,7 +40,7 @@ def drive(
     config: RunConfig,
     *,
     parts: Parts,
-    task: Task,
+    task: Task | None,
     out: Path,
     evaluation_task: Task | None = None,
     checkpoint: Checkpoint | None = None,
@@ -57,7 +58,7 @@ def drive(
     Args:
         config: What to run; ``config.train`` is there.
         parts: Engines, trainer and the rest; started and shut down here.
-        task: Problems and rewards.
+        task: Problems and rewards. None: these are the environments' of ``config.environment``.
         out: The run's folder; new, or that of ``checkpoint``.
         checkpoint: Checkpoint to resume; its trainer's part is loaded by the trainer.
         evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
@@ -104,7 +105,7 @@ def _drive_on(
     config: RunConfig,
     *,
     parts: Parts,
-    task: Task,
+    task: Task | None,
     out: Path,
     evaluation_task: Task | None,
     checkpoint: Checkpoint | None,
@@ -128,6 +129,7 @@ def _drive_on(
         parts=parts,
         task=task,
         evaluation_task=evaluation_task,
+        environments_log=out / LOGS_FOLDER / ENVIRONMENTS_LOG,
         samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(out, config, recording),
@@ -173,7 +175,7 @@ def train(
     train = check_run(config)
     backend = backend or backend_of(train)
     backend.check(config)
-    task = load_task(train.task)
+    task = task_of(config)
     held_out = evaluation_task(config, task)
     checkpoint = read_newest(out, config) if resume else None
     if not resume:

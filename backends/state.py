@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from backends.rollouts import RolloutData
+import numpy as np
+
+from backends.interface import Sample, TrainResult
+from backends.rollouts import RolloutData, lag_of_tokens
 from backends.step_metrics import StepMetrics
 from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.base import Scheduler
@@ -25,6 +28,8 @@ class DriverState:
     """Engine of each rollout in progress."""
     aborting: set[int] = field(default_factory=set)
     """Rollouts in progress that are being aborted."""
+    acting: set[int] = field(default_factory=set)
+    """Rollouts whose environment acts."""
     scoring: set[int] = field(default_factory=set)
     """Finished rollouts without a reward."""
     micro_batches: list[StartTraining] = field(default_factory=list)
@@ -39,6 +44,20 @@ class DriverState:
     """Version last handed to the engines."""
     evaluation: dict[str, Any] = field(default_factory=dict)
     """Success on held-out problems, by when: ``evaluation`` of summary.json."""
+
+    def count_trained(self, samples: list[Sample], result: TrainResult, version: int) -> None:
+        """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics."""
+        for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
+            lag_T = lag_of_tokens(self.rollouts[sample.rollout_id].spans, version)
+            if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
+                self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
+        self.metrics.add_trainer_metrics(result.metrics)
+
+    def take_trained(self) -> list[RolloutData]:
+        """Forget the rollouts of the optimizer step that has ended, and return them."""
+        ids = [one for done in self.micro_batches for one in done.rollout_ids]
+        self.micro_batches.clear()
+        return [self.rollouts.pop(one) for one in ids]
 
 
 class Keeper(Protocol):

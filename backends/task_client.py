@@ -28,11 +28,11 @@ class TaskClient:
 
     Args:
         config: The run file; ``config.train`` is there.
-        task: Problems and rewards.
+        task: Problems and rewards. None: these are an environment's.
         codec: Text to tokens and back.
     """
 
-    def __init__(self, config: RunConfig, task: Task, codec: Codec) -> None:
+    def __init__(self, config: RunConfig, task: Task | None, codec: Codec) -> None:
         assert config.train is not None
         self._config, self._train = config, config.train
         self._task, self._codec = task, codec
@@ -45,6 +45,7 @@ class TaskClient:
         Raises:
             RunFailedError: If the task gives no problem, or one without a prompt.
         """
+        assert self._task is not None
         try:
             problem = self._task.problem(index, held_out=held_out)
             return RolloutData(problem, self._codec.encode(problem.prompt))
@@ -52,15 +53,30 @@ class TaskClient:
             what = f"problem({index}, held_out={held_out})"
             raise RunFailedError(f"train.task: {what} gives no prompt: {kind_and_line(error)}") from error
 
-    def request(self, rollout_id: int, data: RolloutData) -> GenerateRequest:
-        """Return the request that has an engine continue a rollout."""
-        tokens = data.tokens
+    def request(
+        self, rollout_id: int, data: RolloutData, *, longest: int | None = None, temperature: float | None = None
+    ) -> GenerateRequest:
+        """Return the request that has an engine continue a rollout.
+
+        Args:
+            rollout_id: Which; negative for held-out problems.
+            data: What it has.
+            longest: Where an answer, or a turn, is cut (tokens). None: where those of training are.
+            temperature: Softmax temperature (no unit). None: that of training.
+        """
+        tokens, sampling = data.tokens, self._train.sampling.model_dump()
+        before, environment = (*data.prompt_tokens, *tokens), self._config.environment
+        room = (longest or self._config.workload.length.max) - (len(tokens) - data.turn_at)
+        if environment is not None:
+            room = min(room, environment.turns.context_max - len(before))
+        if temperature is not None:
+            sampling["temperature"] = temperature
         return GenerateRequest(
             rollout_id=rollout_id,
-            prompt_tokens=(*data.prompt_tokens, *tokens),
-            max_new_tokens=self._config.workload.length.max - len(tokens),
+            prompt_tokens=before,
+            max_new_tokens=room,
             seed=request_seed(self._config.seed, rollout_id, len(tokens)),
-            **self._train.sampling.model_dump(),
+            **sampling,
         )
 
     async def compute_reward(self, data: RolloutData) -> float:
@@ -86,6 +102,7 @@ class TaskClient:
 
     async def reward(self, data: RolloutData) -> float:
         """Return the reward of an answer as the task gives it; see ``compute_reward``."""
+        assert self._task is not None
         answer, timeout_s = self._codec.decode(data.tokens), self._train.task.reward_timeout_s
         return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
 

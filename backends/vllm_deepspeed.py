@@ -35,9 +35,8 @@ class VLLMDeepSpeed:
         check_version()
         check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network
-        longest = train.task.max_prompt_tokens + config.workload.length.max
-        _check_settings(config, train, longest=longest)
-        _check_model(config, train, longest=longest)
+        _check_settings(config, train)
+        _check_model(config, train)
         load_codec(train.model.path)
 
     @contextlib.contextmanager
@@ -52,12 +51,12 @@ class VLLMDeepSpeed:
             yield replace(make_parts(config, places, folder, logs), lost=lost)
 
 
-def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> None:
-    """Check the settings, without the model; ``longest``: tokens of the longest rollout."""
-    if train.trainer.pack_tokens < longest:
+def _check_settings(config: RunConfig, train: TrainConfig) -> None:
+    """Check the settings, without the model."""
+    if train.trainer.pack_tokens < config.room_tokens:
         raise ConfigError(
-            "train.trainer.pack_tokens must hold the longest rollout, train.task.max_prompt_tokens + "
-            f"workload.length.max = {longest} tokens, got pack_tokens={train.trainer.pack_tokens}"
+            f"train.trainer.pack_tokens must hold the longest rollout, {config.room_key} = {config.room_tokens} "
+            f"tokens, got pack_tokens={train.trainer.pack_tokens}"
         )
     if train.transport in ("broadcast", "streamed") and config.colocated:
         raise ConfigError(
@@ -76,14 +75,13 @@ def _check_settings(config: RunConfig, train: TrainConfig, *, longest: int) -> N
         )
 
 
-def _check_model(config: RunConfig, train: TrainConfig, *, longest: int) -> None:
+def _check_model(config: RunConfig, train: TrainConfig) -> None:
     """Check that the model can be used on this device, and has as many positions as the longest rollout needs."""
     model = _model_config(train.model.path)
     positions = getattr(model, "max_position_embeddings", None)
-    if positions is not None and positions < longest:
+    if positions is not None and positions < config.room_tokens:
         raise ConfigError(
-            f"train.task.max_prompt_tokens + workload.length.max must be at most the model's {positions} positions, "
-            f"got {train.task.max_prompt_tokens} + {config.workload.length.max}"
+            f"{config.room_key} must be at most the model's {positions} positions, got {config.room_tokens}"
         )
     if train.device == "cpu" and model.tie_word_embeddings:
         raise ConfigError(

@@ -102,7 +102,7 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
     """
     assert config.train is not None
     pack_tokens, prompts = config.train.trainer.pack_tokens, config.train.task.max_prompt_tokens
-    longest = prompts + config.workload.length.max
+    longest = config.room_tokens
     lengths = [longest] * (pack_tokens // longest)
     if (rest := pack_tokens % longest) > 1:
         lengths.append(rest)

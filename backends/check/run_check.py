@@ -20,7 +20,7 @@ from backends.check.task_rows import task_rows
 from backends.huggingface_codec import load_codec
 from backends.interface import Backend, Codec, Parts
 from backends.place_facts import versions
-from backends.preflight import check_run, evaluation_task, trainer_ranks
+from backends.preflight import check_run, evaluation_task, task_of, trainer_ranks
 from backends.run import backend_of, drive
 from backends.vllm_deepspeed import NEEDED
 from pipelinerl.calibration.calibrate import calibrate_trace
@@ -33,7 +33,6 @@ from pipelinerl.records.check_report import CheckReport, CheckRow, unchecked, wr
 from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
-from pipelinerl.rl.tasks import load_task
 
 MARKER = ".seen"
 """A file in the folder that all machines are asked for."""
@@ -66,7 +65,7 @@ def check(
         RunInterruptedError: After Ctrl-C.
     """
     train = check_run(config)
-    task = load_task(train.task)
+    task = task_of(config)
     evaluation_task(config, task)
     missing = [] if backend else [name for package, name in NEEDED.items() if find_spec(package) is None]
     backend = backend or backend_of(train)
@@ -74,7 +73,12 @@ def check(
         backend.check(config)
     _check_vacant(out)
     codec, why_not = _codec(train.model.path)
-    rows = task_rows(config, task, codec, why_not)
+    if task is None:
+        rows = [
+            unchecked("task", "an environment is checked by its rollouts only", "look at samples.jsonl of a short run")
+        ]
+    else:
+        rows = task_rows(config, task, codec, why_not)
     if missing:
         advice = f"pip install 'pipelinerl[train-{train.device}]'"
         why = f"{', '.join(missing)} not installed"
@@ -113,7 +117,7 @@ class _Trial:
     def __init__(
         self,
         config: RunConfig,
-        task: Task,
+        task: Task | None,
         out: Path,
         *,
         shared: bool,

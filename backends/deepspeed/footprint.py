@@ -225,7 +225,7 @@ def _remedy(config: RunConfig, needs: Callable[..., Footprint], usable: float) -
         total = needs(**best).total
         if total <= usable:
             return "zero_stage", "3", f"; with it {total / 1e9:.1f} GB are needed"
-    longest = config.train.task.max_prompt_tokens + config.workload.length.max
+    longest = config.room_tokens
     if needs(**best, pack_tokens=longest).total > usable:
         then = (
             f"; even {longest} tokens, the longest rollout, do not fit: more GPUs (cluster.accelerators) are needed, "

@@ -100,6 +100,20 @@ class RunConfig(StrictModel):
         return self.workload.length.max + (0 if elsewhere else self.workload.prompt_tokens)
 
     @property
+    def room_tokens(self) -> int:
+        """Longest rollout, prompt included, that engines and trainer of a real run have room for (tokens)."""
+        assert self.train is not None  # the caller has seen to it
+        if self.environment is not None:
+            return self.environment.turns.context_max
+        return self.train.task.max_prompt_tokens + self.workload.length.max
+
+    @property
+    def room_key(self) -> str:
+        """The keys that ``room_tokens`` is the sum of, for messages."""
+        one_turn = "train.task.max_prompt_tokens + workload.length.max"
+        return one_turn if self.environment is None else "environment.turns.context_max"
+
+    @property
     def longest_answer_tokens(self) -> int:
         """Most tokens that a rollout can generate, in all its turns (tokens)."""
         longest, environment = self.workload.length.max, self.environment

@@ -1,7 +1,7 @@
 """The tokens of a rollout after its prompt, as segments in the order of the text, with their loss mask.
 
 A segment is *generated* by the policy or *observed* by it. The model reads both; the loss, importance weights and lags
-are of generated tokens only. Today a rollout is one generated segment.
+are of generated tokens only. Without an environment a rollout is one generated segment.
 """
 
 from __future__ import annotations

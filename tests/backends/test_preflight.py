@@ -138,7 +138,7 @@ def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_p
         ),
         (
             ["train.task.max_prompt_tokens=510", "train.trainer.pack_tokens=1000"],
-            "must be at most the model's 512 positions, got 510 + 6",
+            "must be at most the model's 512 positions, got 516",
         ),
         (
             ["train.trainer.pack_tokens=20"],

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from played_run import fixed, play, trains_in, uniform
-from run_tables import EVERY_KEY
 
-from backends.preflight import check_run
 from pipelinerl.config.policy import PolicyConfig
-from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import (
     ObservationReady,
@@ -63,13 +60,11 @@ def test_environments_that_cannot_be_are_one_line(table, says):
 
 
 def test_what_does_not_know_turns_yet_says_so():
-    """A plan, real training, a policy that learns, growing lengths: one line each, before anything is done."""
+    """A plan, a policy that learns, growing lengths: one line each, before anything is done."""
     turns = environment(count=1)
     config = play(1, batch=1, slots=1, length=fixed(4), environment=turns).config
     with pytest.raises(ConfigError, match=r"^plan does not search runs with an \[environment\]"):
         plan(config)
-    with pytest.raises(ConfigError, match=r"^\[environment\] is for simulate and compare"):
-        check_run(parse_run(EVERY_KEY))
     with pytest.raises(ConfigError, match=r"^workload\.length\.growth must be 1 with an \[environment\], got 2"):
         play(1, batch=1, slots=1, length={**fixed(4), "growth": 2.0}, environment=turns)
     with pytest.raises(ConfigError, match=r"^\[environment\] is not simulated with \[policy\]"):

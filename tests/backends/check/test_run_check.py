@@ -64,7 +64,7 @@ class PackTrainer(Shared):
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> Letters:
     task = Letters()
-    monkeypatch.setattr("backends.check.run_check.load_task", lambda _: task)
+    monkeypatch.setattr("backends.check.run_check.task_of", lambda _: task)
     return task
 
 

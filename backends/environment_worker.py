@@ -1,0 +1,94 @@
+"""An environment in a process of its own: requests come on standard input, answers go to standard output.
+
+Both are lines of JSON. The first line is the table ``train.task``, answered when the environment is there; then each
+request is answered before the next one is read. When standard input closes, the environment is closed, and the process
+ends, also if the environment hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from backends.process_log import log_to
+from pipelinerl.rl.config import TaskConfig
+from pipelinerl.rl.environments import Environment, Observation, Turn
+from pipelinerl.rl.tasks import load_environment
+from pipelinerl.util.user_code import kind_and_line
+
+CLOSE_LIMIT_S = 5.0
+"""Longest end of an environment (s)."""
+LONGEST_ANSWER = 1 << 20
+"""Longest answer of an environment (characters, or tokens)."""
+
+
+def main() -> None:
+    """Serve until standard input closes; the argument is the file for what the environment prints."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what an environment prints does not reach the answers
+    log_to(sys.argv[1] if len(sys.argv) > 1 else None)
+    environment = load_environment(TaskConfig.model_validate_json(sys.stdin.buffer.readline()))
+    _write(answers, {})
+    asyncio.run(_serve(environment, answers))
+
+
+async def _serve(environment: Environment, answers: int) -> None:
+    requests: asyncio.Queue[bytes] = asyncio.Queue()
+    threading.Thread(target=_read, args=(asyncio.get_running_loop(), requests), daemon=True).start()
+    while line := await requests.get():
+        _write(answers, await _answer(environment, json.loads(line)))
+    await environment.close()
+
+
+def _read(loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
+    while line := sys.stdin.buffer.readline():
+        loop.call_soon_threadsafe(requests.put_nowait, line)
+    loop.call_soon_threadsafe(requests.put_nowait, b"")
+    time.sleep(CLOSE_LIMIT_S)
+    os._exit(1)  # it hangs
+
+
+def _write(answers: int, answer: dict[str, Any]) -> None:
+    data = json.dumps(answer).encode() + b"\n"
+    while data:
+        data = data[os.write(answers, data) :]
+
+
+async def _answer(environment: Environment, request: dict[str, Any]) -> dict[str, Any]:
+    """Return what the environment answers, or what was wrong with it."""
+    try:
+        if "index" in request:
+            answer = Observation(await environment.reset(request["index"], held_out=request["held_out"]))
+        else:
+            answer = await environment.step(Turn(tuple(request["tokens"]), request["text"]))
+    except (Exception, SystemExit) as error:
+        return {"raised": kind_and_line(error)}
+    fault = _fault(answer)
+    if fault is not None:
+        return {"invalid": fault}
+    return {"content": answer.content, "reward": float(answer.reward), "done": answer.done}
+
+
+def _fault(answer: object) -> str | None:
+    """Return what an answer has that it must not have; None: nothing."""
+    if not isinstance(answer, Observation):
+        return f"step must return an Observation, got {type(answer).__name__}"
+    content, reward = answer.content, answer.reward
+    tokens = isinstance(content, tuple | list) and all(type(one) is int and one >= 0 for one in content)
+    if not isinstance(content, str) and not tokens:
+        return f"content must be text or a tuple of tokens, got {type(content).__name__}"
+    if len(content) > LONGEST_ANSWER:
+        return f"content must have at most {LONGEST_ANSWER} characters or tokens, got {len(content)}"
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        return f"reward must be a finite number, got {reward!r}"
+    return None if isinstance(answer.done, bool) else f"done must be true or false, got {answer.done!r}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Rollouts with turns: what a rollout and its environment say to each other.
+
+Tokens that were generated stay as they are. What the environment answers is cut at ``observation_max`` tokens and
+appended. An episode is over when the environment says so, after ``max`` turns, or when its context is full; what the
+environment answered last is then read by nobody.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backends.environments import EnvironmentFailedError, EnvironmentPool, Failure
+from backends.interface import Codec
+from backends.rollouts import RolloutData
+from pipelinerl.config.run import RunConfig
+from pipelinerl.rl.config import TaskConfig
+from pipelinerl.rl.environments import Content, Turn
+from pipelinerl.rl.problems import Problem
+
+
+class Turns:
+    """The turns of all rollouts of a run, or of its evaluations.
+
+    Args:
+        config: What is run; ``config.train`` and ``config.environment`` are there.
+        task: Names the environment.
+        codec: Text to tokens and back.
+        number: Environments (count).
+        log: File for what they print. None: it goes where the driver's goes.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: TaskConfig, codec: Codec, *, number: int, log: Path | None = None
+    ) -> None:
+        assert config.environment is not None
+        self._limits, self._codec, self._longest_prompt = config.environment.turns, codec, task.max_prompt_tokens
+        self.environments = EnvironmentPool(task, config.environment, number=number, log=log)
+
+    async def open(self, rollout_id: int, data: RolloutData, index: int, *, held_out: bool = False) -> bool:
+        """Give a rollout an environment, and the prompt of its episode; return that a turn follows.
+
+        Raises:
+            EnvironmentFailedError: If that fails, or the prompt is too long; the rollout has no environment then.
+        """
+        content = (await self.environments.open(rollout_id, index, held_out=held_out)).content
+        data.prompt_tokens, data.reward = self._tokens(content), 0.0
+        data.problem = Problem(content if isinstance(content, str) else self._codec.decode(list(content)))
+        longest = min(self._longest_prompt, self._limits.context_max - 1)
+        if not 0 < len(data.prompt_tokens) <= longest:
+            self.environments.release(rollout_id)
+            raise EnvironmentFailedError(
+                Failure.INVALID, f"its prompt has {len(data.prompt_tokens)} tokens, 1 to {longest} are allowed"
+            )
+        return True
+
+    async def act(self, rollout_id: int, data: RolloutData) -> bool:
+        """Have a rollout's environment act on the turn that has ended; return whether another turn follows.
+
+        Raises:
+            EnvironmentFailedError: If it fails; the rollout has none then.
+        """
+        turn = data.tokens[data.turn_at :]
+        answer = await self.environments.step(rollout_id, Turn(tuple(turn), self._codec.decode(turn)))
+        data.reward += answer.reward
+        data.num_turns += 1
+        if answer.done or data.num_turns == self._limits.max:
+            return False
+        observed = self._tokens(answer.content)[: self._limits.observation_max]
+        if len(data.prompt_tokens) + len(data.tokens) + len(observed) >= self._limits.context_max:
+            return False
+        data.observe(observed)
+        return True
+
+    def _tokens(self, content: Content) -> tuple[int, ...]:
+        return self._codec.encode(content) if isinstance(content, str) else content

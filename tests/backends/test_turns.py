@@ -1,0 +1,259 @@
+"""Rollouts with turns, driven for real on engines and a trainer in memory, with environments in processes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from in_memory import KINDS, config_of, interrupted, parts_of, run, run_checked
+from ledger_check import records
+
+from backends.fake import FakeCodec, FakeEngine, FakeTrainer, logprob
+from backends.preflight import check_run, evaluation_task, task_of
+from pipelinerl.config.run import RunConfig
+from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.rl.segments import SegmentKind
+from pipelinerl.scheduler.events import (
+    ObservationReady,
+    OpenEnvironment,
+    RolloutFailed,
+    RolloutFinished,
+    StartRollout,
+    TurnFinished,
+)
+
+
+def turns_of(*, count=8, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
+    """A run whose rollouts play a game of ``tests/support/games.py``."""
+    limits = keys.pop("limits", {})
+    config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})
+    table = {"kind": "lognormal", "mean": 2.0, "max": most}
+    table |= {"observation_max": observation_max, "context_max": context_max}
+    data = json.loads(config.model_dump_json(exclude_none=True))
+    data["environment"] = {"count": count, "turns": table, **limits}
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
+class Recording(FakeTrainer):
+    """Keeps what it is given."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.samples = []
+
+    async def train(self, samples, *, completes_step):
+        self.samples += samples
+        return await super().train(samples, completes_step=completes_step)
+
+
+class Asked(FakeEngine):
+    """Keeps what it is asked and what it answers."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.requests, self.answers = [], []
+
+    async def generate(self, request):
+        answer = await super().generate(request)
+        self.requests.append(request)
+        self.answers.append(answer)
+        return answer
+
+
+def recorded(config):
+    parts = parts_of(config)
+    parts.engines = [Asked(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    parts.trainer = Recording(train_batch_size=config.scheduler.train_batch_size)
+    return parts
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_rollout_is_generated_and_observed_segments_and_no_token_is_made_of_text_again(out, as_tokens):
+    """Three turns; each answer has the length and the number of its turn. The next request is prompt and all of it."""
+    config = turns_of(settings={"turns": 3, "as_tokens": as_tokens}, steps=3)
+    parts = recorded(config)
+    summary = run_checked(config, out, parts)
+    assert summary.environments.turns_mean >= 3.0
+    asked = {}
+    for engine in parts.engines:
+        for request in engine.requests:
+            asked.setdefault(request.rollout_id, []).append(request.prompt_tokens)
+    assert len(parts.trainer.samples) == 24
+    for sample in parts.trainer.samples:
+        kinds = [one.kind for one in sample.segments]
+        assert kinds == [SegmentKind.GENERATED, SegmentKind.OBSERVED] * 2 + [SegmentKind.GENERATED]
+        before, requests = list(sample.prompt_P), []
+        for number, one in enumerate(sample.segments):
+            if one.kind is SegmentKind.GENERATED:
+                requests.append(tuple(before))
+                said = one.tokens
+            else:
+                turn = (number + 1) // 2
+                text = f"{len(FakeCodec().decode(said.tolist()))} {turn}"
+                expected = (len(said) % 15, turn) if as_tokens else FakeCodec().encode(text)
+                assert tuple(one.tokens) == expected
+                assert len(one.logprobs) == 0
+            before += one.tokens.tolist()
+        assert sorted(asked[sample.rollout_id], key=len) == requests
+        assert (
+            len(sample.behaviour_logprob_T)
+            == len(sample.answer_T)
+            == sample.num_tokens
+            - len(sample.prompt_P)
+            - sum(len(one.tokens) for one in sample.segments if one.kind is SegmentKind.OBSERVED)
+        )
+        versions = np.rint((-1 - sample.behaviour_logprob_T) / (logprob(0) - logprob(1)))
+        assert set(versions) <= {0.0, 1.0, 2.0}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [*({"weight_update": kind} for kind in KINDS), {"kind": "conventional"}, {"max_lag": 1, "on_stale": "drop"}],
+    ids=[*KINDS, "conventional", "drop"],
+)
+def test_turns_are_scheduled_under_every_schedule_and_replayed(out, setting):
+    config = turns_of(settings={"turns": 3}, steps=6, longest=20, **setting)
+    summary = run_checked(config, out, parts_of(config, step_s=0.0005))
+    happened = Counter(type(row.event or row.command) for row in records(out))
+    ends = happened[TurnFinished]
+    assert ends >= 3 * happened[RolloutFinished] >= 3 * 48
+    assert happened[StartRollout] >= ends
+    assert happened[OpenEnvironment] == summary.rollouts.started
+    assert all(row.event.engine is None for row in records(out) if isinstance(row.event, RolloutFinished))
+    assert summary.rollouts.failed == happened[RolloutFailed] == 0
+    assert 0 < summary.environments.in_use_mean <= 8
+
+
+def test_at_most_so_many_environments_are_open(out):
+    config = turns_of(count=3, settings={"turns": 2}, steps=3)
+    assert run_checked(config, out).environments.in_use_mean <= 3
+    opened = 0
+    for row in records(out):
+        opened += isinstance(row.command, OpenEnvironment)
+        opened -= isinstance(row.event, RolloutFinished | RolloutFailed)
+        assert opened <= 3 + 4  # a rollout is open until it is scored
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns"),
+    [({"most": 2}, 2), ({"context_max": 30, "longest": 8}, None), ({"observation_max": 1, "most": 3}, 3)],
+    ids=["turns", "context", "observation"],
+)
+def test_an_episode_ends_where_it_is_cut(out, limits, turns):
+    """The game would go on: 100 turns. Prompts have 9 or 10 tokens, observations 3 or more before the cut."""
+    config = turns_of(settings={"turns": 100}, steps=2, **limits)
+    parts = recorded(config)
+    run_checked(config, out, parts)
+    for sample in parts.trainer.samples:
+        generated = [one for one in sample.segments if one.kind is SegmentKind.GENERATED]
+        observed = [one for one in sample.segments if one.kind is SegmentKind.OBSERVED]
+        assert sample.num_tokens <= limits.get("context_max", 200)
+        assert sample.segments[-1].kind is SegmentKind.GENERATED
+        assert all(len(one.tokens) <= limits.get("longest", 12) for one in generated)
+        assert all(len(one.tokens) <= limits.get("observation_max", 10) for one in observed)
+        assert turns is None or len(generated) == turns
+
+
+def test_what_does_not_fit_turns_is_one_line():
+    """Wrong input of a run file with an environment, found before anything starts."""
+
+    def said(check, config):
+        with pytest.raises(ConfigError) as caught:
+            check(config)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    kept = turns_of(limits={"prefix_cache": "kept"})
+    assert "environment.prefix_cache must be 'salted' for train" in said(check_run, kept)
+    config = turns_of()
+    task = config.train.task.model_copy(update={"overlong_tokens": 3})
+    overlong = config.model_copy(update={"train": config.train.model_copy(update={"task": task})})
+    assert "train.task.overlong_tokens must be 0 with an [environment]" in said(check_run, overlong)
+    assert "async reset, step and close" in said(task_of, turns_of(name="NEVER"))
+    settings = {"evaluation": {"problems": 1, "settings": {"turn": 2}}}
+    assert "train.evaluation.settings must suit games:Game" in said(
+        lambda config: evaluation_task(config, None), turns_of(train=settings)
+    )
+    many = turns_of(name="Three", train={"evaluation": {"problems": 4}})
+    assert "at most the task's 3 held-out problems, got 4" in said(lambda config: evaluation_task(config, None), many)
+
+
+WAYS = {"died": "dies", "timed_out": "hangs", "raised": "raises", "invalid": "megabytes nonsense"}
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_environments_that_fail_cost_their_rollouts_only_and_are_counted(out, kind):
+    """A tenth of all resets and steps fails, in every way there is: the run ends, its counts add up.
+
+    Nothing is trained on half an episode: every sample has all of its turns.
+    """
+    settings = {"rate": 0.1, "ways": " ".join(WAYS.values()), "turns": 2}
+    limits = {"reset_timeout_s": 0.5, "step_timeout_s": 0.5}
+    config = turns_of(name="Hostile", settings=settings, steps=10, group=2, kind=kind, limits=limits)
+    parts = recorded(config)
+    summary = run_checked(config, out, parts)
+    failed = [row.event for row in records(out) if isinstance(row.event, RolloutFailed)]
+    assert {event.engine for event in failed} == {None}
+    assert len(failed) == summary.rollouts.failed > 0
+    assert sum(summary.environment_failures.values()) >= len(failed)  # more: siblings given up while they acted
+    assert set(summary.environment_failures) <= set(WAYS)
+    assert all(len(sample.segments) == 3 for sample in parts.trainer.samples)
+
+
+@pytest.mark.parametrize(("failure", "way"), [(one, way) for one, ways in WAYS.items() for way in ways.split()])
+def test_each_failure_is_known_by_its_name(out, caplog, failure, way):
+    limits = {"reset_timeout_s": 0.3, "step_timeout_s": 0.3}
+    settings = {"ways": way, "turns": 2}
+    config = turns_of(name="Hostile", settings=settings, steps=2, batch=2, group=2, count=4, limits=limits)
+    failures = run_checked(config, out).environment_failures
+    assert set(failures) == {failure}
+    assert 1 <= failures[failure] <= 2  # the two siblings of the first problem
+    assert "failed: its " in caplog.text
+
+
+def test_environments_that_never_open_stall_the_run_in_one_line(out):
+    config = turns_of(name="Hostile", settings={"rate": 1.0, "ways": "raises"}, steps=2, discard_limit=20)
+    with pytest.raises(RunFailedError, match=r"^stalled: more than scheduler\.discard_limit = 20 rollouts"):
+        run(config, out, parts_of(config))
+
+
+def test_no_process_is_left_and_environments_are_closed(out, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    config = turns_of(settings={"turns": 2, "pids": str(pids)}, steps=2)
+    run_checked(config, out)
+    assert list(pids.iterdir()) == []
+
+
+def test_a_resumed_run_gives_up_what_had_an_environment_and_goes_on(out):
+    config = turns_of(settings={"turns": 3, "delay_s": 0.01}, steps=6)
+    interrupted(config, out)
+    summary = run_checked(config, out, parts_of(config), resume=True)
+    failed = [row.event for row in records(out) if isinstance(row.event, RolloutFailed)]
+    assert 0 < len(failed) == summary.rollouts.failed
+    assert summary.environment_failures is None
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_held_out_problems_are_played_with_environments_of_their_own(out, kind):
+    train = {"evaluation": {"problems": 5, "every": 2, "settings": {"turns": 2}}}
+    config = turns_of(settings={"turns": 3}, steps=4, train=train, kind=kind)
+    parts = recorded(config)
+    summary = run_checked(config, out, parts)
+    assert summary.evaluation.success_before is not None
+    assert [point.step for point in summary.evaluation.during] == [2]
+    asked = Counter(one.rollout_id for engine in parts.engines for one in engine.requests if one.rollout_id < 0)
+    assert asked == dict.fromkeys(range(-5, 0), 2 * 3)  # two turns, before, beside and after
+    texts = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {one["prompt"].split()[0] for one in texts if one["held_out"]} == {"held"}
+    assert all(one["prompt"].startswith("problem ") for one in texts if not one["held_out"])
+
+
+def test_observations_are_ready_once_per_reset_and_turn_that_is_followed_by_one(out):
+    config = turns_of(settings={"turns": 3}, steps=3)
+    run_checked(config, out)
+    ready = Counter(row.event.rollout_id for row in records(out) if isinstance(row.event, ObservationReady))
+    ended = {row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFinished)}
+    assert {ready[one] for one in ended} == {3}  # a reset, and two turns that others follow

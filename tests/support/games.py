@@ -1,0 +1,94 @@
+"""Environments for the tests of the driver, which play them in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+
+from pipelinerl.rl.environments import Content, Observation, Turn
+
+
+class Game:
+    """So many turns, each answered by its length and its number; the reward of a turn is its share of the letter b.
+
+    Keeps a file with its process id while it is there, so that a test sees what is left of a run.
+    """
+
+    def __init__(
+        self, *, turns: int = 3, as_tokens: bool = False, delay_s: float = 0.0, pids: str | None = None
+    ) -> None:
+        self.turns, self.as_tokens, self.delay_s = turns, as_tokens, delay_s
+        self.pid_file = None if pids is None else Path(pids) / str(os.getpid())
+        self.turn = 0
+
+    @property
+    def num_held_out(self) -> int | None:
+        return None
+
+    async def reset(self, index: int, *, held_out: bool) -> Content:
+        if self.pid_file is not None:
+            self.pid_file.touch()
+        self.turn = 0
+        return f"{'held out' if held_out else 'problem'} {index}"
+
+    async def step(self, turn: Turn) -> Observation:
+        await asyncio.sleep(self.delay_s)
+        self.turn += 1
+        content: Content = (len(turn.tokens) % 15, self.turn) if self.as_tokens else f"{len(turn.text)} {self.turn}"
+        share = turn.text.count("b") / max(1, len(turn.text))
+        return Observation(content, share / self.turns, self.turn == self.turns)
+
+    async def close(self) -> None:
+        if self.pid_file is not None:
+            self.pid_file.unlink(missing_ok=True)
+
+
+class Three(Game):
+    """Holds out three problems."""
+
+    @property
+    def num_held_out(self) -> int | None:
+        return 3
+
+
+def NEVER() -> object:
+    """Return what is no environment."""
+    return object()
+
+
+class Hostile(Game):
+    """Fails in one way or another, with the probability given, at every reset and every step.
+
+    Without one it fails at every step of the first problem.
+    """
+
+    def __init__(self, *, ways: str, rate: float | None = None, **settings: object) -> None:
+        super().__init__(**settings)
+        self.rate, self.ways, self.random = rate, ways.split(), random.Random(os.getpid())
+        self.index = 0
+
+    def fail(self) -> object:
+        if self.index if self.rate is None else self.random.random() >= self.rate:
+            return None
+        match self.random.choice(self.ways):
+            case "dies":
+                os.kill(os.getpid(), 9)
+            case "hangs":
+                time.sleep(1000.0)
+            case "raises":
+                raise RuntimeError("no game today")
+            case "megabytes":
+                return Observation("x" * 5_000_000)
+        return Observation(reward=float("nan"))
+
+    async def reset(self, index: int, *, held_out: bool) -> Content:
+        self.index = index
+        if self.rate is not None and self.fail() is not None:
+            return 7
+        return await super().reset(index, held_out=held_out)
+
+    async def step(self, turn: Turn) -> Observation:
+        return self.fail() or await super().step(turn)
