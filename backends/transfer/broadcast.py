@@ -28,6 +28,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -166,16 +167,28 @@ class Sender:
         return BackendError(failure)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a worker joins a group with."""
+
+    meeting: str
+    """Where the members meet: what the sender's door says."""
+    worker: int
+    """Number of this worker among all, from 1."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every parameter of the model by name."""
+    device: torch.device
+    """Of the engine."""
+    timeout_s: float
+    """Longest wait for the others (seconds)."""
+
+
 class Receiver:
     """A worker's end. Making it returns when its machine has a row, and the sender knows of it.
 
     Args:
-        meeting: Where the members meet: what the sender's door says.
-        worker: Number of this worker among all, from 1.
+        member: What it joins with.
         place: The machine: what all workers have in common that can see each other's rows.
-        shapes: Shape of every parameter of the model by name.
-        device: Of the engine.
-        timeout_s: Longest wait for the others (seconds).
         reuse: A row that this worker has made before, to be used again if it fits.
         keeps: Whether the row has room for all parameters, or for nothing: then ``take`` is told where to.
 
@@ -183,34 +196,24 @@ class Receiver:
         BackendError: If the others do not come in time, or the parameters to come are not the model's.
     """
 
-    def __init__(
-        self,
-        meeting: str,
-        *,
-        worker: int,
-        place: str,
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        timeout_s: float,
-        reuse: SharedRow | None = None,
-        keeps: bool = True,
-    ) -> None:
+    def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
         self._lines: list[Line] = []
         began = time.perf_counter()
+        meeting, timeout_s = member.meeting, member.timeout_s
         address, _, password = meeting.split(":")
         door = Door.open(address_towards(address), password)
         try:
-            said = {"worker": worker, "place": place, "meeting": door.meeting}
+            said = {"worker": member.worker, "place": place, "meeting": door.meeting}
             self._sender = self._kept(come_in(meeting, timeout_s=timeout_s, **said))
             told = self._sender.hear()
             self.parameters: Parameters = told["parameters"]
             self.leads: bool = told["leads"]
             """Whether this worker receives for its machine."""
-            self.row = self._row(told, shapes, device, reuse, keeps)
+            self.row = self._row(told, member, reuse, keeps=keeps)
             self._sender.tell(row=self.row.path)
             self._after = self._kept(come_in(told["after"], timeout_s=timeout_s)) if told.get("after") else None
             if self.leads:
-                before, _ = door.let_in(until_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
+                before, _ = door.let_in(until_s=time.monotonic() + timeout_s, timeout_s=timeout_s, host=self._sender)
                 self._before = self._kept(before)
         except Exception as error:
             self.close()
@@ -285,25 +288,18 @@ class Receiver:
                 one.result()
             return [one.result() for one in sums]
 
-    def _row(
-        self,
-        told: Mapping[str, Any],
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        reuse: SharedRow | None,
-        keeps: bool,
-    ) -> SharedRow:
+    def _row(self, told: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
         """Return the row of this machine, unless what will lie there is not the model's: then all are told."""
         try:
             sent = {name: tuple(shape) for name, _, shape in self.parameters}
-            check_names(sent, shapes, source="weights to be sent")
+            check_names(sent, member.shapes, source="weights to be sent")
             num_bytes = row_bytes(layout(self.parameters)) if keeps else 0
             if reuse is not None and (not self.leads or reuse.num_bytes != num_bytes):
                 reuse.close()
                 reuse = None
             if not self.leads:
-                return SharedRow.open(told["row"], num_bytes, device)
-            row = reuse or SharedRow.make(num_bytes, device)
+                return SharedRow.open(told["row"], num_bytes, member.device)
+            row = reuse or SharedRow.make(num_bytes, member.device)
             row.label = ""
             return row
         except BackendError as error:

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import time
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ HELLO_BYTES = 4096
 """Longest message of somebody who has not yet said the password (bytes)."""
 HELLO_TIMEOUT_S = 5.0
 """Longest wait for it (seconds)."""
-
-
+HOST_PERIOD_S = 0.5
+"""Time between two looks at whether the host is there (seconds)."""
 KEEPALIVE_S = 30
 """Seconds of silence after which it is asked whether the other end's machine is still there."""
 
@@ -69,6 +70,17 @@ class Line:
             raise BackendError(message["error"])
         return message
 
+    def check_there(self) -> None:
+        """Check that the other end has not gone; what it has said stays to be heard.
+
+        Raises:
+            OSError: If it has.
+        """
+        looking = select.poll()
+        looking.register(self.connection, select.POLLIN)
+        if looking.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the other end has gone")
+
     def close(self) -> None:
         """Close the connection, also under whoever waits in another thread; a second call does nothing."""
         with contextlib.suppress(OSError):
@@ -107,19 +119,28 @@ class Door:
         address, port = self.listener.getsockname()[:2]
         return f"{address}:{port}:{self.password}"
 
-    def let_in(self, *, until_s: float, timeout_s: float) -> tuple[Line, dict[str, Any]]:
+    def let_in(self, *, until_s: float, timeout_s: float, host: Line | None = None) -> tuple[Line, dict[str, Any]]:
         """Wait for somebody who knows the password; return the line, and what was said.
 
         Args:
             until_s: When to give up, on the clock of ``time.monotonic``.
             timeout_s: Of the line (seconds).
+            host: Who has everybody come: without it nobody does.
 
         Raises:
             TimeoutError: If nobody comes.
+            OSError: If the host has gone.
         """
         while True:
-            self.listener.settimeout(max(0.001, until_s - time.monotonic()))
-            connection, _ = self.listener.accept()
+            if host is not None:
+                host.check_there()
+            self.listener.settimeout(max(0.001, min(HOST_PERIOD_S, until_s - time.monotonic())))
+            try:
+                connection, _ = self.listener.accept()
+            except TimeoutError:
+                if time.monotonic() >= until_s:
+                    raise
+                continue
             with contextlib.suppress(OSError, ValueError, BackendError):
                 hello = Line(connection, HELLO_TIMEOUT_S).hear(longest=HELLO_BYTES)
                 if hmac.compare_digest(str(hello.get("password")), self.password):

@@ -22,11 +22,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Mapping
 
 import torch
 
-from backends.transfer.broadcast import Receiver
+from backends.transfer.broadcast import Membership, Receiver
 from backends.transfer.layout import layout, seen_as
 from backends.transfer.shared_row import SharedRow, machine
 from pipelinerl.errors import BackendError
@@ -36,26 +35,12 @@ class Staging:
     """The thread, and what it has received (mutable). Making it starts the thread.
 
     Args:
-        meeting: Where the members of the group meet.
-        worker: Number of this worker among all, from 1.
-        shapes: Shape of every parameter of the model by name.
-        device: Of the engine.
-        timeout_s: Longest wait for the others (seconds).
+        member: What the worker joins the group with.
         before: The thread of the group before; it is abandoned.
     """
 
-    def __init__(
-        self,
-        meeting: str,
-        *,
-        worker: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        timeout_s: float,
-        before: Staging | None = None,
-    ) -> None:
-        self._meeting, self._worker, self._shapes = meeting, worker, shapes
-        self._device, self._timeout_s = device, timeout_s
+    def __init__(self, member: Membership, *, before: Staging | None = None) -> None:
+        self._member = member
         self._abandoned = False
         self._receiver: Receiver | None = None
         self._failure = "it has not been joined yet"
@@ -92,8 +77,8 @@ class Staging:
         with contextlib.suppress(OSError):  # there are no others
             os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - decoding)
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            if self._member.device.type == "cuda":
+                torch.cuda.set_device(self._member.device)
             self._receiver = receiver = self._join(before)
             while receiver.leads and not self._abandoned:
                 receiver.receive(receiver.next_transfer())
@@ -106,19 +91,11 @@ class Staging:
     def _join(self, before: Staging | None) -> Receiver:
         reuse: SharedRow | None = None
         if before is not None:
-            before._thread.join(self._timeout_s)
+            before._thread.join(self._member.timeout_s)
             if before._thread.is_alive():
-                raise BackendError(f"the group before is still being waited for, after {self._timeout_s:g} s")
+                raise BackendError(f"the group before is still being waited for, after {self._member.timeout_s:g} s")
             reuse = before._take_row()
-        return Receiver(
-            self._meeting,
-            worker=self._worker,
-            place=machine(),
-            shapes=self._shapes,
-            device=self._device,
-            timeout_s=self._timeout_s,
-            reuse=reuse,
-        )
+        return Receiver(self._member, place=machine(), reuse=reuse)
 
     def _take_row(self) -> SharedRow | None:
         """Let go of the row; return it if it was made here."""

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from backends.interface import TRANSFER_ATTEMPTS
-from backends.transfer.broadcast import Receiver, Sender
+from backends.transfer.broadcast import Membership, Receiver, Sender
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, layout, row_bytes, seen_as
 from backends.transfer.shared_row import machine
@@ -119,42 +119,22 @@ class Streaming:
     """A worker's end. Making it begins to join the group.
 
     Args:
-        meeting: Where the members of the group meet.
-        worker: Number of this worker among all, from 1.
-        shapes: Shape of every parameter of the model by name.
-        device: Of the engine.
-        timeout_s: Longest wait for the others (seconds).
+        member: What the worker joins the group with.
         before: The end of the group before; it is abandoned.
     """
 
-    def __init__(
-        self,
-        meeting: str,
-        *,
-        worker: int,
-        shapes: Mapping[str, tuple[int, ...]],
-        device: torch.device,
-        timeout_s: float,
-        before: Streaming | None = None,
-    ) -> None:
+    def __init__(self, member: Membership, *, before: Streaming | None = None) -> None:
         if before is not None:
             before.abandon()
-        self._timeout_s = timeout_s
-        self._rows = [Bucket(device.type == "cuda"), Bucket(device.type == "cuda")]
+        self._timeout_s, pinned = member.timeout_s, member.device.type == "cuda"
+        self._rows = [Bucket(pinned), Bucket(pinned)]
         self._joined: Future[Receiver] = Future()
         self._abandoned = False
 
         def join() -> None:
             try:
-                receiver = Receiver(
-                    meeting,
-                    worker=worker,
-                    place=f"{machine()}:{worker}",  # every worker has what passes to itself
-                    shapes=shapes,
-                    device=device,
-                    timeout_s=timeout_s,
-                    keeps=False,
-                )
+                # Every worker has what passes to itself.
+                receiver = Receiver(member, place=f"{machine()}:{member.worker}", keeps=False)
             except Exception as error:
                 self._joined.set_exception(error)
             else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from backends.transfer.broadcast import Membership
 from backends.transfer.staging import Staging
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.vllm.verified_receiver import VerifiedTransferEngine
@@ -37,10 +38,17 @@ class StagedUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to mypy
     """Which: version and checksum."""
 
 
-def number_of_worker(info: JoinInfo, parallel_config: Any) -> int:
-    """Return the number of this worker among all that weights are sent to."""
-    own: int = parallel_config.data_parallel_index * parallel_config.world_size + parallel_config.rank
-    return info.first_worker + own
+def membership(info: JoinInfo, worker: Any) -> Membership:
+    """Return what a worker's end of a transport, vLLM's ``WeightTransferEngine``, joins a group with."""
+    config = worker.parallel_config
+    own: int = config.data_parallel_index * config.world_size + config.rank
+    return Membership(
+        meeting=info.meeting,
+        worker=info.first_worker + own,
+        shapes=checkpoint_shapes(worker.model_config.model),
+        device=worker.device,
+        timeout_s=info.timeout_s,
+    )
 
 
 class BroadcastTransferEngine(VerifiedTransferEngine):
@@ -53,14 +61,7 @@ class BroadcastTransferEngine(VerifiedTransferEngine):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Begin to join a group; the sender knows when all have joined."""
-        self._staging = Staging(
-            init_info.meeting,
-            worker=number_of_worker(init_info, self.parallel_config),
-            shapes=checkpoint_shapes(self.model_config.model),
-            device=self.device,
-            timeout_s=init_info.timeout_s,
-            before=self._staging,
-        )
+        self._staging = Staging(membership(init_info, self), before=self._staging)
 
     def receive(self, update_info: StagedUpdateInfo) -> dict[str, torch.Tensor]:
         """Return what has arrived.

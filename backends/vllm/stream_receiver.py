@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from backends.transfer.streaming import Streaming
-from backends.transfer.weights_check import checkpoint_shapes
-from backends.vllm.broadcast_receiver import JoinInfo, number_of_worker
+from backends.vllm.broadcast_receiver import JoinInfo, membership
 from backends.vllm.version import load_weights, transfer_bases
 from pipelinerl.errors import BackendError
 
@@ -36,14 +35,7 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Begin to join a group; the sender knows when all have joined."""
-        self._streaming = Streaming(
-            init_info.meeting,
-            worker=number_of_worker(init_info, self.parallel_config),
-            shapes=checkpoint_shapes(self.model_config.model),
-            device=self.device,
-            timeout_s=init_info.timeout_s,
-            before=self._streaming,
-        )
+        self._streaming = Streaming(membership(init_info, self), before=self._streaming)
 
     def start_weight_update(self) -> None:
         """Do nothing: the model stays whole until the first weights have come."""

@@ -37,7 +37,7 @@ from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensor
 from backends.deepspeed.rank import MAX_SKIPPED  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
 from backends.interface import Weights  # noqa: E402
-from backends.transfer.broadcast import Receiver, label  # noqa: E402
+from backends.transfer.broadcast import Membership, Receiver, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
 from backends.transfer.streaming import Streaming  # noqa: E402
@@ -149,7 +149,7 @@ def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, mon
     train(rank, samples())
     assert rank.stream(1) == "no group"
     shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
-    worker = Streaming(rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=30.0)
+    worker = Streaming(Membership(meeting=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=30.0))
     with ThreadPoolExecutor(max_workers=1) as thread:
         loading = thread.submit(lambda: {name: tensor.clone() for name, tensor in worker.arriving(1)})
         assert rank.join_group(["trainer", "engine 0"], 30.0) is None
@@ -178,7 +178,8 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
 
     def receive() -> Receiver:
         cpu = torch.device("cpu")
-        member = Receiver(meeting, worker=1, place="here", shapes=shapes, device=cpu, timeout_s=30.0)
+        joins = Membership(meeting=meeting, worker=1, shapes=shapes, device=cpu, timeout_s=30.0)
+        member = Receiver(joins, place="here")
         for right in (False, False, False, True):
             notice = member.next_transfer()
             assert member.receive(notice if right else {**notice, "sums": []}) is right

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.broadcast  # noqa: E402
-from backends.transfer.broadcast import Receiver, Sender, label  # noqa: E402
+from backends.transfer.broadcast import Membership, Receiver, Sender, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
 from backends.transfer.lines import Door, come_in, fill  # noqa: E402
@@ -71,10 +71,11 @@ class Meeting:
         self.made.append(sender)
         return sender
 
-    def receiver(self, worker: int, place: str = "", **changed: Any) -> Receiver:
+    def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
         arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
-        arguments |= {"worker": worker, "place": place or f"machine {worker}", "timeout_s": self.timeout_s}
-        receiver = Receiver(self.door.meeting, **{**arguments, **changed})
+        arguments |= {"meeting": self.door.meeting, "worker": worker, "timeout_s": self.timeout_s}
+        member = Membership(**{**arguments, **changed})
+        receiver = Receiver(member, place=place or f"machine {worker}", reuse=reuse)
         self.made.append(receiver)
         return receiver
 
@@ -196,8 +197,8 @@ def test_parameters_of_another_model_are_refused_when_a_group_is_made(
     joining = [threads.submit(meeting.receiver, 1), threads.submit(meeting.receiver, 2, shapes=shapes)]
     with pytest.raises(BackendError, match=f"phase=join at trainer .*weights to be sent {text}"):
         meeting.sender()
-    assert text in str(joining[1].exception())
-    assert isinstance(joining[0].exception(), BackendError)
+    assert text in str(joining[1].exception(timeout=5))
+    assert isinstance(joining[0].exception(timeout=5), BackendError)  # the other one does not wait for its time-out
 
 
 def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes(
@@ -246,7 +247,7 @@ def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
 
 def test_a_meeting_that_is_not_there_is_named() -> None:
     with pytest.raises(BackendError, match=r"^transfer failed: phase=join at 127.0.0.1:1 after .*refused"):
-        Receiver("127.0.0.1:1:secret", worker=1, place="", shapes={}, device=CPU, timeout_s=0.5)
+        Receiver(Membership(meeting="127.0.0.1:1:secret", worker=1, shapes={}, device=CPU, timeout_s=0.5), place="")
 
 
 def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
@@ -271,7 +272,7 @@ def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
 def _process(meeting_at: str, results: Any) -> None:
     """Receive once, then die in the middle of the next transfer."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
-    receiver = Receiver(meeting_at, worker=1, place="1", shapes=shapes, device=CPU, timeout_s=20)
+    receiver = Receiver(Membership(meeting=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=20), place="1")
     results.put(take(receiver))
     receiver.next_transfer()
     fill(receiver._before.connection, memoryview(bytearray(1000)))

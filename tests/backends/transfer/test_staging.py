@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.staging  # noqa: E402
-from backends.transfer.broadcast import Sender, label  # noqa: E402
+from backends.transfer.broadcast import Membership, Sender, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
@@ -47,8 +47,8 @@ class Trainer:
 
 
 def staging(trainer: Trainer, before: Staging | None = None, **changed: Any) -> Staging:
-    arguments = {"worker": 1, "shapes": SHAPES, "device": torch.device("cpu"), "timeout_s": 20.0, "before": before}
-    return Staging(trainer.door.meeting, **{**arguments, **changed})
+    arguments = {"worker": 1, "shapes": SHAPES, "device": torch.device("cpu"), "timeout_s": 20.0}
+    return Staging(Membership(meeting=trainer.door.meeting, **{**arguments, **changed}), before=before)
 
 
 @pytest.fixture

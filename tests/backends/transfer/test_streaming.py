@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.streaming as module  # noqa: E402
-from backends.transfer.broadcast import Sender  # noqa: E402
+from backends.transfer.broadcast import Membership, Sender  # noqa: E402
 from backends.transfer.layout import layout, row_bytes  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
 from backends.transfer.streaming import Streaming, StreamSender  # noqa: E402
@@ -48,11 +48,7 @@ class Meeting:
         door = Door.open("127.0.0.1")
         self.workers = [
             Streaming(
-                door.meeting,
-                worker=1 + n,
-                shapes=SHAPES,
-                device=CPU,
-                timeout_s=timeout_s,
+                Membership(meeting=door.meeting, worker=1 + n, shapes=SHAPES, device=CPU, timeout_s=timeout_s),
                 before=before and before[n],
             )
             for n in range(num_workers)
