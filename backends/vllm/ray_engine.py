@@ -1,8 +1,9 @@
 """A vLLM engine in a Ray actor: the engine that the driver calls.
 
-Theory of operation. The actor looks after vLLM's processes, and this object after the actor. Its start has a time
-limit, placing it included. From then on it is asked for a sign of life every ``BEAT_S``: when it gives none for
-``generate_timeout_s`` it hangs, and every call in progress ends. A dead actor is reported by Ray.
+Theory of operation. The actor looks after vLLM's processes, and this object after the actor. Placing it has a time
+limit, which ends the wait for a machine that is gone, and its start has another. From then on it is asked for a sign of
+life every ``BEAT_S``: when it gives none for ``generate_timeout_s`` it hangs, and every call in progress ends. A dead
+actor is reported by Ray.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pipelinerl.scheduler.events import WeightUpdate
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds an engine has to end before its process is killed."""
 PLACING_S = 60.0
-"""Seconds that Ray has to make the actor's process, beside those that the engine has to start."""
+"""Seconds that Ray has to make the actor's process, on accelerators that were set aside."""
 BEAT_S = 5.0
 """Seconds between two signs of life."""
 
@@ -55,15 +56,17 @@ class RayEngine:
         self.num_started += 1
         self._hung = asyncio.Event()
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
-        limit_s = self._settings.start_timeout_s + PLACING_S
+        phase, limit_s = "placing", PLACING_S
         try:
+            async with asyncio.timeout(limit_s):
+                self._node = await self._call("__ray_call__", lambda _: _this_node())
+            phase, limit_s = "start", self._settings.start_timeout_s
             async with asyncio.timeout(limit_s):
                 await self._call("start")
                 self._shared_memory = await self._call("shared_memory")
-                self._node = await self._call("__ray_call__", lambda _: _this_node())
         except TimeoutError:
             raise EngineLostError(
-                f"engine {self._settings.engine_id} lost: phase=start: no answer for {limit_s:g} s; "
+                f"engine {self._settings.engine_id} lost: phase={phase}: no answer for {limit_s:g} s; "
                 "its accelerators may be gone"
             ) from None
         self._watcher = asyncio.create_task(self._watch())

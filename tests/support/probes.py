@@ -1,10 +1,14 @@
-"""What the engines of a real run answer last, held bit for bit to an engine that is started with the model it wrote."""
+"""What the engines of a real run answer last, held bit for bit to an engine that is started with the model it wrote.
+
+Engines answer when they have started, and before they end. So a run that begins with that model shows it, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 from backends.interface import GenerateRequest
 from backends.vllm.engine import VLLMEngine
@@ -17,25 +21,36 @@ MODULE = """
 import json
 from pathlib import Path
 
+import backends.vllm.ray_engine
 import probes
 from backends.vllm.ray_engine import RayEngine
 from pipelinerl.errors import EngineLostError
 from pipelinerl.rl.sums import Arithmetic as Probed
 
-shutdown = RayEngine.shutdown
+start, shutdown = RayEngine.start, RayEngine.shutdown
 
 
-async def answer_first(self):
+async def tell(self, when):
+    try:
+        answers = await probes.answers(self)
+    except EngineLostError:
+        answers = []
+    (Path(__file__).parent / f"{when}-{self._settings.engine_id}.json").write_text(json.dumps(answers))
+
+
+async def start_and_tell(self):
+    await start(self)
+    backends.vllm.ray_engine.PLACING_S = 10.0  # one that is placed again, or nowhere
+    await tell(self, "first")
+
+
+async def tell_and_shut_down(self):
     if self._actor is not None:
-        try:
-            answers = await probes.answers(self)
-        except EngineLostError:
-            answers = []
-        (Path(__file__).parent / f"engine-{self._settings.engine_id}.json").write_text(json.dumps(answers))
+        await tell(self, "last")
     await shutdown(self)
 
 
-RayEngine.shutdown = answer_first
+RayEngine.start, RayEngine.shutdown = start_and_tell, tell_and_shut_down
 """
 
 
@@ -50,13 +65,13 @@ async def answers(engine):
 
 
 def probed(folder: Path) -> list[str]:
-    """Settings of a run whose engines answer once more before they end, into this folder."""
+    """Settings of a run whose engines answer at their start and before they end, into this folder."""
     (folder / "probing.py").write_text(MODULE)
     return ["train.task.name=probing:Probed"]
 
 
-def check_probes(folder: Path, model: Path, *, engines: int, workers: int) -> None:
-    """Hold what the engines answered to what one answers that is started with the model."""
+def started_with(model: Path, *, workers: int) -> list[Any]:
+    """What an engine answers that is started with the model."""
     cores = "|".join(str(worker) for worker in range(workers))
     settings = VLLMSettings(
         engine_id=9,
@@ -76,9 +91,16 @@ def check_probes(folder: Path, model: Path, *, engines: int, workers: int) -> No
         finally:
             await engine.shutdown()
 
-    expected = asyncio.run(fresh())
+    return asyncio.run(fresh())
+
+
+def told(folder: Path, when: str, engine: int = 0) -> list[Any]:
+    """What an engine of a run answered, ``first`` or ``last``."""
+    return json.loads((folder / f"{when}-{engine}.json").read_text())
+
+
+def check_probes(answered: list[Any], expected: list[Any]) -> None:
+    """Hold what an engine has answered with weights that it was sent to what one answers that was started with them."""
+    assert [one[:2] for one in answered] == [one[:2] for one in expected]
+    assert all(version > 0 for *_, version in answered)
     assert all(version == 0 for *_, version in expected)
-    for engine in range(engines):
-        answered = json.loads((folder / f"engine-{engine}.json").read_text())
-        assert [one[:2] for one in answered] == [one[:2] for one in expected]
-        assert all(version > 0 for *_, version in answered)

@@ -1,13 +1,16 @@
 """Two vLLM engines and DeepSpeed on Ray, with weights that are sent, on CPU.
 
-Engines and ranks ask Ray for more cores than a small machine has, so the clusters here pretend to have five.
+Engines and ranks ask Ray for more cores than a small machine has, so the clusters here pretend to have five, one of
+them three machines.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ psutil = pytest.importorskip("psutil")
 import ray  # noqa: E402
 from character_model import make_model  # noqa: E402
 from ledger_check import check_ledger, records  # noqa: E402
-from probes import check_probes, probed  # noqa: E402
+from probes import check_probes, probed, started_with, told  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from real_run import EXAMPLE, Process, python_path  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -152,38 +155,49 @@ def engine(model_path: Path, index: int) -> RayEngine:
     return RayEngine(given, {"num_cpus": 1, "max_concurrency": 100})
 
 
-def test_a_run_with_two_engines_of_two_workers_by_broadcast_survives_a_killed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def loses_a_machine(cluster: Cluster, machine: Any) -> None:
+    """Have a machine of the cluster vanish, with all that runs there."""
+    (raylet,) = (one for one in machine.all_processes["raylet"])
+    there = psutil.Process(raylet.process.pid)
+    for one in [there, *there.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    cluster.remove_node(machine)
+
+
+def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is on the first; the others have an engine of two workers each, which get weights by broadcast."""
     make_tiny_model(tmp_path / "model", fit_steps=0)
     monkeypatch.setenv(SUBREAPER, "true")
+    monkeypatch.setenv("RAY_health_check_failure_threshold", "2")  # seconds until Ray says that it is gone
     sets = (
         "optimizer_steps=20",
         "cluster.accelerators=5",
         "cluster.generation_accelerators=4",
         "cluster.tensor_parallel=2",
         "train.transport=broadcast",
-        "train.evaluation.problems=20",  # the last one needs all engines, the restarted one too
+        "train.evaluation.problems=20",
     )
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": NUM_CORES, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        task = probed(tmp_path)
-        env = {"PYTHONPATH": python_path(tmp_path)}
+        others = [cluster.add_node(num_cpus=2) for _ in range(2)]
+        task, env = probed(tmp_path), {"PYTHONPATH": python_path(tmp_path)}
         run = Process(
             tmp_path / "model", tmp_path / "run", *sets, *task, f"train.ray_address={cluster.address}", env=env
         )
         run.wait_for_step(5)
-        find("VLLM::EngineCore").kill()
+        loses_a_machine(cluster, others[0])
         status, stdout, stderr = run.end()
     finally:
         cluster.shutdown()
     assert status == 0, stderr
+    ((gone, left),) = re.findall(r"engine (\d) given up, engine (\d) serves its seat: engine \1 lost: ", stderr)
+    assert {gone, left} == {"0", "1"}
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     check_ledger(tmp_path / "run", load_run(EXAMPLE, list(sets)), summary)
-    assert summary.engine_restarts == 1
-    assert "lost" in stderr
+    assert summary.engine_restarts == 0
     assert summary.evaluation.success_after is not None
     assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
     loaded = {row.event.engine for row in records(tmp_path / "run") if isinstance(row.event, WeightsLoaded)}
     assert loaded == {0, 1}
-    check_probes(tmp_path, tmp_path / "run" / "model", engines=2, workers=2)
+    check_probes(told(tmp_path, "last", int(left)), started_with(tmp_path / "run" / "model", workers=2))
