@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.initialization import no_init_weights
 
 from backends.deepspeed.attention import check_kernel, register_packed_attention, sequence_arguments
 from backends.deepspeed.packing import PackedRow
@@ -106,7 +107,7 @@ def load_policy(
 
     Weights that are stored in the type they are trained in are mapped from their file, not read: the ranks of a machine
     share its pages, and none has a copy of its own in the host's memory. Under ZeRO-3 none is ever whole on a rank, in
-    whatever type it is stored.
+    whatever type it is stored; but rank 0 has experts whole that are fused while they are loaded.
 
     Dropout is turned off: the policy that is trained is the one that samples.
 
@@ -124,13 +125,17 @@ def load_policy(
     config = AutoConfig.from_pretrained(model_path)
     if hasattr(config, "attention_dropout"):
         config.attention_dropout = 0.0
-    dtype = dtype or TRAINED_DTYPES[device]
-    model = AutoModelForCausalLM.from_pretrained(
-        model_path,
-        config=config,
-        dtype=dtype if zero3 is None else "auto",  # as it is stored: split parameter by parameter
-        attn_implementation=register_packed_attention(),
-    )
+    dtype, attention = dtype or TRAINED_DTYPES[device], register_packed_attention()
+    if zero3 is None or torch.distributed.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            config=config,
+            dtype=dtype if zero3 is None else "auto",  # as it is stored: split parameter by parameter
+            attn_implementation=attention,
+        )
+    else:
+        with no_init_weights():  # nothing is written into this memory, so there is none
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if zero3 is not None:
         _split(model, dtype, zero3)
         model.config.dtype = dtype
@@ -150,8 +155,10 @@ def _split(model: torch.nn.Module, dtype: torch.dtype, config: dict[str, Any]) -
         whole = parameter.data
         parameter.data = whole.to(dtype, copy=True) if reads else torch.empty_like(whole, dtype=dtype)
         splitter._convert_to_zero_parameters([parameter])
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(splitter.local_device)
+    buffers = [dict(model.named_buffers())]  # those of a checkpoint are known to rank 0 only
+    torch.distributed.broadcast_object_list(buffers, src=0)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffers[0][name].to(splitter.local_device)
 
 
 def row_tensors(row: PackedRow, device: torch.device) -> dict[str, Any]:

@@ -63,11 +63,13 @@ class Publisher:
         self._stream: StreamSender | None = None
 
     def check(self, model: PolicyModel) -> None:
-        """Check that what this model publishes is what engines expect: no later attempt would change it.
+        """Check (on rank 0) that what this model publishes is what engines expect: no later attempt would change it.
 
         Raises:
             BackendError: If a weight is missing, unknown, or of another shape.
         """
+        if not self._receives:
+            return
         shapes = {name: tuple(weight.shape) for name, weight in saved_shapes(model).items()}
         check_names(shapes, checkpoint_shapes(self._model_path), source="weights to be sent")
 

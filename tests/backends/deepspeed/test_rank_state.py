@@ -55,6 +55,12 @@ ROUNDING = 2e-5
 """As in ``test_rank.py``."""
 BIG = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
 """A model of 105 MB in bfloat16, whose largest parameters have 2 MB."""
+EXPERTS = {
+    "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 1024, "n_group": 1, "topk_group": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+"""One of 94 MB, whose experts, 75 MB, are fused while they are loaded, the largest into parameters of 17 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +211,8 @@ def _resized(rank: int, port: int, model_path: Path, folder: Path, zero_stage: i
     one.shutdown()
 
 
-def _peak_bytes(model_path: Path) -> int:
-    """Load a model under ZeRO-3; return the most memory that this process has had more than before."""
+def _loaded(model_path: Path) -> tuple[int, dict[str, Any]]:
+    """Load a model under ZeRO-3; return the most memory that this process has had more than before, and biases."""
     status, peak, ended = Path("/proc/self/status"), [], threading.Event()
 
     def own() -> int:
@@ -224,8 +230,10 @@ def _peak_bytes(model_path: Path) -> int:
     model = load_policy(str(model_path), device="cpu", zero3=config)
     ended.set()
     watcher.join()
-    assert sum(parameter.ds_tensor.nbytes for parameter in model.parameters()) > 52e6
-    return max(*peak, own()) - before
+    half = sum(parameter.ds_tensor.nbytes for parameter in model.parameters())
+    assert half > 45e6
+    biases = {name: buffer.numpy() for name, buffer in model.named_buffers() if name.endswith("_bias")}
+    return max(*peak, own()) - before, biases
 
 
 def _one_of_two(rank: int, port: int, model_path: Path, folder: Path, results: Any) -> None:
@@ -234,7 +242,7 @@ def _one_of_two(rank: int, port: int, model_path: Path, folder: Path, results: A
         results.put((rank, _in_float32(rank, port, model_path, zero_stage)))
         if not zero_stage:
             TRAINED_DTYPES["cpu"] = torch.bfloat16
-            results.put((rank, _peak_bytes(folder / "big")))
+            results.put((rank, (_loaded(folder / "big"), _loaded(folder / "experts"))))
             TRAINED_DTYPES["cpu"] = torch.float32
     TRAINED_DTYPES["cpu"] = torch.bfloat16
     for zero_stage in SPLIT:
@@ -247,6 +255,10 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("resized")
     config = transformers.LlamaConfig(**BIG, num_attention_heads=8)
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "big")  # in float32: every number is converted
+    experts = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**EXPERTS)).bfloat16()
+    for name, buffer in experts.named_buffers():
+        buffer.data = torch.arange(8).float() if name.endswith("_bias") else buffer.data
+    experts.save_pretrained(folder / "experts")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TRAINED_DTYPES, "cpu", torch.bfloat16)
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -275,7 +287,7 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         finally:
             for rank in ranks:
                 rank.kill()
-        yield SimpleNamespace(folder=folder, peaks=[reports[rank].pop(1) for rank in (0, 1)], steps=reports[0])
+        yield SimpleNamespace(folder=folder, loaded=[reports[rank].pop(1) for rank in (0, 1)], steps=reports[0])
 
 
 def test_two_ranks_make_the_step_of_plain_adamw(model_path: Path, of_two: SimpleNamespace) -> None:
@@ -308,7 +320,16 @@ def test_two_ranks_go_on_from_one_and_one_from_two(
 
 def test_no_rank_has_the_model_whole_in_memory_under_zero_3(of_two: SimpleNamespace) -> None:
     """Each of two has its half of 105 MB, parameters of 2 MB one at a time, and what libraries keep for themselves."""
-    assert all(52e6 < peak < 63e6 for peak in of_two.peaks), of_two.peaks
+    peaks = [peak for (peak, _), _ in of_two.loaded]
+    assert all(52e6 < peak < 63e6 for peak in peaks), peaks
+
+
+def test_experts_that_are_fused_are_whole_on_rank_0_only_and_others_have_its_biases(of_two: SimpleNamespace) -> None:
+    """The second rank has its half of 94 MB and a parameter of 17 MB at a time; the first all experts besides."""
+    (first, _), (second, biases) = (experts for _, experts in of_two.loaded)
+    assert second < 47e6 + 17e6 + 10e6 < first, (first, second)
+    assert len(biases) == 3
+    assert all(bias.tolist() == list(range(8)) for bias in biases.values())
 
 
 # ------------------------------------------------------------------------------------------------ messages
