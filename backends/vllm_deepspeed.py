@@ -92,12 +92,14 @@ def _check_model(config: RunConfig, train: TrainConfig) -> None:
 
 
 def _check_trainable(config: RunConfig, train: TrainConfig, model: Any) -> None:
-    """Check that the trainer can compute this model, and on GPUs that it fits."""
+    """Check that the trainer can compute this model, and on GPUs that the run fits."""
     from backends.deepspeed.footprint import check_memory, check_trainable
+    from backends.deepspeed.host_memory import check_host_memory
 
     check_trainable(model)
     if train.device == "gpu":
         check_memory(config, model)
+        check_host_memory(config, model)
 
 
 def _model_config(path: str) -> Any:

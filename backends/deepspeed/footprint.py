@@ -86,7 +86,7 @@ def pack_activations(
     Raises:
         ConfigError: If the trainer cannot train such a model.
     """
-    return _activations(_on_meta(model_config, dtype), pack_tokens, checkpointing=checkpointing, value_head=value_head)
+    return _activations(on_meta(model_config, dtype), pack_tokens, checkpointing=checkpointing, value_head=value_head)
 
 
 def _activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool) -> Activations:
@@ -119,7 +119,7 @@ def check_trainable(model_config: Any) -> None:
     if others:
         raise ConfigError(f"train.model.path: the trainer packs sequences, and layers of {others[0]} would mix them")
     try:
-        plain = _logits_are_plain(_on_meta(model_config, torch.bfloat16))
+        plain = _logits_are_plain(on_meta(model_config, torch.bfloat16))
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -144,7 +144,8 @@ def _logits_are_plain(policy: Any) -> bool:
     return getattr(head, "bias", None) is None and before == after and output.logits is seen["logits"]
 
 
-def _on_meta(model_config: Any, dtype: torch.dtype) -> Any:
+def on_meta(model_config: Any, dtype: torch.dtype) -> Any:
+    """Return the model on torch's device ``meta``, where it has shapes and no numbers."""
     with torch.device("meta"):
         attention = register_packed_attention()
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention).train()
@@ -162,7 +163,7 @@ def footprint(
         value_head: Whether there is one.
         reference: Whether a replica of the reference model is on the same GPU.
     """
-    policy = _on_meta(model_config, torch.bfloat16)
+    policy = on_meta(model_config, torch.bfloat16)
     numels = [parameter.numel() for parameter in policy.parameters()]
     num, stage = sum(numels), trainer.zero_stage
     spread = [num_ranks if stage >= least else 1 for least in (3, 2, 1)]

@@ -1,0 +1,97 @@
+"""What a run needs of its machine's memory: by hand for small models, and what is said where it is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from refusals import message  # noqa: E402
+
+from backends.deepspeed import host_memory as module  # noqa: E402
+from backends.deepspeed.host_memory import check_host_memory, host_memory  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
+EIGHT = ("cluster.accelerators=8", "cluster.generation_accelerators=4")
+SMALL = {
+    "vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+LAYER = 4 * 128 * 128 + 2 * 128
+"""Parameters of attention and norms."""
+
+
+def dense() -> Any:
+    return transformers.LlamaConfig(**SMALL, intermediate_size=256)
+
+
+def experts() -> Any:
+    return transformers.Qwen3MoeConfig(**SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+
+
+def run(*changed: str) -> Any:
+    return load_run(EXAMPLE, [*EIGHT, *changed])
+
+
+DENSE = 2 * 1000 * 128 + 128 + 2 * (LAYER + 3 * 128 * 256)
+ROUTED = 2 * 8 * 3 * 128 * 64
+"""Parameters of the experts, which are fused."""
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [("broadcast", 2 * 2 * DENSE), ("streamed", 2 * 2**28 * (1 + 4)), ("file", (1 + 1 + 2) * 2 * DENSE)],
+)
+def test_weights_are_counted_as_each_transport_holds_them(transport: str, expected: int) -> None:
+    """Rank 0's row and the engines'; two buckets of each end; a copy, the file being written and the two before."""
+    needs = host_memory(run(f"train.transport={transport}"), dense())
+    assert (needs.weights, needs.checkpoint, needs.loading) == (expected, 12 * DENSE, 0)
+    assert needs.total == expected + 12 * DENSE
+
+
+@pytest.mark.parametrize(
+    ("sets", "readers"),
+    [((), 1), (("train.trainer.zero_stage=2",), 4), (("train.loss.kl_coefficient=0.1",), 1 + 4)],
+)
+def test_experts_that_are_fused_are_whole_where_they_are_read(sets: tuple[str, ...], readers: int) -> None:
+    assert host_memory(run(*sets), experts()).loading == readers * 2 * ROUTED
+
+
+@pytest.mark.parametrize(
+    ("sets", "gigabytes", "key"),
+    [
+        (("train.trainer.zero_stage=2", "train.loss.kl_coefficient=0"), 28, "train.trainer.zero_stage must be 3: "),
+        ((), 13, "train.transport must be 'streamed': "),
+        ((), 11, "train.ray_address must lead to a cluster of more machines: 15.0 GB of this machine's memory are "),
+    ],
+)
+def test_the_key_to_change_is_the_one_that_helps(
+    monkeypatch: pytest.MonkeyPatch, sets: tuple[str, ...], gigabytes: int, key: str
+) -> None:
+    """Of 15 GB 3 go as weights; with streaming 12.3; 36 for fused experts on four ranks."""
+    one = SimpleNamespace(weights=3e9, checkpoint=12e9, loading=0.0, total=15e9)
+    cases = {
+        ("broadcast", 3): one,
+        ("streamed", 3): SimpleNamespace(weights=0.3e9, checkpoint=12e9, loading=0.0, total=12.3e9),
+        ("broadcast", 2): SimpleNamespace(weights=3e9, checkpoint=12e9, loading=36e9, total=36e9),
+        ("streamed", 2): SimpleNamespace(weights=0.3e9, checkpoint=12e9, loading=36e9, total=36e9),
+    }
+
+    def counted(config: Any, _: Any) -> Any:
+        train = config.train
+        return cases[train.chosen_transport(colocated=config.colocated), train.trainer.zero_stage]
+
+    monkeypatch.setattr(module, "host_memory", counted)
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
+    assert message(check_host_memory, run(*sets), None).startswith(key)
+    check_host_memory(run(*sets, "train.ray_address=auto"), None)  # --check looks at those machines
+
+
+def test_what_fits_passes() -> None:
+    check_host_memory(run(), dense())
