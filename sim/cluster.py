@@ -25,13 +25,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import repeat
-from typing import Protocol, assert_never
+from typing import assert_never
 
-from pipelinerl.config.environment import PrefixCaching
+from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
+from pipelinerl.hardware.tables import ResolvedHardware
 from pipelinerl.records.recording import Recorder
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import (
@@ -39,11 +40,9 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     Event,
-    ObservationReady,
     OpenEnvironment,
     PublishWeights,
     RolloutAborted,
-    RolloutFailed,
     RolloutFinished,
     RolloutPreempted,
     RolloutScored,
@@ -52,7 +51,6 @@ from pipelinerl.scheduler.events import (
     Stop,
     StopReason,
     TrainingFinished,
-    TurnFinished,
     VersionSpans,
     WeightsLoaded,
     WeightsPublished,
@@ -60,40 +58,14 @@ from pipelinerl.scheduler.events import (
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost
 from sim.engine import ClosedFormEngine, EngineSettings
-from sim.episodes import Episode, Episodes
+from sim.environments import Environments, check_turns
+from sim.episodes import Episodes
 from sim.learning.tasks import checked_task
-from sim.request import EngineHost, Request, SimulatedEngine, TokenSource
+from sim.request import EngineHost, LearningPolicy, Request, SimulatedEngine
 from sim.streams import DispatchDelays
 from sim.workload import Workload, grown_length, growth_factor
 
 EngineFactory = Callable[[Clock, EngineHost, int, EngineSettings], SimulatedEngine]
-
-
-class LearningPolicy(Protocol):
-    """A policy that learns during the run (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
-
-    @property
-    def answers(self) -> PolicyAnswers:
-        """The answers it gives, from which engines have their lengths."""
-
-    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
-        """Return the reward of a rollout whose last token is there."""
-
-    def forget(self, rollout_id: int) -> None:
-        """Forget a rollout that will not be trained on."""
-
-    def publish(self, version: int, *, oldest: int) -> None:
-        """Keep the trainer's weights for the engines; no engine has a version before ``oldest``."""
-
-    def train(self, command: StartTraining) -> None:
-        """Train on a micro-batch; raise RunFailedError if that diverges."""
-
-
-class PolicyAnswers(TokenSource, Protocol):
-    """A token source that knows which prompt a rollout answers."""
-
-    def ask(self, rollout_id: int, prompt_id: int) -> None:
-        """Note a rollout that is on its way to an engine."""
 
 
 class SimulatedCluster:
@@ -117,7 +89,7 @@ class SimulatedCluster:
         Raises:
             ConfigError: If a file the configuration names cannot be used, or a prompt can never fit.
         """
-        _check_turns(config)
+        check_turns(config)
         self._config = config
         self._recorder: Recorder  # set by run()
         self._now, self._now_s = 0, 0.0  # of the event being handled
@@ -132,18 +104,7 @@ class SimulatedCluster:
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
         self._scheduler: Scheduler = config.new_scheduler()
-        settings = EngineSettings(
-            decode=decode_cost(
-                hardware.decode,
-                tensor_parallel=config.cluster.tensor_parallel,
-                num_slots=config.scheduler.generation_batch_size,
-            ),
-            prefill=prefill_cost(hardware.prefill),
-            kv_cache_tokens=hardware.kv_cache_tokens,
-            pause_ticks=to_ticks(hardware.weights.pause_s),
-            tokens=None if policy is None else policy.answers,
-            prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
-        )
+        settings = _engine_settings(config, hardware, policy)
         self._engines = {  # by engine id
             engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)
         }
@@ -153,8 +114,7 @@ class SimulatedCluster:
         self._aborted: dict[int, Request] = {}  # aborted by a weight update, to be started again
         self._rewards: dict[int, float] = {}  # of what is being scored
         self._tokens = array("I")
-        self._episodes = None if config.environment is None else Episodes(config, self._workload)
-        self._open: dict[int, tuple[Request, Episode]] = {}  # rollouts with turns that have not finished
+        self._environments = None if config.environment is None else self._new_environments(config.environment)
         self._aborting: set[int] = set()  # to be forgotten once their engines have ended them
         self._group_size = config.workload.group_size
         self._growth = config.workload.length.growth
@@ -186,6 +146,10 @@ class SimulatedCluster:
         self._failure: RunFailedError | None = None
         self._interrupted = False
         self._done = self._clock.event()
+
+    def _new_environments(self, config: EnvironmentConfig) -> Environments:
+        episodes = Episodes(self._config, self._workload)
+        return Environments(self._clock, config, episodes, deliver=self._deliver, forget=self._forget)
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.
@@ -240,10 +204,8 @@ class SimulatedCluster:
         rollout_id = request.rollout_id
         if self._aborting:
             self._aborting.discard(rollout_id)
-        if self._episodes is not None and not self._open[rollout_id][1].is_last_turn:
-            self._end_turn(engine, request, spans)
+        if self._environments is not None and self._environments.goes_on(engine, request, spans):
             return
-        self._open.pop(rollout_id, None)
         if self._policy is not None:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
@@ -253,34 +215,6 @@ class SimulatedCluster:
         self._rewards[rollout_id] = request.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
         Wake(self._clock, self._score_ticks, CLUSTER_PRIORITY, rollout_id, self._scored)
-
-    def _end_turn(self, engine: int, request: Request, spans: VersionSpans) -> None:
-        """Report the end of a turn that another one follows, and have the environment act."""
-        request.keep(spans)
-        episode = self._open[request.rollout_id][1]
-        episode.turn += 1
-        request.goes_on = not episode.is_last_turn
-        self._deliver(TurnFinished(request.rollout_id, engine, spans))
-        self._act(request.rollout_id)
-
-    def _act(self, rollout_id: int) -> None:
-        """Have the environment of a rollout act before its turn, unless the rollout is forgotten."""
-        if rollout_id in self._open:
-            episode = self._open[rollout_id][1]
-            Wake(self._clock, episode.acting_ticks[episode.turn], CLUSTER_PRIORITY, rollout_id, self._acted)
-
-    def _acted(self, wake: Wake) -> None:
-        """Report what the environment has answered, or that it has failed."""
-        rollout_id = wake.tag
-        if rollout_id not in self._open:
-            return  # it was forgotten meanwhile
-        request, episode = self._open[rollout_id]
-        if episode.turn == episode.fails_before:
-            self._forget(rollout_id)
-            self._deliver(RolloutFailed(rollout_id))
-            return
-        request.observe(episode.observed[episode.turn], episode.ends[episode.turn])
-        self._deliver(ObservationReady(rollout_id))
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
         """Report a rollout that ended early."""
@@ -349,9 +283,10 @@ class SimulatedCluster:
     def _start_rollout(self, command: StartRollout) -> None:
         rollout_id = command.rollout_id
         group_id, member = divmod(rollout_id, self._group_size)
-        if self._episodes is not None:
+        if self._environments is not None:
             self._aborted.pop(rollout_id, None)
-            self._submit(self._open[rollout_id][0], command.engine, self._delays.group(group_id)[member])
+            request = self._environments.request(rollout_id)
+            self._submit(request, command.engine, self._delays.group(group_id)[member])
             return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
@@ -374,19 +309,11 @@ class SimulatedCluster:
         self._engines[engine].submit(request, at + delay)
 
     def _open_environment(self, command: OpenEnvironment) -> None:
-        """Draw a rollout with turns, and have its environment made ready."""
-        assert self._episodes is not None
-        rollout_id, prompt_id = command.rollout_id, command.prompt_id
-        group_id, member = divmod(rollout_id, self._group_size)
+        assert self._environments is not None
+        group_id, member = divmod(command.rollout_id, self._group_size)
         if group_id != self._drawn_id:
-            self._draw_group(group_id, prompt_id)
-        episode, request = self._episodes.episode(rollout_id, prompt_id), self._drawn[member]
-        request.prompt_tokens = episode.prompt_tokens
-        request.finish_at(episode.ends[0])
-        request.keep(request.spans)
-        request.goes_on = not episode.is_last_turn
-        self._open[rollout_id] = (request, episode)
-        self._act(rollout_id)
+            self._draw_group(group_id, command.prompt_id)
+        self._environments.open(self._drawn[member], command.prompt_id)
 
     def _draw_group(self, group_id: int, prompt_id: int) -> None:
         """Draw the requests and delays of a group; its rollouts mostly start one after the other."""
@@ -438,7 +365,8 @@ class SimulatedCluster:
 
     def _forget(self, rollout_id: int) -> None:
         self._aborted.pop(rollout_id, None)
-        self._open.pop(rollout_id, None)
+        if self._environments is not None:
+            self._environments.forget(rollout_id)
         if self._policy is not None:
             self._policy.forget(rollout_id)
 
@@ -446,16 +374,20 @@ class SimulatedCluster:
         Wake(self._clock, ticks, CLUSTER_PRIORITY, 0, call)
 
 
-def _check_turns(config: RunConfig) -> None:
-    """Raise ConfigError if rollouts are to have turns where they cannot."""
-    if config.environment is None:
-        return
-    if config.policy is not None:
-        raise ConfigError("[environment] is not simulated with [policy] so far: remove one of the tables")
-    if config.workload.length.growth != 1.0:
-        raise ConfigError(
-            f"workload.length.growth must be 1 with an [environment], got {config.workload.length.growth:g}"
-        )
+def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: LearningPolicy | None) -> EngineSettings:
+    """Return speed and size of an engine."""
+    return EngineSettings(
+        decode=decode_cost(
+            hardware.decode,
+            tensor_parallel=config.cluster.tensor_parallel,
+            num_slots=config.scheduler.generation_batch_size,
+        ),
+        prefill=prefill_cost(hardware.prefill),
+        kv_cache_tokens=hardware.kv_cache_tokens,
+        pause_ticks=to_ticks(hardware.weights.pause_s),
+        tokens=None if policy is None else policy.answers,
+        prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
+    )
 
 
 def _check_capacity(capacity: int | None, longest: int) -> None:

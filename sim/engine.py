@@ -170,6 +170,8 @@ class ClosedFormEngine:
         if wake is not self._wake:
             return
         self._awake = True
+        if self._joined is not None:
+            self._keep_join()
         batch = self._batch
         now = taken_until = self._wake_at
         if self._pause_end is not None:
@@ -202,11 +204,21 @@ class ClosedFormEngine:
         self._plan(now)
 
     def _undo_join(self) -> None:
-        """Undo a join at a boundary that is still to come."""
+        """Undo a join at a boundary that is still to come; one that has been stays."""
+        if self._joined is None:
+            return
         if self._batch.tick > self._clock.now:
             self._batch.undo_join()
-            assert self._joined is not None
             heapq.heappush(self._arrivals, self._joined)
+            self._joined = None
+        else:
+            self._keep_join()
+
+    def _keep_join(self) -> None:
+        """Take the cache of the request that has joined at a boundary before this one."""
+        assert self._joined is not None
+        self._cache.take(self._joined[2].rollout_id)
+        self._joined = None
 
     def _take_calls(self, until: int) -> None:
         """Take up the calls that have arrived up to tick ``until``."""
@@ -341,7 +353,7 @@ class ClosedFormEngine:
 
     def _plan_steps(self) -> int:
         """Plan the steps to the next wake-up, with a join in between if that is possible; return its tick."""
-        batch, arrivals = self._batch, self._arrivals
+        batch, arrivals, cache = self._batch, self._arrivals, self._cache
         call_at = self._next_call() if self._called else arrivals[0][0] if arrivals else None
         if call_at is not None:
             to_call, at, before_change = batch.first_boundary_after(call_at)
@@ -349,9 +361,9 @@ class ClosedFormEngine:
                 if (
                     self._called
                     or self._waiting
-                    or self._cache.kept
                     or len(arrivals) > 1
                     or not batch.fits(request := arrivals[0][2], to_call)
+                    or (cache.kept and not cache.has_room(batch.context_tokens + to_call * len(batch.requests)))
                 ):
                     self._wake_steps = to_call
                     return at
@@ -360,7 +372,8 @@ class ClosedFormEngine:
                 if self._tokens is not None:
                     self._tokens.begin(request, self.version)
                 request.first_update = len(self._versions)
-                batch.join(request, self._prefill.ticks(request.tokens_to_prefill), to_call, at)
+                cached = cache.kept.get(request.rollout_id, 0) if cache.kept else 0
+                batch.join(request, self._prefill.ticks(request.tokens_to_prefill, cached), to_call, at)
         self._wake_steps, at = batch.next_change()
         return at
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -24,10 +24,11 @@ from pydantic import Field, ValidationError, model_validator
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.util.explain import did_you_mean
+from pipelinerl.scheduler.events import EnvironmentFault
+from pipelinerl.util.explain import did_you_mean, explain, read_text
 from pipelinerl.util.limits import LONGEST_S, MOST_TOKENS
 from pipelinerl.util.strict_model import StrictModel
-from sim.clock import TICKS_PER_S
+from sim.clock import TICKS_PER_S, to_ticks
 from sim.streams import named_stream
 from sim.workload import Workload
 
@@ -35,6 +36,8 @@ SHIPPED_FOLDER = Path(__file__).parent / "data"
 """Folder of the shipped sets of turns."""
 SUFFIX = ".jsonl.gz"
 """What the file of a shipped set ends in."""
+NEVER = 2**100
+"""A tick after all others."""
 
 
 @dataclass(slots=True)
@@ -49,10 +52,16 @@ class Episode:
     """Tokens it observes before each turn; none before the first, whose observation is the prompt (count)."""
     acting_ticks: tuple[int, ...]
     """Ticks that the environment acts before each turn: a reset, then steps."""
-    fails_before: int
-    """Turn before which the environment fails (number from 0); the number of turns: it does not."""
+    faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]]
+    """Of turns before which the environment fails: the ticks of each failure, and what it is."""
+    expires_at: int = NEVER
+    """Tick at which it is given up."""
     turn: int = 0
     """Turn that it is in, or that its environment acts before (number from 0)."""
+    num_failed: int = 0
+    """Failures of the environment before that turn so far (count)."""
+    fault: EnvironmentFault | None = None
+    """How what the environment does now will fail; None: it will not."""
 
     @property
     def is_last_turn(self) -> bool:
@@ -142,15 +151,45 @@ class Episodes:
             seconds = _drawn(stream, config.step_s, config.step_cv, num_turns)
             observed[0] = 0
         seconds[0] = _drawn(stream, config.reset_s, config.reset_cv, 1)[0]
-        fails = np.flatnonzero(stream.random(num_turns) < config.failure_rate)
-        return _cut(
-            prompt_tokens,
-            generated,
-            observed.clip(0, turns.observation_max).astype(np.int64),
-            seconds.clip(0.0, config.step_max_s),
-            context_max=turns.context_max,
-            fails_before=int(fails[0]) if len(fails) else num_turns,
-        )
+        seconds = seconds.clip(0.0, config.step_max_s)
+        faults = self._faults(stream, seconds)
+        observed = observed.clip(0, turns.observation_max).astype(np.int64)
+        return _cut(prompt_tokens, generated, observed, seconds, context_max=turns.context_max, faults=faults)
+
+    def _faults(
+        self, stream: np.random.Generator, seconds: NDArray[np.float64]
+    ) -> dict[int, list[tuple[int, EnvironmentFault]]]:
+        """Return how the environment fails before each turn; the seconds are then those of the try that does not.
+
+        The last turn here is the first before which it fails once more than it is tried again.
+        """
+        config = self._environment
+        errors = stream.random(len(seconds)) < config.failure_rate
+        limits, rates = np.full(len(seconds), config.step_timeout_s), np.full(len(seconds), config.step_hang_rate)
+        limits[0], rates[0] = config.reset_timeout_s, config.reset_hang_rate
+        first_s = np.where(stream.random(len(seconds)) < rates, np.inf, seconds) if rates.any() else seconds
+        faults: dict[int, list[tuple[int, EnvironmentFault]]] = {}
+        for turn in np.flatnonzero(errors | (first_s > limits)).tolist():
+            faults[turn] = fails = []
+            once_s, error = float(first_s[turn]), bool(errors[turn])
+            while error or once_s > limits[turn]:
+                fault = EnvironmentFault.TIMEOUT if once_s > limits[turn] else EnvironmentFault.ERROR
+                fails.append((to_ticks(min(once_s, limits[turn])), fault))
+                if len(fails) > config.retries:
+                    return faults
+                once_s, error = self._again(stream, turn, float(seconds[turn])), stream.random() < config.failure_rate
+                if stream.random() < rates[turn]:
+                    once_s = math.inf
+            seconds[turn] = once_s
+        return faults
+
+    def _again(self, stream: np.random.Generator, turn: int, seconds: float) -> float:
+        """Return the time of another try before a turn, of which the first took so long (s)."""
+        config = self._environment
+        if turn and self._recorded:
+            return seconds
+        mean, cv = (config.step_s, config.step_cv) if turn else (config.reset_s, config.reset_cv)
+        return min(float(_drawn(stream, mean, cv, 1)[0]), config.step_max_s)
 
     def _choose(self, stream: np.random.Generator, rollout_id: int, prompt_id: int) -> RecordedEpisode:
         """Return a recorded episode: siblings are different ones of one task, where that has enough; else any."""
@@ -195,7 +234,7 @@ def _cut(
     seconds: NDArray[np.float64],
     *,
     context_max: int,
-    fails_before: int,
+    faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]],
 ) -> Episode:
     """Return the episode that fits into a context: only turns that begin below it, the last of them cut there."""
     ends = np.cumsum(generated)
@@ -207,7 +246,7 @@ def _cut(
         ends=tuple(ends[:num_turns].tolist()),
         observed=tuple(observed[:num_turns].tolist()),
         acting_ticks=tuple(np.rint(seconds[:num_turns] * TICKS_PER_S).astype(np.int64).tolist()),
-        fails_before=min(fails_before, num_turns),
+        faults=faults,
     )
 
 
@@ -236,20 +275,13 @@ def read_turns(source: str) -> Sequence[RecordedEpisode]:
         hint = did_you_mean(source, shipped) + f"shipped sets: {', '.join(shipped)}"
         raise ConfigError(f"{key} must be a shipped set or the path of a .jsonl file, got {source!r}; {hint}")
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
-    try:
-        data = gzip.decompress(path.read_bytes()) if source in shipped else path.read_bytes()
-        lines = data.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} must be a readable file, got {source!r} ({error})") from None
+    text = gzip.decompress(path.read_bytes()).decode() if source in shipped else read_text(path, key)
     episodes = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             episodes.append(RecordedEpisode.model_validate_json(line))
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            reason = first["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"{path} line {number}: {place + ': ' if place else ''}{reason}") from None
+            raise ConfigError(f"{path} line {number}: {explain(error, RecordedEpisode)[0]}") from None
     if not episodes:
         raise ConfigError(f"{key} must hold an episode at least, got {source!r}")
     return episodes

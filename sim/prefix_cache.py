@@ -35,6 +35,10 @@ class PrefixCache:
         self._tokens -= tokens
         return tokens
 
+    def has_room(self, used: int) -> bool:
+        """Return whether the caches and the tokens used by what is running fit."""
+        return self._tokens + used <= self._capacity
+
     def make_room(self, used: int) -> None:
         """Drop caches until they and the tokens used by what is running fit."""
         while self.kept and self._tokens + used > self._capacity:

@@ -1,4 +1,4 @@
-"""A rollout on an engine, and the interface between engines and the simulated cluster.
+"""A rollout on an engine, and the interfaces of the simulated cluster: to its engines and to a policy that learns.
 
 Where rollouts have turns (``sim.episodes``), a request finishes with each, observes, and is submitted again: to its
 engine what it observed is prompt.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pipelinerl.scheduler.events import NO_TOKENS, VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import NO_TOKENS, StartTraining, VersionSpans, WeightUpdate
 
 
 class Request:
@@ -73,6 +73,33 @@ class TokenSource(Protocol):
 
     def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch, with the tokens each has, that goes on with other weights."""
+
+
+class PolicyAnswers(TokenSource, Protocol):
+    """A token source that knows which prompt a rollout answers."""
+
+    def ask(self, rollout_id: int, prompt_id: int) -> None:
+        """Note a rollout that is on its way to an engine."""
+
+
+class LearningPolicy(Protocol):
+    """A policy that learns during the run (``sim.learning.loop.Learner``; not imported here: it needs torch)."""
+
+    @property
+    def answers(self) -> PolicyAnswers:
+        """The answers it gives, from which engines have their lengths."""
+
+    def finished(self, rollout_id: int, spans: VersionSpans) -> float:
+        """Return the reward of a rollout whose last token is there."""
+
+    def forget(self, rollout_id: int) -> None:
+        """Forget a rollout that will not be trained on."""
+
+    def publish(self, version: int, *, oldest: int) -> None:
+        """Keep the trainer's weights for the engines; no engine has a version before ``oldest``."""
+
+    def train(self, command: StartTraining) -> None:
+        """Train on a micro-batch; raise RunFailedError if that diverges."""
 
 
 class EngineHost(Protocol):

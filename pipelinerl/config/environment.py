@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelinerl.util.limits import LONGEST_S, Count, Seconds, Tokens, TokensOrZero
+from pipelinerl.util.limits import LONGEST_S, Count, PositiveSeconds, Seconds, Tokens, TokensOrZero
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -81,11 +81,21 @@ class EnvironmentConfig(StrictModel):
     step_max_s: Seconds = LONGEST_S
     """Longest time of a reset or a step, where it is cut (s)."""
     failure_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Probability that a reset or a step fails, at the end of its time: the rollout fails (no unit)."""
-    reset_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
-    """Real runs only: longest reset; the rollout fails then, and its environment's process is killed (s)."""
-    step_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
-    """Real runs only: longest step; the rollout fails then, and its environment's process is killed (s)."""
+    """Probability that a reset or a step fails, at the end of its time (no unit)."""
+    reset_hang_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Simulated runs only: probability that a reset hangs until its time-out (no unit)."""
+    step_hang_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Simulated runs only: probability that a step hangs until its time-out (no unit)."""
+    retries: int = Field(default=0, ge=0, le=100)
+    """Simulated runs only: times that a reset or a step that failed is made again before its rollout fails (count). A
+    recorded step takes as long again."""
+    lifetime_s: PositiveSeconds | None = None
+    """Simulated runs only: longest time of a rollout from the start of its reset (s). What its environment does is cut
+    off there, what an engine does is not; the rollout fails. None: no limit."""
+    reset_timeout_s: PositiveSeconds = 600.0
+    """Longest reset; it has failed then, and in a real run its environment's process is killed (s)."""
+    step_timeout_s: PositiveSeconds = 60.0
+    """Longest step; it has failed then, and in a real run its environment's process is killed (s)."""
     prefix_cache: PrefixCaching = Field(default=PrefixCaching.SALTED, strict=False)
     """What becomes of the KV cache of a rollout between two turns."""
     turns: TurnsConfig

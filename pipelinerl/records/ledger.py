@@ -36,13 +36,15 @@ from pipelinerl.records.reports import (
 from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.records.step_ledger import OpenStep
 from pipelinerl.records.steps import StepRow
-from pipelinerl.records.turn_ledger import TurnLedger
+from pipelinerl.records.turn_ledger import Place, TurnLedger
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardReason,
     DiscardRollouts,
+    EnvironmentFailed,
     Event,
+    ObservationReady,
     OpenEnvironment,
     PublishWeights,
     RolloutAborted,
@@ -167,9 +169,7 @@ class RunLedger:
     def event(self, time_s: float, event: Event) -> None:
         """Record an event that was reported at ``time_s``."""
         self._time_s = time_s
-        if self._turns is not None:
-            self._turns.event(time_s, event)
-        # These two come once per rollout; `match` would cost three times as much as `isinstance`.
+        # These four come once per rollout or turn; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
             if event.engine is None:
@@ -183,22 +183,30 @@ class RunLedger:
                 self._step.num_scoring += 1
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
+            if self._turns is not None:
+                place = Place.SCORING if event.reward is None else None
+                (self._turns.move if event.engine is None else self._turns.end_turn)(time_s, rollout_id, place)
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
             self._step.num_scoring -= 1
+            if self._turns is not None:
+                self._turns.move(time_s, event.rollout_id, None)
+            return
+        if isinstance(event, TurnFinished):
+            self._turn_finished(event)
+            return
+        if isinstance(event, ObservationReady):
+            self._place(event.rollout_id, Place.WAITING)
             return
         match event:
-            case TurnFinished():
-                num_tokens = event.spans.num_tokens
-                self._leave_engine(event.rollout_id, event.engine, num_tokens)
-                self._between_turns[event.rollout_id] = num_tokens
-                self._tokens_cut_short += num_tokens
-                self._aborting.discard(event.rollout_id)
             case RolloutAborted():
                 self._aborted(event)
             case RolloutFailed():
                 self._failed(event)
+            case EnvironmentFailed():
+                if self._turns is not None:
+                    self._turns.fault(event.fault, again=event.again)
             case RolloutPreempted():
                 self._num_preemptions += 1
             case TrainingFinished():
@@ -213,8 +221,6 @@ class RunLedger:
     def command(self, time_s: float, command: Command) -> None:
         """Record a command that was given at ``time_s``."""
         self._time_s = time_s
-        if self._turns is not None:
-            self._turns.command(time_s, command)
         if isinstance(command, StartRollout):  # comes once per rollout
             rollout_id, engine = command.rollout_id, command.engine
             if self._interrupted and rollout_id in self._interrupted:
@@ -230,11 +236,15 @@ class RunLedger:
                 self._busy_since_s[engine] = time_s
             if self.profile.watching:
                 self.profile.rollout_started(time_s, rollout_id, engine, in_progress)
+            if self._turns is not None:
+                self._turns.move(time_s, rollout_id, Place.ENGINE)
             return
         match command:
             case OpenEnvironment():
                 self._num_started += 1
                 self._between_turns[command.rollout_id] = 0
+                if self._turns is not None:
+                    self._turns.open(time_s, command.rollout_id)
             case StartTraining():
                 if self._colocated and self._training_since_s is None:
                     self._training_since_s = time_s
@@ -257,6 +267,20 @@ class RunLedger:
         if self.profile.watching:
             self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
+    def _place(self, rollout_id: int, place: Place | None) -> None:
+        """Record where a rollout with turns is from now on; None: it is not open any more."""
+        if self._turns is not None:
+            self._turns.move(self._time_s, rollout_id, place)
+
+    def _turn_finished(self, event: TurnFinished) -> None:
+        rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
+        self._leave_engine(rollout_id, event.engine, num_tokens)
+        self._between_turns[rollout_id] = num_tokens
+        self._tokens_cut_short += num_tokens
+        self._aborting.discard(rollout_id)
+        if self._turns is not None:
+            self._turns.end_turn(self._time_s, rollout_id, Place.ENVIRONMENT)
+
     def _aborted(self, event: RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
@@ -264,13 +288,16 @@ class RunLedger:
         if self._stop is None and rollout_id in self._aborting:
             self._ended["aborted"] += 1
             self._tokens["aborted"] += num_tokens
+            self._place(rollout_id, None)
         else:
             self._interrupted[rollout_id] = num_tokens
+            self._place(rollout_id, Place.WAITING)
         self._aborting.discard(rollout_id)
 
     def _failed(self, event: RolloutFailed) -> None:
         self._ended["failed"] += 1
         self._aborting.discard(event.rollout_id)
+        self._place(event.rollout_id, None)
         if event.engine is not None:
             self._leave_engine(event.rollout_id, event.engine, 0)
         elif event.rollout_id in self._between_turns:
@@ -281,6 +308,7 @@ class RunLedger:
 
     def _discarded(self, command: DiscardRollouts) -> None:
         for rollout_id in command.rollout_ids:
+            self._place(rollout_id, None)
             unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
             if rollout_id in unfinished:
                 self._ended["aborted"] += 1
@@ -378,7 +406,7 @@ class RunLedger:
         training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = duration_s * self.num_engines
-        environments = None if self._turns is None else self._turns.report(duration_s)
+        environments = None if self._turns is None else self._turns.report(duration_s, finished=self._num_finished)
         return RunTotals(
             optimizer_steps=self._version,
             duration_s=duration_s,

@@ -134,6 +134,14 @@ class EnvironmentReport(Report):
     """Mean number in use over the time of the run (environments)."""
     turns_mean: float
     """Turns generated, over rollouts finished (turns)."""
+    timeouts: int
+    """Resets and steps that reached their time-out (count)."""
+    errors: int
+    """Resets and steps that failed before (count)."""
+    retries: int
+    """Resets and steps made again, since the one before failed (count)."""
+    expired: int
+    """Rollouts that reached the end of their lifetime (rollouts)."""
     seconds: RolloutSeconds
     """Time of all rollouts, those that never finished included, over rollouts finished."""
 

@@ -29,6 +29,7 @@ from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
+    EnvironmentFault,
     Event,
     RolloutAborted,
     StopReason,
@@ -307,6 +308,7 @@ _DECODERS: dict[object, Callable[[Any], object]] = {
     VersionSpans: _decoded_spans,
     WeightUpdate: WeightUpdate,
     DiscardReason: DiscardReason,
+    EnvironmentFault: EnvironmentFault,
     StopReason: StopReason,
 }
 """Reads a field of each type from JSON; a value of another type raises an error."""

@@ -9,20 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
-from pipelinerl.scheduler.events import (
-    AbortRollout,
-    Command,
-    DiscardRollouts,
-    Event,
-    ObservationReady,
-    OpenEnvironment,
-    RolloutAborted,
-    RolloutFailed,
-    RolloutFinished,
-    RolloutScored,
-    StartRollout,
-    TurnFinished,
-)
+from pipelinerl.scheduler.events import EnvironmentFault
 
 
 class Place(StrEnum):
@@ -48,57 +35,26 @@ class TurnLedger:
     def __init__(self, count: int) -> None:
         self._count = count
         self._open: dict[int, tuple[Place, float]] = {}  # rollout -> where, and since when (s)
-        self._aborting: set[int] = set()
         self._seconds = dict.fromkeys(Place, 0.0)  # rollout-seconds
-        self._num_turns = self._num_finished = 0
+        self._num_turns = 0
+        self._faults = dict.fromkeys(EnvironmentFault, 0)
+        self._num_retries = 0
 
-    def event(self, time_s: float, event: Event) -> None:
-        """Record an event."""
-        match event:
-            case TurnFinished(rollout_id=rollout_id):
-                self._num_turns += 1
-                self._aborting.discard(rollout_id)
-                self._move(time_s, rollout_id, Place.ENVIRONMENT)
-            case ObservationReady(rollout_id=rollout_id):
-                self._move(time_s, rollout_id, Place.WAITING)
-            case RolloutAborted(rollout_id=rollout_id):
-                self._move(time_s, rollout_id, None if rollout_id in self._aborting else Place.WAITING)
-                self._aborting.discard(rollout_id)
-            case RolloutFinished(rollout_id=rollout_id):
-                self._num_turns += event.engine is not None
-                self._num_finished += 1
-                self._aborting.discard(rollout_id)
-                self._move(time_s, rollout_id, Place.SCORING if event.reward is None else None)
-            case RolloutScored(rollout_id=rollout_id) | RolloutFailed(rollout_id=rollout_id):
-                self._move(time_s, rollout_id, None)
+    def open(self, time_s: float, rollout_id: int) -> None:
+        """Record that an environment is made ready for a rollout."""
+        self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
 
-    def command(self, time_s: float, command: Command) -> None:
-        """Record a command."""
-        match command:
-            case OpenEnvironment(rollout_id=rollout_id):
-                self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
-            case StartRollout(rollout_id=rollout_id):
-                self._move(time_s, rollout_id, Place.ENGINE)
-            case AbortRollout(rollout_id=rollout_id):
-                self._aborting.add(rollout_id)
-            case DiscardRollouts():
-                for rollout_id in command.rollout_ids:
-                    self._move(time_s, rollout_id, None)
+    def end_turn(self, time_s: float, rollout_id: int, place: Place | None) -> None:
+        """Record that an engine has generated a turn of a rollout, and where that is from now on."""
+        self._num_turns += 1
+        self.move(time_s, rollout_id, place)
 
-    def report(self, duration_s: float) -> EnvironmentReport:
-        """Return the numbers of the run up to now."""
-        seconds = dict(self._seconds)
-        for place, since_s in self._open.values():
-            seconds[place] += duration_s - since_s
-        finished = max(1, self._num_finished)
-        return EnvironmentReport(
-            count=self._count,
-            in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
-            turns_mean=self._num_turns / finished,
-            seconds=RolloutSeconds(**{place.value: one / finished for place, one in seconds.items()}),
-        )
+    def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
+        """Record that an environment has not answered, and whether it is asked again."""
+        self._faults[fault] += 1
+        self._num_retries += again
 
-    def _move(self, time_s: float, rollout_id: int, place: Place | None) -> None:
+    def move(self, time_s: float, rollout_id: int, place: Place | None) -> None:
         """Record where a rollout is from now on; None: it is not open any more, or was not."""
         before = self._open.pop(rollout_id, None)
         if before is None:
@@ -106,3 +62,25 @@ class TurnLedger:
         self._seconds[before[0]] += time_s - before[1]
         if place is not None:
             self._open[rollout_id] = (place, time_s)
+
+    def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
+        """Return the numbers of the run up to now.
+
+        Args:
+            duration_s: Time of the run (s).
+            finished: Rollouts that have finished (count).
+        """
+        seconds = dict(self._seconds)
+        for place, since_s in self._open.values():
+            seconds[place] += duration_s - since_s
+        finished = max(1, finished)
+        return EnvironmentReport(
+            count=self._count,
+            in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
+            turns_mean=self._num_turns / finished,
+            timeouts=self._faults[EnvironmentFault.TIMEOUT],
+            errors=self._faults[EnvironmentFault.ERROR],
+            retries=self._num_retries,
+            expired=self._faults[EnvironmentFault.EXPIRED],
+            seconds=RolloutSeconds(**{place.value: one / finished for place, one in seconds.items()}),
+        )

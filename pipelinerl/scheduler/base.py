@@ -11,6 +11,7 @@ from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
+    EnvironmentFailed,
     Event,
     ObservationReady,
     OnFull,
@@ -184,12 +185,20 @@ class Scheduler(ABC):
         if self.stopped is not None:
             return ()
         commands: list[Command] = []
-        # These two come once per rollout; `match` would cost three times as much as `isinstance`.
+        # These four come once per rollout or turn; `match` would cost three times as much as `isinstance`.
         if isinstance(event, RolloutFinished):
             self._finished(event, commands)
             return commands
         if isinstance(event, RolloutScored):
             self._scored(event.rollout_id, event.reward, commands)
+            return commands
+        if isinstance(event, TurnFinished):
+            self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
+            self._fill(commands)  # all that a free slot can change
+            return commands
+        if isinstance(event, ObservationReady):
+            self._pool.observed(event.rollout_id)
+            self._fill(commands)
             return commands
         match event:
             case TrainingFinished():
@@ -200,14 +209,14 @@ class Scheduler(ABC):
                 self.trainer = TrainerState.IDLE
             case WeightsLoaded():
                 self._weights_loaded(event)
-            case TurnFinished():
-                self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
-            case ObservationReady():
-                self._pool.observed(event.rollout_id)
             case RolloutAborted():
                 self._pool.abort(event.rollout_id, event.engine, event.spans)
             case RolloutPreempted():
                 if not self._pool.is_on(event.rollout_id, event.engine):
+                    raise self._impossible(event)
+                return commands
+            case EnvironmentFailed():
+                if not self._pool.is_acting(event.rollout_id):
                     raise self._impossible(event)
                 return commands
             case RolloutFailed():

@@ -93,6 +93,17 @@ class DiscardReason(StrEnum):
     """Another rollout of the group failed."""
 
 
+class EnvironmentFault(StrEnum):
+    """Why an environment has not answered."""
+
+    TIMEOUT = "timeout"
+    """It took longer than it may."""
+    ERROR = "error"
+    """It failed."""
+    EXPIRED = "expired"
+    """Its rollout has reached the time that it may last."""
+
+
 class StopReason(StrEnum):
     """Why the scheduler ended the run."""
 
@@ -171,6 +182,15 @@ class ObservationReady:
 
 
 @value
+class EnvironmentFailed:
+    """The environment of a rollout has not answered; it is asked again, or ``RolloutFailed`` follows."""
+
+    rollout_id: int
+    fault: EnvironmentFault
+    again: bool
+
+
+@value
 class RolloutScored:
     """A finished rollout has passed reward and preprocessing; it can be trained on."""
 
@@ -242,6 +262,7 @@ Event = (
     RolloutFinished
     | TurnFinished
     | ObservationReady
+    | EnvironmentFailed
     | RolloutScored
     | RolloutAborted
     | RolloutPreempted

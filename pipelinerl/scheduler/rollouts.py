@@ -336,6 +336,10 @@ class RolloutPool:
         group = self.groups.get(group_id)
         return group is not None and group.engines[member] == engine >= 0
 
+    def is_acting(self, rollout_id: int) -> bool:
+        """Return whether the environment of a rollout acts."""
+        return rollout_id in self._acting
+
     def oldest(self, group: RolloutGroup) -> int:
         """Return the version that no token of a group is older than: as reported, once all of it has been."""
         generated = group.num_scoring + len(group.scored) == self.group_size

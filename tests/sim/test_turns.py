@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_run import fixed, play, trains_in, uniform
+from played_run import environment, fixed, play, trains_in, uniform
 
 from pipelinerl.config.policy import PolicyConfig
 from pipelinerl.errors import ConfigError
@@ -23,17 +23,6 @@ from pipelinerl.scheduler.events import (
 )
 from sim.cluster import SimulatedCluster
 from sim.planning.search import plan
-
-
-def environment(*, count, turns=3, context_max=10**6, observation=0, **keys):
-    """Environments whose rollouts have so many turns, all of them, with observations of so many tokens."""
-    table = {"kind": "lognormal", "mean": turns, "max": turns, "context_max": context_max}
-    return {
-        "count": count,
-        "turns": {**table, "observation_tokens": observation, "observation_max": observation},
-        **keys,
-    }
-
 
 # ------------------------------------------------------------------------------------- wrong input
 
@@ -200,19 +189,22 @@ def test_what_was_observed_is_trained_over_but_not_counted():
     slots=st.integers(1, 5),
     context_max=st.sampled_from([20, 60, 400]),
     failure_rate=st.sampled_from([0.0, 0.1]),
+    retries=st.integers(0, 2),
+    lifetime_s=st.sampled_from([None, 60.0]),
     prefix_cache=st.sampled_from(["off", "salted", "kept"]),
     weight_update=st.sampled_from(["keep", "recompute", "abort", "wait"]),
     seed=st.integers(0, 99),
 )
 def test_any_run_ends_and_counts_every_rollout_once(
-    kind, count, turns, slots, context_max, failure_rate, prefix_cache, weight_update, seed
+    kind, count, turns, slots, context_max, failure_rate, retries, lifetime_s, prefix_cache, weight_update, seed
 ):
     run = play(
         6, batch=4, slots=slots, engines=2, group_size=2, length=uniform(20), prompt_tokens=5, seed=seed, kind=kind,
         weight_update=weight_update, hardware={"kv_cache_tokens": context_max + 20, "prefill": {"token_s": 0.1}},
         environment=environment(
             count=count, turns=turns, observation=7, context_max=context_max, reset_s=3.0, reset_cv=1.0, step_s=2.0,
-            step_cv=2.0, failure_rate=failure_rate, prefix_cache=prefix_cache,
+            step_cv=2.0, step_timeout_s=9.0, step_hang_rate=failure_rate, failure_rate=failure_rate, retries=retries,
+            lifetime_s=lifetime_s, prefix_cache=prefix_cache,
         ),
     )  # fmt: skip
     summary = run.summary()
@@ -222,6 +214,8 @@ def test_any_run_ends_and_counts_every_rollout_once(
     ended = counts.trained + counts.discarded + counts.aborted + counts.failed
     assert counts.started == ended + counts.unfinished
     assert 0 <= summary.environments.in_use_mean <= count * (1 + 1e-9)
+    report = summary.environments
+    assert report.timeouts + report.errors + report.expired - report.retries == counts.failed
     for _, entry in run.of(TurnFinished, RolloutFinished):
         assert entry.spans.num_tokens <= context_max
     assert sum(entry.completes_step for _, entry in run.of(StartTraining)) == 6

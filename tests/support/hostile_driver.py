@@ -13,6 +13,8 @@ from hostile_ledger import Place
 from pipelinerl.errors import SchedulerError
 from pipelinerl.scheduler.events import (
     DiscardReason,
+    EnvironmentFailed,
+    EnvironmentFault,
     ObservationReady,
     RolloutAborted,
     RolloutFailed,
@@ -93,7 +95,9 @@ class HostileDriver(CommandChecks):
         assert rollout.place is (Place.DISCARDED if group.given_up else rollout.place)
 
     def observe(self, entry):
+        """The environment answers, at the second try."""
         rollout_id, _, rollout = entry
+        self.deliver(EnvironmentFailed(rollout_id, EnvironmentFault.TIMEOUT, again=True))
         rollout.place = Place.INTERRUPTED
         self.deliver(ObservationReady(rollout_id))
 
@@ -170,6 +174,7 @@ class HostileDriver(CommandChecks):
         yield RolloutFailed(10**9)
         yield RolloutPreempted(10**9, 0, 1)
         yield ObservationReady(10**9)
+        yield EnvironmentFailed(10**9, EnvironmentFault.ERROR, again=True)
         yield RolloutFinished(10**9, None, VersionSpans((), ()))
         yield TrainingFinished(self.version + (0 if self.training and self.training.completes_step else 1), 0.0)
         yield WeightsPublished(self.published + (1 if self.publishing else 0), 0.0)
@@ -194,6 +199,7 @@ class HostileDriver(CommandChecks):
                 yield TurnFinished(rollout_id, rollout.engine, rollout.spans)
             if rollout.place is not Place.ACTING:
                 yield ObservationReady(rollout_id)
+                yield EnvironmentFailed(rollout_id, EnvironmentFault.ERROR, again=False)
                 yield RolloutFinished(rollout_id, None, rollout.spans)
             if rollout.place is not Place.SCORING:
                 yield RolloutScored(rollout_id, 1.0)

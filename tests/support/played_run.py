@@ -77,6 +77,16 @@ def play(
     return Played(parse_run(tables))
 
 
+def environment(*, count, turns=3, context_max=10**6, observation=0, **keys):
+    """Environments whose rollouts have so many turns, all of them, with observations of so many tokens."""
+    table = {"kind": "lognormal", "mean": turns, "max": turns, "context_max": context_max}
+    return {
+        "count": count,
+        "turns": {**table, "observation_tokens": observation, "observation_max": observation},
+        **keys,
+    }
+
+
 def uniform(longest):
     return {"kind": "uniform", "max": longest}
 
