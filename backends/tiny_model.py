@@ -20,6 +20,8 @@ One seed on one torch thread gives the same weights on one machine and torch ver
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl.rl.calculator import Calculator
+from pipelinerl.rl.environments import Turn
 from pipelinerl.rl.sums import Arithmetic, Chain
 
 # Legend of shapes: N problems; L token position.
@@ -37,7 +41,7 @@ from pipelinerl.rl.sums import Arithmetic, Chain
 class Recipe:
     """How the model of one task is fitted."""
 
-    task: Arithmetic | Chain
+    task: Arithmetic | Chain | Calculator
     fit_steps: int
     """Optimizer steps on right answers."""
     soften_steps: int
@@ -47,12 +51,17 @@ class Recipe:
     batch: int
     """Problems per optimizer step."""
     max_new_tokens: int
-    """Where sampled answers are cut (tokens)."""
+    """Where sampled answers are cut, and turns (tokens)."""
+    max_turns: int = 1
+    """Where sampled episodes are cut (turns)."""
 
 
 RECIPES = {
     "arithmetic": Recipe(Arithmetic(), fit_steps=2000, soften_steps=100, smoothing=0.36, batch=128, max_new_tokens=6),
     "chain": Recipe(Chain(), fit_steps=600, soften_steps=100, smoothing=0.03, batch=32, max_new_tokens=100),
+    "calculator": Recipe(
+        Calculator(), fit_steps=400, soften_steps=100, smoothing=0.1, batch=32, max_new_tokens=8, max_turns=5
+    ),
 }
 """By the task's name in a run file."""
 
@@ -122,10 +131,39 @@ def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
     An answer without its end token is wrong. Draws from torch's global generator.
     """
     task = recipe.task
+    if isinstance(task, Calculator):
+        return asyncio.run(_play(model, tokenizer, recipe, task))
     problems = [task.problem(index, held_out=True) for index in range(task.num_held_out)]
-    prompts = tokenizer(
-        [problem.prompt for problem in problems], padding=True, padding_side="left", return_tensors="pt"
+    turns = _sampled(model, tokenizer, recipe, [tokenizer.encode(one.prompt) for one in problems])
+    right = sum(
+        task.reward(problem, tokenizer.decode(tokens, skip_special_tokens=True))
+        for problem, tokens in zip(problems, turns, strict=True)
+        if tokenizer.eos_token_id in tokens
     )
+    return right / len(problems)
+
+
+async def _play(model: Any, tokenizer: Any, recipe: Recipe, task: Calculator) -> float:
+    """Return the share of all held-out problems solved, in turns that all of them take at a time."""
+    environments = [copy.copy(task) for _ in range(task.num_held_out)]
+    texts = [tokenizer.encode(await one.reset(index, held_out=True)) for index, one in enumerate(environments)]
+    playing, reward = list(range(len(environments))), 0.0
+    for _ in range(recipe.max_turns):
+        turns = _sampled(model, tokenizer, recipe, [texts[one] for one in playing])
+        for one, tokens in zip(tuple(playing), turns, strict=True):
+            answer = await environments[one].step(Turn((), tokenizer.decode(tokens, skip_special_tokens=True)))
+            texts[one] += tokens + tokenizer.encode(answer.content)
+            reward += answer.reward
+            if answer.done:
+                playing.remove(one)
+    return reward / len(environments)
+
+
+def _sampled(model: Any, tokenizer: Any, recipe: Recipe, texts: list[list[int]]) -> list[list[int]]:
+    """Return what the model writes after each text, up to its end token if it comes."""
+    if not texts:
+        return []
+    padded = tokenizer.pad({"input_ids": texts}, padding_side="left", return_tensors="pt")
     config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -136,15 +174,10 @@ def success_rate(model: Any, tokenizer: Any, recipe: Recipe) -> float:
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.no_grad():
-        sampled_NL = model.generate(
-            input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], generation_config=config
-        )
-    right = 0.0
-    for problem, tokens_L in zip(problems, sampled_NL[:, prompts["input_ids"].shape[1] :].tolist(), strict=True):
-        if tokenizer.eos_token_id in tokens_L:
-            answer = tokenizer.decode(tokens_L[: tokens_L.index(tokenizer.eos_token_id)], skip_special_tokens=True)
-            right += task.reward(problem, answer)
-    return right / len(problems)
+        sampled_NL = model.generate(**padded, generation_config=config)
+    written = sampled_NL[:, padded["input_ids"].shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in written]
 
 
 def _make_model(tokenizer: Any) -> Any:
@@ -167,22 +200,31 @@ def _make_model(tokenizer: Any) -> Any:
     return model
 
 
-def _training_set(task: Arithmetic | Chain, tokenizer: Any) -> tuple[Any, Any]:
+def _training_set(task: Arithmetic | Chain | Calculator, tokenizer: Any) -> tuple[Any, Any]:
     """Return all training problems with their answers, [N, L], and the token to predict at each place, [N, L]."""
-    problems = [task.problem(index, held_out=False) for index in range(task.num_training)]
-    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
-    answers = [
-        [*tokenizer.encode(task.worked_answer(problem), add_special_tokens=False), tokenizer.eos_token_id]
-        for problem in problems
-    ]
-    length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    tokens_NL = torch.full((len(problems), length), tokenizer.pad_token_id)
-    target_NL = torch.full((len(problems), length), NO_TARGET)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        tokens_NL[row, :end] = torch.tensor(prompt + answer)
-        target_NL[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+    rows = []
+    for index in range(task.num_training):
+        tokens: list[int] = []
+        targets: list[int] = []
+        for text, own in _worked(task, index):
+            new = tokenizer.encode(text) + [tokenizer.eos_token_id] * own
+            tokens += new
+            targets += new if own else [NO_TARGET] * len(new)
+        rows.append((tokens, [*targets[1:], NO_TARGET]))
+    length = max(len(tokens) for tokens, _ in rows)
+    tokens_NL = torch.full((len(rows), length), tokenizer.pad_token_id)
+    target_NL = torch.full((len(rows), length), NO_TARGET)
+    for row, (tokens, targets) in enumerate(rows):
+        tokens_NL[row, : len(tokens)], target_NL[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(targets)
     return tokens_NL, target_NL
+
+
+def _worked(task: Arithmetic | Chain | Calculator, index: int) -> list[tuple[str, bool]]:
+    """Return the texts of a right answer to a training problem, prompt first, and whether each is the model's."""
+    if isinstance(task, Calculator):
+        return task.worked_episode(index)
+    problem = task.problem(index, held_out=False)
+    return [(problem.prompt, False), (task.worked_answer(problem), True)]
 
 
 def _fit(

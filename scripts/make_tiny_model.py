@@ -2,6 +2,7 @@
 
     python scripts/make_tiny_model.py models/tiny_arithmetic
     python scripts/make_tiny_model.py models/tiny_chain chain
+    python scripts/make_tiny_model.py models/tiny_calculator calculator
 
 What it is and how it is fitted stands in ``backends/tiny_model.py``.
 """
@@ -17,15 +18,15 @@ def main(arguments: Sequence[str]) -> int:
     """Make the model; print its success rate on held-out problems.
 
     Args:
-        arguments: The folder to write to, and the task: ``arithmetic`` or ``chain``. Left out,
-            ``models/tiny_arithmetic`` and ``arithmetic``.
+        arguments: The folder to write to, and the task: ``arithmetic``, ``chain`` or ``calculator``. Left
+            out, ``models/tiny_arithmetic`` and ``arithmetic``.
 
     Returns:
         Exit status: 0 done, 2 wrong arguments.
     """
     folder, task, *others = [*arguments, *("models/tiny_arithmetic", "arithmetic")[len(arguments) :]]
-    if others or folder.startswith("-") or task not in ("arithmetic", "chain"):
-        sys.stderr.write("usage: make_tiny_model.py [FOLDER [arithmetic|chain]]\n")
+    if others or folder.startswith("-") or task not in ("arithmetic", "chain", "calculator"):
+        sys.stderr.write("usage: make_tiny_model.py [FOLDER [arithmetic|chain|calculator]]\n")
         return 2
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from backends.tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load

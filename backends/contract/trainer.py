@@ -5,37 +5,51 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backends.contract.checks import BATCH, PROMPT, ROUNDING, check_close, check_metrics, raises
 from backends.contract.engine import EngineContract, request
 from backends.interface import Reference, Sample, Trainer, TrainResult, Weights
 from pipelinerl.errors import ReferenceLostError
-from pipelinerl.rl.segments import Segment
+from pipelinerl.rl.segments import Segment, extended
 from pipelinerl.scheduler.events import WeightUpdate
 
 
 def samples(seed: int = 0) -> list[Sample]:
-    """Return a batch; no two answers have the same length."""
+    """Return a batch; no two answers have the same length, and some have two turns."""
     rng = np.random.default_rng(seed)
     return [
         Sample(
             rollout_id=index,
             prompt_P=rng.integers(2, 16, int(rng.integers(2, 11))),
-            segments=(
-                Segment.generated(
-                    rng.integers(2, 16, num_tokens),
-                    (-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32),
-                ),
+            segments=in_turns(
+                rng.integers(2, 16, num_tokens),
+                (-4.2 + 0.3 * rng.standard_normal(num_tokens)).astype(np.float32),
+                observed=rng.integers(2, 16, 3 * (index % 2)),
             ),
             reward=float(rng.random()),
             advantage=float(rng.standard_normal()),
         )
         for index, num_tokens in enumerate(int(number) for number in 1 + rng.permutation(3 * BATCH)[:BATCH])
     ]
+
+
+def in_turns(
+    tokens_T: NDArray[np.int64], logprob_T: NDArray[np.float32], *, observed: NDArray[np.int64]
+) -> tuple[Segment, ...]:
+    """Return generated tokens with others observed in the middle of them, where there are any."""
+    half = len(tokens_T) // 2
+    parts = (
+        Segment.generated(tokens_T[:half], logprob_T[:half]),
+        Segment.observed(observed),
+        Segment.generated(tokens_T[half:], logprob_T[half:]),
+    )
+    return reduce(extended, parts, ())
 
 
 class ReferenceContract:
@@ -60,7 +74,7 @@ class ReferenceContract:
                 one,
                 reward=np.nan,
                 advantage=np.nan,
-                segments=(Segment.generated(one.answer_T, -one.behaviour_logprob_T),),
+                segments=tuple(replace(part, logprobs=-part.logprobs) for part in one.segments),
             )
             for one in batch
         ]
@@ -155,6 +169,18 @@ class TrainerContract:
         check_close(np.concatenate(cut), np.concatenate(whole))
         check_close(np.concatenate(cut_after), np.concatenate(whole_after))
         check_metrics(cut_metrics, whole_metrics, rel=1e-4)
+
+    async def what_was_observed_last_is_not_trained_on(self) -> None:
+        """Of the last token of a sequence only the label could matter."""
+        saved = await self._save()
+        checksums = []
+        for last in (3, 7):
+            end = Segment.observed(np.array([5, last]))
+            batch = [replace(one, segments=(*one.segments, end)) for one in samples()]
+            await self._train(batch, completes_step=True)
+            checksums.append((await self._publish()).checksums)
+            await self._load(saved)
+        assert checksums[0] == checksums[1] != (await self._publish()).checksums
 
     # ---------------------------------------------------------------------------- publishing
 

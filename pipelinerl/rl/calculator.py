@@ -15,7 +15,7 @@ _CALL = re.compile(r"(\d{1,6})\+(\d{1,6})", re.ASCII)
 class Calculator:
     """Sums of some numbers, ``7+12+30=``, by a calculator that adds two of them.
 
-    A turn ``7+12`` is answered by ``19;``. A turn ``=49`` is the result: it ends the episode, with reward 1 if it is
+    A turn ``7+12`` is answered by ``19,``. A turn ``=49`` is the result: it ends the episode, with reward 1 if it is
     right, else 0. Anything else is answered by ``?``. So n numbers take n turns.
     """
 
@@ -68,6 +68,15 @@ class Calculator:
         )
         return (*first, *(one % self._numbers for one in rest))
 
+    def worked_episode(self, index: int) -> list[tuple[str, bool]]:
+        """Return a right episode of a training sum: texts in their order, and whether each is the model's."""
+        terms = self.terms(index, held_out=False)
+        total, texts = terms[0], [("+".join(str(one) for one in terms) + "=", False)]
+        for term in terms[1:]:
+            texts += [(f"{total}+{term}", True), (f"{total + term},", False)]
+            total += term
+        return [*texts, (f"={total}", True)]
+
     async def reset(self, index: int, *, held_out: bool) -> str:
         """Return the sum."""
         self._terms = self.terms(index, held_out=held_out)
@@ -79,7 +88,7 @@ class Calculator:
         if turn.text.startswith("="):
             return Observation(reward=float(turn.text == f"={sum(self._terms)}"), done=True)
         call = _CALL.fullmatch(turn.text)
-        return Observation("?" if call is None else f"{int(call[1]) + int(call[2])};")
+        return Observation("?" if call is None else f"{int(call[1]) + int(call[2])},")
 
     async def close(self) -> None:
         """Nothing is held."""

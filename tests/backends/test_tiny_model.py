@@ -57,7 +57,7 @@ def test_negative_fit_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="task must be arithmetic or chain, got 'math'"):
+    with pytest.raises(ValueError, match="task must be arithmetic or chain or calculator, got 'math'"):
         make_tiny_model(tmp_path, task="math")
 
 

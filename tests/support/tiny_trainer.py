@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from backends.contract.checks import FOLLOWING
+from backends.contract.trainer import in_turns
 from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import PackedRow, pack
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors
@@ -23,7 +24,7 @@ from backends.interface import Sample, Weights
 from pipelinerl.config.train import OptimizerConfig, TrainerConfig
 from pipelinerl.rl.config import LossConfig
 from pipelinerl.rl.losses import kl_to_reference, policy_loss
-from pipelinerl.rl.segments import Segment
+from pipelinerl.rl.segments import all_tokens, loss_mask
 
 TEMPERATURE = 0.7
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="linear", warmup_steps=2, gradient_clip=0.5)
@@ -51,7 +52,7 @@ def save_tiny_model(folder: Path, *, tied: bool = False) -> None:
 
 
 def samples(step: int = 0) -> list[Sample]:
-    """Return a batch of sequences of 3 to 40 tokens."""
+    """Return a batch of sequences of 3 to 48 tokens; two have two turns, with up to 8 tokens observed between."""
     rng = np.random.default_rng(step)
     made = []
     for index in range(BATCH):
@@ -60,10 +61,10 @@ def samples(step: int = 0) -> list[Sample]:
             Sample(
                 rollout_id=index,
                 prompt_P=rng.integers(2, 64, rng.integers(2, 11)),
-                segments=(
-                    Segment.generated(
-                        rng.integers(2, 64, answer), (-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32)
-                    ),
+                segments=in_turns(
+                    rng.integers(2, 64, answer),
+                    (-4.2 + 0.3 * rng.standard_normal(answer)).astype(np.float32),
+                    observed=rng.integers(2, 64, rng.integers(1, 9)) if index % 3 == 2 else rng.integers(2, 64, 0),
                 ),
                 reward=float(rng.random()),
                 advantage=float(rng.standard_normal()),
@@ -113,9 +114,15 @@ def parameters(rank: TrainerRank) -> dict[str, torch.Tensor]:
 
 def plain_logprob(model: Any, sample: Sample) -> torch.Tensor:
     """Return log pi of each answer token, of one sequence alone."""
-    tokens = torch.tensor(np.concatenate([sample.prompt_P, sample.answer_T]))
+    logprobs = plain_logits(model, sample).log_softmax(-1)
+    return logprobs[torch.arange(len(sample.answer_T)), torch.tensor(sample.answer_T)]
+
+
+def plain_logits(model: Any, sample: Sample) -> torch.Tensor:
+    """Return the logits that each answer token was sampled from, of one sequence alone, observed tokens included."""
+    tokens = torch.tensor(np.concatenate([sample.prompt_P, all_tokens(sample.segments)]))
     logits = model(tokens[None], use_cache=False).logits[0, len(sample.prompt_P) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1)[torch.arange(len(sample.answer_T)), torch.tensor(sample.answer_T)]
+    return logits[torch.tensor(loss_mask(sample.segments))]
 
 
 def with_reference(model_path: Path, batch: Sequence[Sample]) -> list[Sample]:

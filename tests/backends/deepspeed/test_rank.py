@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 from tiny_trainer import (  # noqa: E402
     BATCH,
-    TEMPERATURE,
     largest_difference,
     parameters,
     path_of,
+    plain_logits,
     plain_logprob,
     plain_training,
     samples,
@@ -284,9 +284,8 @@ def test_a_rank_measures_its_work(model_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path).eval()
     entropy = 0.0
     for sample in batch:
-        tokens = torch.tensor(np.concatenate([sample.prompt_P, sample.answer_T]))
         with torch.no_grad():
-            logits = model(tokens[None]).logits[0, len(sample.prompt_P) - 1 : -1] / TEMPERATURE
+            logits = plain_logits(model, sample)
         entropy += float(torch.distributions.Categorical(logits=logits).entropy().sum())
     assert metrics["answer_tokens_sum"] == sum(len(sample.answer_T) for sample in batch)
     assert metrics["entropy_sum"] == pytest.approx(entropy, rel=1e-5)

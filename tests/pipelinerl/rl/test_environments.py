@@ -31,10 +31,20 @@ def test_a_sum_of_three_numbers_takes_three_turns() -> None:
     total = first + second + third
     _, answers = played(environment, 4, f"{first}+{second}", f"{first + second}+{third}", f"={total}")
     assert answers == [
-        Observation(f"{first + second};"),
-        Observation(f"{total};"),
+        Observation(f"{first + second},"),
+        Observation(f"{total},"),
         Observation(reward=1.0, done=True),
     ]
+
+
+def test_a_worked_episode_is_what_the_calculator_says_to_its_turns() -> None:
+    environment = Calculator()
+    for index in range(20):
+        (prompt, _), *texts = environment.worked_episode(index)
+        asked, answers = played(environment, index, *(text for text, own in texts if own))
+        assert asked == prompt
+        assert [one.content for one in answers[:-1]] == [text for text, own in texts if not own]
+        assert answers[-1] == Observation(reward=1.0, done=True)
 
 
 @pytest.mark.parametrize("turn", ["", "7", "7+", "7+7+7", "7-7", "1234567+1", "+", "٣+٣", "7 + 7"])
