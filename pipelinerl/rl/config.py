@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import explain
 from pipelinerl.util.limits import Tokens, TokensOrZero
 from pipelinerl.util.strict_model import StrictModel
 
@@ -24,6 +27,18 @@ class TaskConfig(StrictModel):
     """Seconds after which the rollout whose reward is still missing fails."""
     overlong_tokens: TokensOrZero = 0
     """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
+
+
+def task_config(table: Mapping[str, Any], *, key: str) -> TaskConfig:
+    """Return the table of a task that is among the settings of another one.
+
+    Raises:
+        ConfigError: If it is none; one line per fault.
+    """
+    try:
+        return TaskConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{key}.{line}" for line in explain(error, TaskConfig))) from None
 
 
 class LossConfig(StrictModel):

@@ -1,0 +1,114 @@
+"""Messages to tokens by a chat template, so that no generated token is ever made of text again.
+
+A conversation is kept as tokens: the prompt, what the model generated, the messages that came next, and so on. The
+tokens of new messages are those that the template writes *after* an answer of the model, with the mark of the next
+answer at their end. They do not depend on what the model wrote: the template is given a placeholder for it. So a
+template that changes answers once they are history, by leaving out their reasoning, changes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.user_code import first_line
+
+Message = Mapping[str, Any]
+"""A message of a chat: ``role``, ``content`` and what else the template reads."""
+_ANSWER = "PIPELINERL-ANSWER-PLACEHOLDER"
+
+
+class ChatTokens:
+    """A tokenizer with a chat template.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        tools: JSON schemas of the tools that the model may call, for the template.
+
+    Raises:
+        ConfigError: If it has no chat template, or one that does not show the model's answers.
+    """
+
+    def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("train.task.settings.tokenizer must have a chat template (chat_template)")
+        self._tokenizer, self._tools = tokenizer, [dict(one) for one in tools]
+        self._special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        try:
+            self._behind_answer([])
+        except ConfigError:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise _unusable(first_line(error)) from error
+
+    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of the first messages; the model answers next."""
+        return self._encode(self._text(messages))
+
+    def after(self, generated: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens that follow an answer: its end, if it was cut before it, new messages, and the next mark.
+
+        Args:
+            generated: Tokens that the model generated, the end token included if there is one.
+            messages: What it reads next.
+        """
+        tokens = self._encode(self._behind_answer(messages))
+        if not (self._ended(generated) and generated[-1] in tokens):
+            return tokens
+        end = tokens.index(generated[-1])
+        return tokens if self._tokenizer.decode(tokens[:end]).strip() else tokens[end + 1 :]
+
+    def text(self, generated: Sequence[int]) -> str:
+        """Return the text of generated tokens without the end token; other special tokens stay visible."""
+        shown = list(generated[:-1] if self._ended(generated) else generated)
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+
+    def _ended(self, generated: Sequence[int]) -> bool:
+        return bool(generated) and generated[-1] in self._special
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _behind_answer(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes behind an answer that is followed by messages."""
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *messages]
+        _, shown, text = self._text(answered).partition(_ANSWER)
+        if not shown:
+            raise _unusable("it leaves answers of the model out")
+        return text
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        shown = [dict(one) for one in messages]
+        return str(self._tokenizer.apply_chat_template(shown, tools=self._tools or None, **options))
+
+
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer in a folder.
+
+    Raises:
+        ConfigError: If it cannot be loaded, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise missing("transformers", extra="train") from error
+    if not Path(path).is_dir():
+        raise ConfigError(f"train.task.settings.tokenizer must be a folder, got {path!r}")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # its errors have no common root
+        raise ConfigError(
+            f"train.task.settings.tokenizer cannot be loaded from {path!r}: {first_line(error)}"
+        ) from error
+
+
+def missing(package: str, *, extra: str) -> ConfigError:
+    """Return the error of an environment whose package is not installed."""
+    return ConfigError(f"train.task.name needs the package {package}: pip install 'pipelinerl[{extra}]'")
+
+
+def _unusable(reason: str) -> ConfigError:
+    return ConfigError(f"train.task.settings.tokenizer: its chat template cannot be used: {reason}")

@@ -1,0 +1,126 @@
+"""A real server of OpenEnv, through the protocol."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import need
+
+need("transformers", "websockets", "openenv")
+
+from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
+from environment_episodes import played, rolled_out, turn_of  # noqa: E402
+
+from backends.adapters.openenv import OpenEnv  # noqa: E402
+from pipelinerl.errors import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.slow  # its server imports OpenEnv
+GAME = Path(__file__).parents[2] / "support" / "openenv_game.py"
+TOKENIZER = chat_tokenizer(CHATML, "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, str(GAME), str(port)]) as server:
+        try:
+            _wait_for(port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def _wait_for(port: int) -> None:
+    for _ in range(600):
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("no server after 60 s")
+
+
+def test_a_game_is_played_in_text(url: str) -> None:
+    """Problem 3 has seed 6, so the number is 6; each wrong guess costs an eighth."""
+    told = played(OpenEnv(url=url, observation="hint", system="0 to 9. "), "4", "7", "6", tokenizer=TOKENIZER, index=3)
+    assert told.prompt == "0 to 9. guess: "
+    assert told.observed == [" higher: ", " lower: ", ""]
+    assert (told.reward, told.done) == (0.75, True)
+
+
+def test_a_game_is_played_in_messages(url: str, tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    game = OpenEnv(url=url, observation="hint", system="0 to 9.", tokenizer=str(tmp_path))
+    told = played(game, "4<|im_end|>", "6", tokenizer=TOKENIZER, index=3)
+    assert told.prompt == (
+        "<|im_start|>system\n0 to 9.<|im_end|>\n<|im_start|>user\nguess: <|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert told.observed == ["\n<|im_start|>user\n higher: <|im_end|>\n<|im_start|>assistant\n", ""]
+    assert (told.reward, told.done) == (0.875, True)
+
+
+def test_all_of_an_observation_is_json(url: str) -> None:
+    assert played(OpenEnv(url=url), tokenizer=TOKENIZER).prompt == '{"hint": "guess: "}'
+
+
+def test_sessions_are_their_own_and_an_episode_that_was_given_up_is_gone(url: str) -> None:
+    async def two() -> list[Any]:
+        one, other = OpenEnv(url=url, observation="hint"), OpenEnv(url=url, observation="hint")
+        await one.reset(1, held_out=False)
+        await other.reset(1, held_out=True)
+        first = [await one.step(_turn("2")), await other.step(_turn("3"))]
+        await one.reset(2, held_out=False)
+        again = await one.step(_turn("4"))
+        await one.close()
+        await other.close()
+        return [*first, again]
+
+    assert all(seen.done for seen in asyncio.run(two()))
+
+
+def test_the_fake_engine_plays_in_messages(url: str, tmp_path: Path) -> None:
+    """Each turn of random tokens is read between the marks of the template, as it was sampled."""
+    TOKENIZER.save_pretrained(tmp_path)
+    game = OpenEnv(url=url, observation="hint", tokenizer=str(tmp_path))
+
+    tokens, generated, done = asyncio.run(rolled_out(game, tokenizer=TOKENIZER, seed=3))
+    mark = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    hint = "\n<|im_start|>user\n higher: <|im_end|>\n<|im_start|>assistant\n"
+    rest = tokens[len(game._chat.prompt([{"role": "user", "content": "guess: "}])) :]
+    assert tokens[: -len(rest)][-len(mark) :] == mark
+    for answer in generated:
+        end = "" if answer[-1] == TOKENIZER.eos_token_id else "<|im_end|>"
+        seen = TOKENIZER.encode(end + hint, add_special_tokens=False)
+        assert rest[: len(answer) + len(seen)] == [*answer, *seen]
+        rest = rest[len(answer) + len(seen) :]
+    assert (rest, done) == ([], False)
+
+
+def _turn(text: str) -> Any:
+    return turn_of(TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"observation": "board"}, "the observation has no field 'board'"),
+        ({"action": "text", "observation": "hint"}, "the server answered step with .*error"),
+    ],
+)
+def test_a_server_that_has_other_fields_fails_the_rollout(url: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        played(OpenEnv(url=url, **settings), "4", tokenizer=TOKENIZER)
+
+
+def test_a_wrong_address_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="url must be ws://HOST:PORT or http://HOST:PORT, got 'localhost:8000'"):
+        OpenEnv(url="localhost:8000")

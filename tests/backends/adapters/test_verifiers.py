@@ -1,0 +1,107 @@
+"""A real environment of verifiers, through the protocol."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import need
+
+need("transformers", "verifiers")
+
+from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
+from environment_episodes import play, played, rolled_out  # noqa: E402
+
+from backends.adapters.verifiers import Verifiers  # noqa: E402
+from pipelinerl.errors import ConfigError  # noqa: E402
+
+pytestmark = pytest.mark.slow  # importing verifiers
+TOKENIZER = chat_tokenizer(CHATML, "<|im_end|>")
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the environment, with the settings of its harness."""
+    TOKENIZER.save_pretrained(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def make(held_out: int = 2, **harness: Any) -> Verifiers:
+        seat = {"harness": {"id": "verifiers_sums", **harness}, "runtime": {"type": "subprocess"}}
+        settings = {"taskset": {"id": "verifiers_sums"}, "agent": seat}
+        return Verifiers(environment=settings, tokenizer=str(tmp_path), held_out=held_out)
+
+    return make
+
+
+def test_an_episode_is_asked_answered_and_rewarded(sums: Any) -> None:
+    """Two tasks are held out, so training problem 1 is task 3, and 9 is task 3 again: 3 + 3."""
+    told = played(sums(), "five<|im_end|>", "6<|im_end|>", tokenizer=TOKENIZER, index=9)
+    assert told.prompt.endswith("<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n")
+    assert '"name": "add"' in told.prompt
+    assert told.observed == ["\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", ""]
+    assert (told.reward, told.done) == (1.0, True)
+
+
+@pytest.mark.parametrize("turn", ["7<|im_end|>", "6 or so"])
+def test_a_wrong_answer_earns_nothing(sums: Any, turn: str) -> None:
+    told = played(sums(turns=1), turn, tokenizer=TOKENIZER, index=1)
+    assert (told.observed, told.reward, told.done) == ([""], 0.0, True)
+
+
+def test_a_call_of_a_tool_reaches_the_harness_as_one(sums: Any) -> None:
+    told = played(sums(), CALL + "<|im_end|>", "6", tokenizer=TOKENIZER, index=1)
+    assert told.observed[0] == '\n<|im_start|>tool\n{"a": 3}<|im_end|>\n<|im_start|>assistant\n'
+
+
+def test_a_harness_that_streams_is_answered(sums: Any) -> None:
+    assert played(sums(turns=1, stream=True), "6", tokenizer=TOKENIZER, index=1).reward == 1.0
+
+
+def test_a_harness_that_changes_what_was_said_fails_the_rollout(sums: Any) -> None:
+    with pytest.raises(ValueError, match="the harness changed its conversation"):
+        played(sums(rewrites=True), "5", tokenizer=TOKENIZER)
+
+
+def test_a_harness_that_fails_says_why(sums: Any) -> None:
+    with pytest.raises(RuntimeError, match="the episode ended before its first turn"):
+        played(sums(turns=0), tokenizer=TOKENIZER)
+
+
+def test_an_episode_that_was_given_up_is_gone(sums: Any) -> None:
+    async def again() -> Any:
+        environment = sums(turns=1)
+        await environment.reset(0, held_out=False)
+        assert "1+1?" in TOKENIZER.decode(await environment.reset(1, held_out=True))
+        return await play(environment, "6", tokenizer=TOKENIZER, index=1)
+
+    assert asyncio.run(again()).reward == 1.0
+
+
+def test_the_fake_engine_plays(sums: Any) -> None:
+    """Random tokens are read between the marks of the template, as they were sampled."""
+    tokens, generated, done = asyncio.run(rolled_out(sums(turns=3), tokenizer=TOKENIZER, seed=5))
+    assert (len(generated), done) == (3, True)
+    sure = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    behind = [
+        [*one, *TOKENIZER.encode("<|im_end|>" * (one[-1] != TOKENIZER.eos_token_id) + sure, add_special_tokens=False)]
+        for one in generated[:-1]
+    ]
+    expected = [token for one in [*behind, generated[-1]] for token in one]
+    assert tokens[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"environment": {"taskset": {"id": "no-such-taskset"}}}, "must be one of verifiers: .*no-such-taskset"),
+        ({"environment": {}}, "must be one of verifiers: .*taskset"),
+        ({"held_out": -1}, "held_out must be at least 0, got -1"),
+        ({"tokenizer": "no/such"}, "tokenizer must be a folder, got 'no/such'"),
+    ],
+)
+def test_wrong_settings_are_one_line(settings: dict[str, Any], message: str) -> None:
+    usual = {"environment": {"taskset": {"id": "verifiers_sums"}}, "tokenizer": "."}
+    with pytest.raises(ConfigError, match=message) as caught:
+        Verifiers(**{**usual, **settings})
+    assert "\n" not in str(caught.value)
