@@ -68,10 +68,10 @@ async def _answer(environment: Environment, request: dict[str, Any]) -> dict[str
         else:
             answer = await environment.step(Turn(tuple(request["tokens"]), request["text"]))
     except (Exception, SystemExit) as error:
-        return {"raised": kind_and_line(error)}
+        return {"fault": f"raised {kind_and_line(error)}"}
     fault = _fault(answer)
     if fault is not None:
-        return {"invalid": fault}
+        return {"fault": f"gave no observation: {fault}"}
     return {"content": answer.content, "reward": float(answer.reward), "done": answer.done}
 
 

@@ -24,7 +24,6 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Observation, Turn
+from pipelinerl.scheduler.events import EnvironmentFault
 
 START_LIMIT_S = 120.0
 """Longest start of an environment's process (s)."""
@@ -41,25 +41,12 @@ LONGEST_LINE = 16 * LONGEST_ANSWER
 """Longest line of a process (bytes): JSON has up to 12 bytes for a character."""
 
 
-class Failure(StrEnum):
-    """How an environment fails."""
-
-    RAISED = "raised"
-    """It raised an error."""
-    INVALID = "invalid"
-    """It answered with what is no observation, or too long a one."""
-    TIMED_OUT = "timed_out"
-    """It did not answer in time, and was killed."""
-    DIED = "died"
-    """Its process ended, or could not be started."""
-
-
 class EnvironmentFailedError(BackendError):
     """An environment has failed; it costs the rollout."""
 
-    def __init__(self, failure: Failure, message: str) -> None:
+    def __init__(self, fault: EnvironmentFault, message: str) -> None:
         super().__init__(message)
-        self.failure = failure
+        self.fault = fault
 
 
 class _Environment:
@@ -104,16 +91,17 @@ class _Environment:
                 answer = json.loads(await self._process.stdout.readline())
         except TimeoutError:
             self.kill()
-            raise EnvironmentFailedError(Failure.TIMED_OUT, f"its {what} took more than {timeout_s:g} s") from None
+            raise EnvironmentFailedError(
+                EnvironmentFault.TIMEOUT, f"its {what} took more than {timeout_s:g} s"
+            ) from None
         except (ValueError, OSError) as error:  # nothing more comes, or what is no answer
             self.kill()
-            raise EnvironmentFailedError(Failure.DIED, f"its process ended in its {what}") from error
+            raise EnvironmentFailedError(EnvironmentFault.ERROR, f"its process ended in its {what}") from error
         except BaseException:  # cancelled: its next answer would be that to this request
             self.kill()
             raise
-        for failure in (Failure.RAISED, Failure.INVALID):
-            if failure in answer:
-                raise EnvironmentFailedError(failure, f"its {what} {failure}: {answer[failure]}")
+        if "fault" in answer:
+            raise EnvironmentFailedError(EnvironmentFault.ERROR, f"its {what} {answer['fault']}")
         return dict(answer)
 
     def kill(self) -> None:

@@ -55,6 +55,7 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
+    EnvironmentFailed,
     Event,
     ObservationReady,
     OpenEnvironment,
@@ -128,8 +129,6 @@ class EventLoop:
         """Whether nothing is delivered any more."""
         self._submitted: set[int] = set()  # rollouts that an engine knows
         self._began_s = 0.0
-
-    # ---------------------------------------------------------------------------- events, commands
 
     def start(self) -> None:
         """Begin a new run."""
@@ -206,11 +205,10 @@ class EventLoop:
                 self._tasks.spawn(self._generate(command))
             case OpenEnvironment():
                 assert self._turns is not None
-                rollout_id, data = command.rollout_id, RolloutData(Problem(""), ())
-                state.rollouts[rollout_id] = data
-                state.acting.add(rollout_id)
-                opens = partial(self._turns.open, rollout_id, data, command.prompt_id)
-                self._tasks.spawn(self._act(rollout_id, opens))
+                data = state.rollouts[command.rollout_id] = RolloutData(Problem(""), ())
+                state.acting.add(command.rollout_id)
+                opens = partial(self._turns.open, command.rollout_id, data, command.prompt_id)
+                self._tasks.spawn(self._act(command.rollout_id, opens, retries=self._turns.retries))
             case StartTraining():
                 self.trainer_task = self._tasks.spawn(self._train(command))
             case PublishWeights():
@@ -227,8 +225,6 @@ class EventLoop:
                 self._tasks.ended.set()
             case _:
                 assert_never(command)
-
-    # ------------------------------------------------------------------------------------ rollouts
 
     async def _generate(self, command: StartRollout) -> None:
         state, rollout_id = self._state, command.rollout_id
@@ -274,15 +270,19 @@ class EventLoop:
             state.acting.add(rollout_id)
             self._tasks.spawn(self._act(rollout_id, partial(self._turns.act, rollout_id, data)))
 
-    async def _act(self, rollout_id: int, act: Callable[[], Awaitable[bool]]) -> None:
-        """Have a rollout's environment act, and report what it has answered."""
+    async def _act(self, rollout_id: int, act: Callable[[], Awaitable[bool]], *, retries: int = 0) -> None:
+        """Have a rollout's environment act, up to so many times again, and report what it has answered."""
         state, turns = self._state, self._turns
         assert turns is not None
         try:
             goes_on = await act()
         except EnvironmentFailedError as error:
-            state.metrics.environment_failures[error.failure] += 1
-            if rollout_id in state.acting:
+            if self.frozen or rollout_id not in state.acting:
+                return
+            self._deliver(EnvironmentFailed(rollout_id, error.fault, again=retries > 0))
+            if retries:
+                await self._act(rollout_id, act, retries=retries - 1)
+            else:
                 self._failed(rollout_id, str(error))
             return
         if self.frozen:
@@ -367,8 +367,6 @@ class EventLoop:
         """Record the rollouts in progress as aborted; the scheduler hears of them when the run is resumed."""
         for rollout_id, engine in list(self._state.in_flight.items()):
             self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
-
-    # ------------------------------------------------------------------------------------- trainer
 
     async def _train(self, command: StartTraining) -> None:
         state = self._state

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 from numpy.typing import ArrayLike
 
@@ -33,8 +32,6 @@ class StepMetrics:
         self._evaluation: dict[str, float] = {}
         self.trainer_restarts = 0
         """Times the run has gone on from a checkpoint because its trainer was lost."""
-        self.environment_failures: Counter[str] = Counter()
-        """Environments that failed, by how (count)."""
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
@@ -144,7 +141,6 @@ class StepMetrics:
             engine_restarts=self._num_restarts,
             trainer_restarts=self.trainer_restarts,
             skipped_steps=self._num_skipped,
-            environment_failures=dict(self.environment_failures) or None,
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
             front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backends.environments import EnvironmentFailedError, EnvironmentPool, Failure
+from backends.environments import EnvironmentFailedError, EnvironmentPool
 from backends.interface import Codec
 from backends.rollouts import RolloutData
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Content, Turn
 from pipelinerl.rl.problems import Problem
+from pipelinerl.scheduler.events import EnvironmentFault
 
 
 class Turns:
@@ -34,6 +35,8 @@ class Turns:
     ) -> None:
         assert config.environment is not None
         self._limits, self._codec, self._longest_prompt = config.environment.turns, codec, task.max_prompt_tokens
+        self.retries = config.environment.retries
+        """Times that an environment is opened again (count)."""
         self.environments = EnvironmentPool(task, config.environment, number=number, log=log)
 
     async def open(self, rollout_id: int, data: RolloutData, index: int, *, held_out: bool = False) -> bool:
@@ -49,7 +52,7 @@ class Turns:
         if not 0 < len(data.prompt_tokens) <= longest:
             self.environments.release(rollout_id)
             raise EnvironmentFailedError(
-                Failure.INVALID, f"its prompt has {len(data.prompt_tokens)} tokens, 1 to {longest} are allowed"
+                EnvironmentFault.ERROR, f"its prompt has {len(data.prompt_tokens)} tokens, 1 to {longest} are allowed"
             )
         return True
 

@@ -87,8 +87,8 @@ class EnvironmentConfig(StrictModel):
     step_hang_rate: float = Field(default=0.0, ge=0, lt=1)
     """Simulated runs only: probability that a step hangs until its time-out (no unit)."""
     retries: int = Field(default=0, ge=0, le=100)
-    """Simulated runs only: times that a reset or a step that failed is made again before its rollout fails (count). A
-    recorded step takes as long again."""
+    """Times that a reset that failed is made again before its rollout fails, and in simulated runs a step, too (count):
+    in a real one it may have been half done. A recorded step takes as long again."""
     lifetime_s: PositiveSeconds | None = None
     """Simulated runs only: longest time of a rollout from the start of its reset (s). What its environment does is cut
     off there, what an engine does is not; the rollout fails. None: no limit."""

@@ -283,9 +283,6 @@ class RunMeasurements(Report):
     """Times the run went on from a checkpoint by itself, because its trainer was lost. Absent in a simulation."""
     skipped_steps: int | None = None
     """Optimizer steps whose gradient was not finite: the weights stayed as they were. Absent in a simulation."""
-    environment_failures: dict[str, int] | None = None
-    """Environments that failed, each at the cost of its rollout, by how: ``raised``, ``invalid`` (no observation, or
-    one too long), ``timed_out``, ``died`` (times). Absent without any, and in a simulation."""
     driver_s_per_rollout: float | None = None
     """Time that scheduler and driver spent on events, per finished rollout (s)."""
     driver_busy_s_per_rollout: float | None = None

@@ -54,6 +54,20 @@ class Three(Game):
         return 3
 
 
+class Sleepy(Game):
+    """Raises at its first two resets."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)
+        self.resets = 0
+
+    async def reset(self, index: int, *, held_out: bool) -> Content:
+        self.resets += 1
+        if self.resets <= 2:
+            raise RuntimeError("not yet")
+        return await super().reset(index, held_out=held_out)
+
+
 def NEVER() -> object:
     """Return what is no environment."""
     return object()
