@@ -122,7 +122,7 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Pa
         engines=engines,
         trainer=trainer,
         codec=load_codec(config.train.model.path),
-        reference=_make_reference(config, places),
+        reference=_make_reference(config, places, logs),
         group=None if config.train.chosen_transport(colocated=config.colocated) == "file" else members,
         self_test=partial(self_test, places, trainer),
     )
@@ -211,7 +211,7 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path, logs:
     )
 
 
-def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference | None:
+def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None) -> RayReference | None:
     """Return the reference model; None if the loss needs none."""
     train = config.train
     assert train is not None
@@ -223,6 +223,7 @@ def _make_reference(config: RunConfig, places: PlacementGroup) -> RayReference |
         temperature=train.sampling.temperature,
         pack_tokens=train.trainer.pack_tokens,
         timeout_s=train.trainer.step_timeout_s,
+        logs=None if logs is None else str(logs),
     )
     options = {
         **_accelerators(config, _rank_share(config)),

@@ -31,6 +31,7 @@ from backends.deepspeed.packing import PackedRow, pack
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors
 from backends.deepspeed.ray_calls import explain_fault, future_of
 from backends.interface import Sample
+from backends.process_log import log_to
 from pipelinerl.errors import ReferenceLostError
 
 
@@ -48,17 +49,20 @@ class ReferenceSettings:
     """Tokens of one forward pass (tokens)."""
     timeout_s: float
     """Seconds after which a start or a batch counts as hung."""
+    logs: str | None = None
+    """Folder that replicas print into, a file each. None: to where this process does."""
 
 
 class ReferenceModel:
     """One replica; usually the inside of a Ray actor."""
 
-    def __init__(self, settings: ReferenceSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ReferenceSettings, replica: int = 0) -> None:
+        self._settings, self._replica = settings, replica
 
     def start(self) -> None:
         """Load the model, as the trainer loads it."""
         settings = self._settings
+        log_to(settings.logs and f"{settings.logs}/reference-{self._replica}.log")
         transformers.utils.logging.disable_progress_bar()
         self._device = torch.device("cpu" if settings.device == "cpu" else "cuda:0")
         policy = load_policy(settings.model_path, device=settings.device).to(self._device)
@@ -90,7 +94,9 @@ class RayReference:
     async def start(self) -> None:
         """Start the replicas; see ``interface.Reference``."""
         actor = ray.remote(ReferenceModel)
-        self._replicas = [actor.options(**options).remote(self._settings) for options in self._options]
+        self._replicas = [
+            actor.options(**options).remote(self._settings, replica) for replica, options in enumerate(self._options)
+        ]
         await self._all("start", [replica.start.remote() for replica in self._replicas])
 
     async def logprobs(self, samples: list[Sample]) -> list[NDArray[np.float32]]:

@@ -101,11 +101,14 @@ def check_that_vllm_loads_what_was_trained(model, folder):
 
 def check_that_it_can_be_looked_into(out):
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {one["step"] for one in samples if not one["held_out"]} == set(range(1, 91))
+    assert {one["step"] for one in samples if not one["held_out"]} == set(range(1, STEPS + 1))
     assert all(re.fullmatch(r"\d+\+\d+=", one["prompt"]) for one in samples)
     for log in ("engine-0.log", "rank-0.log"):
         assert (out / "logs" / log).is_file()
     assert "vllm" in (out / "logs" / "engine-0.log").read_text().lower()
+
+
+STEPS = 60
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
@@ -113,7 +116,7 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
     out, workers = tmp_path / "run", 2 if kind == "conventional" else 1
     transport = "streamed" if kind == "pipeline" else "file"
     sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
-    sets += ["train.evaluation.every=30"]
+    sets += [f"optimizer_steps={STEPS}", "train.optimizer.learning_rate=6e-4", "train.evaluation.every=30"]
     run = Process(fitted, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
     status, stdout, stderr = run.end()
     assert status == 0, stderr
@@ -200,6 +203,7 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
     assert "engine 0 lost" in stderr
     assert "no reward today" in stderr
     assert "reference model died: phase=logprobs replica=0" in stderr
+    assert (out / "logs" / "reference-0.log").is_file()
     assert run.left_over() == []
     done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
     assert done >= 13

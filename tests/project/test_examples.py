@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelinerl.cli.app import app
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import load_run
 from sim.compare import compare, plan_cells
 from sim.run import simulate
@@ -23,6 +24,11 @@ QUICKSTART, APPENDIX_A, QWEN7B, QWEN7B_LONG, BY_NAME = (
     for name in ("quickstart", "appendix_a", "qwen7b_128_h100", "qwen7b_128_h100_long", "h100_by_name")
 )
 CONVENTIONAL = "scheduler.kind=conventional"
+
+
+def as_compared(example):
+    """What the arm "pipeline" of an example changes: the paper's transport."""
+    return next(arm.set for arm in load_run(example).compare.arms if arm.name == "pipeline")
 
 
 def summary_of(example, *overrides):
@@ -129,7 +135,7 @@ def test_the_main_run_has_the_in_flight_lag_of_its_formula(example, filled):
     4.4 with short ones, whose longest are in progress for 44 steps; sd 0.06. Bound 5 %.
     """
     lengths = lengths_of(load_run(example))
-    rows = rows_of(example, f"optimizer_steps={filled + 48}")[filled:]
+    rows = rows_of(example, *as_compared(example), f"optimizer_steps={filled + 48}")[filled:]
     in_flight = sum(row.tokens * row.lag_in_flight_mean for row in rows) / sum(row.tokens for row in rows)
     assert in_flight == pytest.approx(3 * (1 + (lengths.std() / lengths.mean()) ** 2) / 2, rel=0.05)
 
@@ -145,7 +151,9 @@ def test_the_main_run_has_the_lengths_that_its_largest_lag_implies():
 
 def test_the_main_run_has_the_largest_lag_of_its_answers():
     """About 3 L/mean = 41 steps and a few in queues (the paper: 50); with the answers of before, 3 * 2.7 and a few."""
-    short, long = (summary_of(example, "optimizer_steps=80") for example in (QWEN7B, QWEN7B_LONG))
+    short, long = (
+        summary_of(example, *as_compared(example), "optimizer_steps=80") for example in (QWEN7B, QWEN7B_LONG)
+    )
     assert 38 <= short.lag.max <= 48
     assert 8 <= long.lag.max <= 12
 
@@ -161,6 +169,20 @@ def test_conventional_rl_of_the_main_run_is_charged_as_the_paper_charged_it():
     paid = arms["G=32 in full"].hardware
     assert paid.training == pipeline.hardware.training
     assert paid.switch.to_training_s + paid.switch.to_generation_s == 4
+
+
+def test_the_main_run_for_real_has_the_transport_of_train():
+    """Staged: 15.2 GB are put together over links of 50 GB/s and leave at 25 GB/s; at 1.6 GB/s they travel; no seconds
+    stand in the file."""
+    config = load_run(QWEN7B)
+    size = 2 * 7_615_616_512
+    snapshot = size / (8 * 50e9) + size / 25e9
+    assert config.hardware.weights is None
+    assert config.scheduler.filter_no_signal
+    weights = resolved_hardware(config).weights
+    assert weights.publish_s == pytest.approx(snapshot, rel=1e-6)
+    assert weights.transfer_s == pytest.approx(snapshot + size / 1.6e9, rel=1e-6)
+    assert weights.pause_s == pytest.approx(size / 25e9 + 0.02, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -182,7 +204,7 @@ def test_the_table_of_the_read_me_is_what_make_demo_prints():
 @pytest.mark.parametrize(("example", "mean"), [(QWEN7B, 600), (QWEN7B_LONG, 3000)], ids=["short", "long"])
 def test_the_main_run_is_steady_from_end_to_end(example, mean):
     """1000 steps of 1024: throughput and lag of the second and the last quarter are the same within 2 %."""
-    rows = rows_of(example)
+    rows = rows_of(example, *as_compared(example))
     assert len(rows) == 1000
     quarters = rows[250:500], rows[750:]
     rates = [sum(row.tokens for row in part[1:]) / (part[-1].time_s - part[0].time_s) for part in quarters]

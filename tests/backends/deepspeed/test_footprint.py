@@ -73,7 +73,10 @@ def test_a_7b_that_keeps_its_activations_is_refused_with_the_key_and_the_figure(
     says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
     assert time.monotonic() - begin_s < 30
     assert says.startswith("train.trainer.activation_checkpointing must be true, got activation_checkpointing=false: ")
-    assert "needs 114.7 GB a GPU (activations 107.7, states 1.7, workspace 5.3); of the 80 GB of" in says
+    assert (
+        "needs 114.7 GB a GPU (activations 107.7, states 1.7, workspace 5.3); of the 86 GB of hardware.gpu='H100'"
+        in says
+    )
     kept = pack_activations(qwen7b, pack_tokens=16_384, checkpointing=False).kept
     logits = 16_384 * 152_064 * 2
     assert kept == pytest.approx(108.9e9 - logits, rel=1e-3)  # 108.9 GB by a count of its own, with all logits
@@ -99,7 +102,7 @@ def test_the_key_to_change_is_the_one_that_helps(
     held = config.train.trainer.model_copy(update=fitting)
     ranks = config.training_accelerators
     needed = footprint(small, held, num_ranks=ranks, value_head=False, reference=False).total
-    monkeypatch.setattr(module, "ASSUMED_MEMORY_BYTES", needed / 0.899)
+    monkeypatch.setattr(module, "_gpu_memory", lambda _: (needed / 0.899, "a small GPU"))
     says = message(check_memory, config, small)
     assert says.startswith(f"train.trainer.{begins}")
     assert has in says
