@@ -16,12 +16,13 @@ published weights         rank 0 only: a row of bytes in the host's memory (broa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -292,7 +293,8 @@ class TrainerRank:
     def offload(self) -> None:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
         if self._settings.device == "gpu":
-            self._engine.offload_states()
+            with _torch_adamw_passes():
+                self._engine.offload_states()
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
@@ -304,6 +306,23 @@ class TrainerRank:
         """Remove the published files and give up the model. The process is to end then."""
         self._publisher.close()
         self._engine.destroy()
+
+
+@contextlib.contextmanager
+def _torch_adamw_passes() -> Iterator[None]:
+    """Let DeepSpeed offload the moments of torch's AdamW.
+
+    ZeRO-3 asks for an optimizer of DeepSpeed's own class, which is compiled when it is first used, and then moves
+    ``exp_avg`` and ``exp_avg_sq``, which torch's has as well.
+    """
+    from deepspeed.ops.adam import fused_adam
+
+    own = fused_adam.FusedAdam
+    fused_adam.FusedAdam = torch.optim.AdamW
+    try:
+        yield
+    finally:
+        fused_adam.FusedAdam = own
 
 
 def _silence_libraries() -> None:

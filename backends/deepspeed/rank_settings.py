@@ -77,18 +77,15 @@ def deepspeed_config(settings: RankSettings) -> dict[str, Any]:
 
 
 def make_optimizer(settings: RankSettings, model: PolicyModel) -> torch.optim.Optimizer:
-    """Return torch's fused AdamW, which needs no compiler; colocated DeepSpeed's, the only one that it can offload."""
+    """Return torch's fused AdamW: DeepSpeed's needs a compiler where it runs."""
     config = settings.optimizer
-    arguments = {
-        "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "weight_decay": config.weight_decay,
-    }
-    if settings.device == "gpu" and settings.colocated:
-        from deepspeed.ops.adam import FusedAdam  # compiled when it is first used
-
-        return FusedAdam(model.parameters(), adam_w_mode=True, **arguments)
-    return torch.optim.AdamW(model.parameters(), fused=True, **arguments)
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def rank_environment(device: Literal["cpu", "gpu"], *, num_threads: int) -> dict[str, str]:

@@ -59,7 +59,12 @@ MIN_BATCHED_TOKENS = 8192
 """Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
 IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
 """Variable that asks vLLM's processes for ``keep_parameters_in_place``."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # compiled on the spot; it knows no log-probabilities after top-p and top-k
+}
 """Variables that vLLM reads, where they are not set."""
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """The same on CPU, where every start would compile two lines of the sampler (4 s)."""
