@@ -202,6 +202,8 @@ class RunConfig(StrictModel):
             )
 
     def _check_plan(self) -> None:
+        if self.plan is not None and self.plan.environments is not None and self.environment is None:
+            raise ValueError(f"plan.environments needs a table [environment], got {self.plan.environments}")
         if self.plan is not None and self.plan.min_ess is not None and self.drift is None:
             raise ValueError(
                 "plan.min_ess needs a [drift] table, which says how fast weights drift (`pipelinerl drift` fits one), "

@@ -76,7 +76,7 @@ class CandidateNumbers(Report):
     gpu_hours: float
     """GPU-hours of the whole run."""
     cost_per_1000_steps: float | None
-    """Cost of 1000 optimizer steps (USD), where the price is known."""
+    """Cost of 1000 optimizer steps, accelerators and environments (USD), where the price is known."""
     lag_mean: float
     """Mean lag of a trained token in the steady state (optimizer steps)."""
     lag_max: int
@@ -98,6 +98,8 @@ class PlannedCandidate(CandidateNumbers):
     """Its table ``[cluster]``."""
     scheduler: SchedulerConfig
     """Its table ``[scheduler]``."""
+    environments: int | None = None
+    """Its ``environment.count`` (environments). Absent where rollouts have one turn."""
     band: dict[Level, CandidateNumbers]
     """The same candidate by level of the hardware coefficients."""
     verdict: str

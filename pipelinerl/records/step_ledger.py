@@ -13,9 +13,11 @@ import numpy as np
 
 from pipelinerl.records.rollout_buffer import FinishedRollouts, Gathered
 from pipelinerl.scheduler.events import (
+    AbortRollout,
     Command,
     DiscardRollouts,
     Event,
+    OpenEnvironment,
     RolloutAborted,
     RolloutFailed,
     RolloutFinished,
@@ -45,6 +47,8 @@ class Step(NamedTuple):
     """Rollouts being scored when it ended (count)."""
     tokens_by_lag: Sequence[int]
     """Tokens of lag 0, 1, 2, ... (count)."""
+    in_use: int = 0
+    """Environments in use when it ended (count)."""
 
 
 class OpenStep:
@@ -66,13 +70,14 @@ class OpenStep:
         self._by_lag = added
         self._samples += len(batch.rewards_M)
 
-    def close(self, time_s: float, *, in_progress: int, ready: int) -> Step:
+    def close(self, time_s: float, *, in_progress: int, ready: int, in_use: int = 0) -> Step:
         """End the step.
 
         Args:
             time_s: Now (s).
             in_progress: Rollouts in progress (count).
             ready: Rollouts finished and not yet trained on or discarded (count).
+            in_use: Environments in use (count).
         """
         by_lag = self._by_lag
         tokens, lag_tokens = int(by_lag.sum()), int(by_lag @ np.arange(len(by_lag)))
@@ -90,6 +95,7 @@ class OpenStep:
             ready,
             self.num_scoring,
             by_lag[: lag_max + 1].tolist(),
+            in_use,
         )
         self._start_s, self.train_s, self.publish_s = time_s, 0.0, 0.0
         self._samples = 0
@@ -111,6 +117,7 @@ class StepLedger:
         self._finished = FinishedRollouts()
         self._step = OpenStep()
         self._in_progress = 0
+        self._open: set[int] = set()  # rollouts with environments
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event."""
@@ -119,19 +126,24 @@ class StepLedger:
             self._in_progress -= event.engine is not None
             if event.reward is None:
                 self._step.num_scoring += 1
+            else:
+                self._open.discard(event.rollout_id)
         elif isinstance(event, RolloutScored):
             self._step.num_scoring -= 1
+            self._open.discard(event.rollout_id)
         elif isinstance(event, TrainingFinished):
             self._step.train_s += event.train_s
             if event.version != self._version:
                 self._version = event.version
-                self.steps.append(self._step.close(time_s, in_progress=self._in_progress, ready=len(self._finished)))
+                ready, in_use = len(self._finished), len(self._open)
+                self.steps.append(self._step.close(time_s, in_progress=self._in_progress, ready=ready, in_use=in_use))
                 self._on_step(self.steps)
         elif isinstance(event, WeightsPublished):
             self._step.publish_s += event.publish_s
         elif isinstance(event, RolloutAborted | TurnFinished):
             self._in_progress -= 1
         elif isinstance(event, RolloutFailed):
+            self._open.discard(event.rollout_id)
             if event.engine is not None:
                 self._in_progress -= 1
             elif event.rollout_id in self._finished:
@@ -142,9 +154,14 @@ class StepLedger:
         """Record a command."""
         if isinstance(command, StartRollout):
             self._in_progress += 1
+        elif isinstance(command, OpenEnvironment):
+            self._open.add(command.rollout_id)
+        elif isinstance(command, AbortRollout):
+            self._open.discard(command.rollout_id)
         elif isinstance(command, StartTraining):
             self._step.add(self._finished.take(command.rollout_ids), command.version)
         elif isinstance(command, DiscardRollouts):
+            self._open.difference_update(command.rollout_ids)
             for rollout_id in command.rollout_ids:
                 if rollout_id in self._finished:  # not one that a weight update had aborted, or between two turns
                     self._finished.remove(rollout_id)

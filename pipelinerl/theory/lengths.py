@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipelinerl.hardware.costs import TrainingCost
+from pipelinerl.theory.turns import TurnMeans
 from pipelinerl.util.arrays import FloatArray, check
 
 GRID_POINTS = 1024
@@ -91,6 +92,8 @@ class LengthStatistics:
     """Mean prompt (tokens)."""
     group_wait: float = 0.0
     """Decode steps that a token's rollout, once finished, waits for the longest of its group (mean over tokens)."""
+    turns: TurnMeans | None = None
+    """Of rollouts with turns: ``lengths`` are all tokens that one generates, ``prompt_tokens`` all that it observes."""
 
     @cached_property
     def width(self) -> int:
@@ -134,6 +137,8 @@ class LengthStatistics:
     @cached_property
     def context(self) -> float:
         """Mean tokens that a sequence holds in a stationary batch."""
+        if self.turns is not None:
+            return self.turns.context
         return self.prompt_tokens + self.spread * self.mean / 2
 
     def longest(self, number: int) -> float:

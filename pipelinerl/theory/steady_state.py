@@ -16,6 +16,9 @@ one step off    the longer of the two, and the publication
 pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
                 (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
+turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
+                for Z seconds. With E environments on n engines b solves b (1 + Z/(seconds of an answer)) = E/n, at
+                most its slots. Of the KV caches between turns those stay that fit, and that no update drops meanwhile.
 ==============  ====================================================================================================
 
 Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:
@@ -26,19 +29,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
 from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.theory.turns import TurnMeans
 from pipelinerl.util.arrays import FloatArray
 
 TOLERANCE = 1e-3
 """Relative, of the times that are found by trial."""
+TURN_ROUNDS = 12
+"""Trials of the share of KV caches that are kept between turns."""
 LAG_ROUNDS = 20
 """Trials of a step time that keeps to ``max_lag``."""
 
@@ -81,6 +89,10 @@ class _Engines:
     """Front end of an engine, per answer: one after the other."""
     report_s: float
     answers: LengthStatistics
+    acting_s: float = 0.0
+    """Seconds in which the environment of a rollout acts, without a slot."""
+    reset_s: float = 0.0
+    """Those of them before its first token."""
 
     @property
     def front_end_s(self) -> float:
@@ -94,6 +106,14 @@ class _Engines:
     def answer_s(self, batch: float) -> float:
         """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
         return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s + self.front_end_s
+
+    def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
+        """Return rollouts that are open over those that have a slot, with so many slots of an engine full.
+
+        ``with_tokens``: only those that have a token, which ages.
+        """
+        outside_s = self.acting_s - (self.reset_s if with_tokens else 0.0)
+        return 1 + outside_s / self.answer_s(self.busy(slots)) if outside_s else 1.0
 
     def busy(self, slots: float) -> float:
         """Return how many of an engine's slots are decoding on average."""
@@ -134,7 +154,8 @@ class _Engines:
             drain_s = max(drain_s, full + last)
             drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
             each = self.slots  # the prefill of the others is in ``answer_s``
-        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s
+        acting_s = self.acting_s * answers.longest(number) / answers.mean  # the longest has most turns
+        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s + acting_s
 
     def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
         """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
@@ -176,12 +197,48 @@ def screen(
         sequences=scheduler.train_batch_size,
         micro_batch=scheduler.micro_batch,
     )
+    if answers.turns is not None:
+        engines = _with_turns(engines, answers.turns, config, hardware, training_s)
     schedule = scheduler.schedule
     if schedule.colocated:
         return _conventional(config, hardware, engines, training_s)
     if schedule.has_rl_steps:
         return _one_step_off(config, hardware, engines, training_s)
     return _pipeline(config, hardware, engines, training_s)
+
+
+def _with_turns(
+    engines: _Engines, turns: TurnMeans, config: RunConfig, hardware: ResolvedHardware, training_s: float
+) -> _Engines:
+    """Return engines whose slots are as full as the environments keep them, and which prefill all turns."""
+    environment, scheduler = config.environment, config.scheduler
+    assert environment is not None  # there are turns
+    each, most, kept = environment.count / engines.number, engines.slots, 1.0
+    for _ in range(TURN_ROUNDS):
+        engines = replace(
+            engines,
+            slots=most,
+            acting_s=turns.acting_s,
+            reset_s=turns.reset_s,
+            prompt_s=turns.prefill_s(hardware.prefill, kept=kept),
+        )
+        slots = _root(partial(_left, engines, each), high=most)
+        engines = replace(engines, slots=slots)
+        if environment.prefix_cache is PrefixCaching.OFF:
+            fit = 0.0
+        else:
+            idle = max(each - slots, 1e-9) * turns.held
+            fit = min(1.0, max(0.0, engines.cache_tokens - slots * turns.context) / idle)
+        if environment.prefix_cache is PrefixCaching.SALTED and not scheduler.schedule.colocated:
+            step_s = max(training_s, engines.batch_s(scheduler.train_batch_size, slots))
+            fit *= math.exp(-turns.gap_s / (step_s * scheduler.publish_every))
+        kept = (kept + fit) / 2
+    return engines
+
+
+def _left(engines: _Engines, each: float, slots: float) -> float:
+    """Return the environments of an engine that so many full slots leave."""
+    return each - slots * engines.open_over_slots(slots)
 
 
 def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
@@ -257,16 +314,19 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
         # begins half a step after that version on average, but at max_lag = 0, where all begin together.
         longest, most = answers.longest(batch), max(max_lag + 0.5 - behind, 1.0)
         for _ in range(LAG_ROUNDS):
-            life_s = longest * engines.step_s(engines.busy(full)) + pause_s + wait_s + trainer_s
+            life_s = longest * engines.step_s(engines.busy(full)) * engines.open_over_slots(full)
+            life_s += pause_s + wait_s + trainer_s
             if life_s <= most * step_s * (1 + TOLERANCE):
                 break
             step_s = max(trainer_s, generation_s, (step_s + life_s / most) / 2)
             full = filled(step_s)
-    in_flight = engines.number * engines.sampling(full)
+    aging = engines.open_over_slots(full, with_tokens=True)
+    in_flight = engines.number * engines.sampling(full) * aging
     queued = 0.0
     if full < engines.slots:
-        queued = engines.number * scheduler.generation_batch_size + scheduler.ready_queue_limit - engines.number * full
-    decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s)
+        most_open = max(config.num_slots, config.environment.count if config.environment else 0)
+        queued = most_open + scheduler.ready_queue_limit - engines.number * full * engines.open_over_slots(full)
+    decode_s = engines.step_s(engines.busy(full)) * (1 + pause_s / step_s) * aging
     after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
     late = (every - 1) / 2 + behind  # optimizer steps that the engines are behind, on average
     lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s + late

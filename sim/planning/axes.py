@@ -171,6 +171,11 @@ def _publish_every(space: SearchSpace, choice: Choice) -> Sequence[int]:
     return publish_every(space) if PUBLISH.applies_to(schedule_of(choice)) else [space.config.scheduler.publish_every]
 
 
+def _environments(space: SearchSpace, _choice: Choice) -> Sequence[int | None]:
+    own = space.config.environment
+    return [None] if own is None else space.plan.environments or [own.count]
+
+
 def _max_lags(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
     """Return bounds on the lag; the scheduler takes none below the one step less between publications."""
     limit, listed, least = space.limits.lag, space.plan.max_lag, choice[PUBLISH.name] - 1
@@ -288,6 +293,13 @@ PUBLISH = Axis(
     shown=lambda value, _: f"publish_every={value}" if value > 1 else "",
     rule=_steps_rule,
 )
+ENVIRONMENTS = Axis(
+    name="environments",
+    key="environment.count",
+    every_kind=True,
+    values=_environments,
+    shown=lambda value, space: f"environments={value}" if space.plan.environments is not None else "",
+)
 MAX_LAG = Axis(
     name="max_lag",
     key="scheduler.max_lag",
@@ -296,10 +308,32 @@ MAX_LAG = Axis(
     rule=_max_lag_rule,
     unused_because=lambda space: f"tried as the lag limit, {space.limits.lag}",
 )
-AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, PUBLISH, MAX_LAG)
+AXES = (SCHEDULE, ENGINE, TRAIN_BATCH, SPLIT, RL_STEP, GENERATION_BATCH, READY_QUEUE, PUBLISH, ENVIRONMENTS, MAX_LAG)
 """Every axis, after those that its values depend on. Candidates are listed in this order, the last axis fastest."""
-_LABEL_ORDER = (SCHEDULE, SPLIT, GENERATION_BATCH, RL_STEP, ENGINE, TRAIN_BATCH, READY_QUEUE, PUBLISH, MAX_LAG)
-_REPORT_ORDER = (SCHEDULE, ENGINE, TRAIN_BATCH, GENERATION_BATCH, SPLIT, RL_STEP, READY_QUEUE, PUBLISH, MAX_LAG)
+_LABEL_ORDER = (
+    SCHEDULE,
+    SPLIT,
+    GENERATION_BATCH,
+    RL_STEP,
+    ENGINE,
+    TRAIN_BATCH,
+    READY_QUEUE,
+    PUBLISH,
+    ENVIRONMENTS,
+    MAX_LAG,
+)
+_REPORT_ORDER = (
+    SCHEDULE,
+    ENGINE,
+    TRAIN_BATCH,
+    GENERATION_BATCH,
+    SPLIT,
+    RL_STEP,
+    READY_QUEUE,
+    PUBLISH,
+    ENVIRONMENTS,
+    MAX_LAG,
+)
 
 
 def all_choices(space: SearchSpace) -> list[Choice]:
@@ -314,7 +348,8 @@ def choice_of(config: RunConfig) -> Choice:
     """Return the choice that a run file makes."""
     scheduler = config.scheduler
     kind = PARTIAL_ROLLOUTS.name if scheduler.partial_rollouts else scheduler.kind
-    return {axis.name: attrgetter(axis.key)(config) for axis in AXES} | {SCHEDULE.name: kind}
+    axes = [axis for axis in AXES if config.environment is not None or axis is not ENVIRONMENTS]
+    return {ENVIRONMENTS.name: None, **{one.name: attrgetter(one.key)(config) for one in axes}, SCHEDULE.name: kind}
 
 
 def label_of(choice: Choice, space: SearchSpace) -> str:

@@ -24,6 +24,8 @@ LAG_ERROR_STEPS = 0.25
 """Standard deviation of the screened mean lag of those with little (optimizer steps)."""
 TIME_ERROR = 0.1
 """Largest error of the screened time (relative); ``tests/pipelinerl/theory`` holds it to it."""
+TURNS_TIME_ERROR = 0.4
+"""The same where rollouts have turns: what is preempted, and prefilled while others wait, is not in it (relative)."""
 
 
 def lag_error(lag: float) -> float:
@@ -105,7 +107,8 @@ class Screened:
     @property
     def least_gpu_hours(self) -> float:
         """GPU-hours that the run may take if the screening is as wrong as it can be."""
-        return self.gpu_hours / (1 + TIME_ERROR)
+        has_turns = self.candidate.config.environment is not None
+        return self.gpu_hours / (1 + (TURNS_TIME_ERROR if has_turns else TIME_ERROR))
 
     @property
     def least_lag_mean(self) -> float:
@@ -115,6 +118,7 @@ class Screened:
 
     def rejected(self, reason: Reason, limits: Limits) -> Rejected:
         """Return the rejection of the candidate for a limit that it breaks."""
+        limits = limits.at(self.candidate.config)
         return Rejected(self.candidate.choice, reason, limits.needed(reason, self.estimate.lag_mean, self.gpu_hours))
 
 
@@ -178,7 +182,7 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     reason = space.memory.misfit(tensor_parallel=choice["tensor_parallel"], training_accelerators=training)
     if reason is not None:
         return Rejected(choice, reason)
-    changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}}
+    changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}, "environment": {}}
     for axis in AXES:
         table, key = axis.key.split(".")
         changes[table][key] = choice[axis.name]
@@ -188,7 +192,8 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
         changes["scheduler"]["micro_batch_size"] = None
     scheduler = own.model_copy(update=changes["scheduler"])
     cluster = space.config.cluster.model_copy(update=changes["cluster"])
-    tables = {"scheduler": scheduler, "cluster": cluster, "compare": None, "plan": None}
+    environment = space.config.environment and space.config.environment.model_copy(update=changes["environment"])
+    tables = {"scheduler": scheduler, "cluster": cluster, "environment": environment, "compare": None, "plan": None}
     config = _as_measured(space.config.model_copy(update=tables), space)
     if max(config.num_slots, config.rl_step_rollouts) > MOST_ROLLOUTS:
         return Rejected(choice, Reason.ROLLOUTS)
@@ -229,7 +234,7 @@ def screen_all(
             rejected.append(one)
             continue
         screened = screener.screen(one)
-        reason = limits.broken(screened.least_lag_mean, screened.least_gpu_hours)
+        reason = limits.at(one.config).broken(screened.least_lag_mean, screened.least_gpu_hours)
         if reason is None:
             kept.append(screened)
         else:

@@ -12,7 +12,7 @@ Shapes: D draws.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import NormalDist
 from typing import TypeVar
@@ -236,6 +236,4 @@ def longer_answers(answers: LengthStatistics, factor: float, *, longest: int) ->
     unfinished = answers.lengths.unfinished
     most = min(max(1, round(len(unfinished) * factor)), max(longest, 1))
     place = np.minimum((np.arange(most) / factor).astype(np.int64), len(unfinished) - 1)
-    return LengthStatistics(
-        Lengths(unfinished[place]), prompt_tokens=answers.prompt_tokens, group_wait=answers.group_wait * factor
-    )
+    return replace(answers, lengths=Lengths(unfinished[place]), group_wait=answers.group_wait * factor)

@@ -18,7 +18,7 @@ from pipelinerl.util.limits import MOST_ROLLOUTS
 from sim.planning.axes import ENGINE, Axis, Choice, all_choices, ignored_axes, listed_axes, schedule_of, values_of
 from sim.planning.candidates import Candidate, Rejected, Screened, Screener, candidate_of, screen_all
 from sim.planning.choose import next_to_simulate
-from sim.planning.search_space import Reason, SearchSpace
+from sim.planning.search_space import Limits, Reason, SearchSpace
 from sim.planning.simulate import Outcome
 
 MOST_ACCELERATORS = 4096
@@ -59,7 +59,7 @@ def sensitivity(
         screener = Screener(config, space.answers, {"coefficients": coefficients})
         here = screener.screen(recommended)
         screened = _screened(pool, screener)
-        left = [one for one in screened if space.limits.broken(one.estimate.lag_mean, one.gpu_hours) is None]
+        left = [one for one in screened if _limits(space, one).broken(one.estimate.lag_mean, one.gpu_hours) is None]
         best = max(left, key=rate, default=here)
         differs = best.candidate.way != recommended.way and rate(best) > (1 + least) * rate(here)
         return rate(here), best.candidate.label if differs else None
@@ -189,7 +189,7 @@ def screened_synchronous(space: SearchSpace, screener: Screener) -> Screened | N
     """Return the fastest conventional candidate within the limits by the screening."""
     space = replace(space, plan=space.plan.model_copy(update={"schedulers": [CONVENTIONAL.name]}))
     kept, _ = screen_all((candidate_of(one, space) for one in all_choices(space)), space.limits, screener)
-    within = [one for one in kept if space.limits.broken(one.estimate.lag_mean, one.gpu_hours) is None]
+    within = [one for one in kept if _limits(space, one).broken(one.estimate.lag_mean, one.gpu_hours) is None]
     return max(within, key=lambda one: one.tokens_per_s, default=None)
 
 
@@ -239,11 +239,14 @@ def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
 
 def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: int, num_left: int) -> str:
     """Return one line: what was simulated breaks a limit, how nearly it keeps it, and how many were not simulated."""
-    parts, limits = [], space.limits
-    broken = [(limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess) or Reason.LAG, one) for one in outcomes]
+    parts = []
+    broken = [
+        (_limits(space, one).broken(one.lag_mean, one.gpu_hours, ess=one.ess) or Reason.LAG, one) for one in outcomes
+    ]
     for reason in dict.fromkeys(reason for reason, _ in broken):
         mine = [one for other, one in broken if other is reason]
         nearest = min(mine, key=lambda one: _distance(one, reason))
+        limits = _limits(space, nearest)
         needed = nearest.lag_max if reason is Reason.LAG else limits.needed(reason, nearest.lag_mean, nearest.gpu_hours)
         parts.append(f"{len(mine)} by {reason.value} (nearest: {needed:.3g}, {nearest.candidate.label})")
     return (
@@ -251,6 +254,10 @@ def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: 
         f"of the {num_kept:,} that the screening lets through; not simulated: {num_left:,}; raise plan.simulate, got "
         f"{space.plan.simulate}"
     )
+
+
+def _limits(space: SearchSpace, one: Screened | Outcome) -> Limits:
+    return space.limits.at(one.candidate.config)
 
 
 def _distance(outcome: Outcome, reason: Reason) -> float:

@@ -14,6 +14,8 @@ from sim.planning.simulate import Outcome
 
 NOTHING = 0.005
 """Gain in throughput that counts for nothing (relative): about the error that as many draws as ``plan`` makes leave."""
+MORE_ENVIRONMENTS = 0.25
+"""Environments that are added to those there are, to say what more give (share)."""
 FEW_SEQUENCES = 4
 """Sequences per rank below which a trainer's time is decided by the longest of them (count)."""
 
@@ -52,6 +54,13 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
             f"reward-bound: {waits}, slots stay free while rollouts are scored; a larger scheduler.ready_queue_size "
             "would fill them"
         )
+    if outcome.bottleneck is Bottleneck.ENVIRONMENT:
+        assert candidate.config.environment is not None  # else it has none
+        there = candidate.config.environment.count
+        more = math.ceil(MORE_ENVIRONMENTS * there)
+        grown = screener.screen(_changed(candidate, environments=there + more)).tokens_per_s
+        gain = grown / screener.screen(candidate).tokens_per_s - 1
+        return f"environment-bound: {waits}, all {there} environments are in use; {more} more give {gain:+.0%}"
     if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.LAG):
         freer = _without_bound(candidate, screener)
         if outcome.bottleneck is Bottleneck.LAG or freer > max(_more_engines(candidate, screener), BALANCED_SHARE):
@@ -94,7 +103,7 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     if limit is None:
         return f"{given} {_in_words(free, outcome, more)}"
     reason = limit.value
-    if limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is not None:
+    if limits.at(outcome.candidate.config).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is not None:
         return f"{given} {_in_words(free, outcome, more)}, and {reason} stays broken"
     if best is None or best.gain <= NOTHING:
         return f"{given} nothing within {reason} ({free.gain:+.0%} without it)"
@@ -170,13 +179,19 @@ def _broken(outcome: Outcome, grown: Screened, screener: Screener, limits: Limit
     lag = here.estimate.lag_mean
     ratio = outcome.lag_mean / lag if lag > 0 else 1.0
     hours = grown.gpu_hours * outcome.gpu_hours / here.gpu_hours
-    return limits.broken(grown.estimate.lag_mean * ratio, hours)
+    return limits.at(grown.candidate.config).broken(grown.estimate.lag_mean * ratio, hours)
 
 
 def _changed(
-    candidate: Candidate, *, more: int = 0, generating: int = 0, slots: int | None = None, max_lag: int | None = -1
+    candidate: Candidate,
+    *,
+    more: int = 0,
+    generating: int = 0,
+    slots: int | None = None,
+    max_lag: int | None = -1,
+    environments: int | None = None,
 ) -> Candidate:
-    """Return a candidate with more GPUs, another H, or another bound on the lag (-1: its own)."""
+    """Return a candidate with more GPUs, another H, another bound on the lag (-1: its own), or more environments."""
     cluster, scheduler = candidate.config.cluster, candidate.config.scheduler
     own = cluster.generation_accelerators
     added = {
@@ -188,4 +203,6 @@ def _changed(
         "max_lag": scheduler.max_lag if max_lag == -1 else max_lag,
     }
     tables = {"cluster": cluster.model_copy(update=added), "scheduler": scheduler.model_copy(update=settings)}
+    if environments is not None and candidate.config.environment is not None:
+        tables["environment"] = candidate.config.environment.model_copy(update={"count": environments})
     return replace(candidate, config=candidate.config.model_copy(update=tables))

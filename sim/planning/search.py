@@ -98,8 +98,6 @@ def plan(
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
         RunFailedError: If no simulation ended.
     """
-    if config.environment is not None:
-        raise ConfigError("plan does not search runs with an [environment] so far: use simulate and compare")
     if config.policy is not None:
         raise ConfigError(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
@@ -171,7 +169,8 @@ class _Search:
     def _keeps(self, outcome: Outcome) -> bool:
         lag = self.limits.lag
         in_lag = lag is None or outcome.lag_max <= lag
-        return in_lag and self.limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
+        limits = self.limits.at(outcome.candidate.config)
+        return in_lag and limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
     def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
         """Return the content of plan.json, and the recommended candidate.
@@ -262,9 +261,10 @@ class _Search:
         """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
         rejected = []
         for one in outcomes:
-            reason = self.limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
+            limits = self.limits.at(one.candidate.config)
+            reason = limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
             if reason is not None:
-                needed = self.limits.needed(reason, one.lag_mean, one.gpu_hours)
+                needed = limits.needed(reason, one.lag_mean, one.gpu_hours)
                 rejected.append(Rejected(one.candidate.choice, reason, needed))
             elif self.limits.lag is not None and one.lag_max > self.limits.lag:
                 rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
@@ -362,12 +362,13 @@ class _Search:
         return dict(self._numbers(outcome)) | {
             "cluster": config.cluster,
             "scheduler": config.scheduler,
+            "environments": config.environment and config.environment.count,
             "band": {level: self._numbers(levels[level]) for level in Level if level in levels},
             "verdict": self._verdict(outcome),
         }
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
-        steps, price = self.config.optimizer_steps, self.limits.price
+        steps, price = self.config.optimizer_steps, self.limits.at(outcome.candidate.config).price
         return CandidateNumbers(
             label=outcome.candidate.label,
             family=outcome.candidate.family,

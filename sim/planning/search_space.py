@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
@@ -19,10 +19,15 @@ from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
+from pipelinerl.theory.turns import Turn, TurnMeans
+from sim.clock import TICKS_PER_S
+from sim.episodes import Episodes
 from sim.workload import Workload, grown_length
 
 SAMPLE_SIZE = 8192
 """Answers drawn to know their distribution (count)."""
+SAMPLE_EPISODES = 2048
+"""Rollouts with turns drawn for the same (count)."""
 
 
 class Reason(StrEnum):
@@ -66,6 +71,15 @@ class Limits:
     """Cost of the whole run (USD)."""
     price: float | None
     """Price of a GPU-hour (USD), where known."""
+    environment_price: float = 0.0
+    """Price of an environment-hour (USD)."""
+
+    def at(self, config: RunConfig) -> Self:
+        """Return the limits with the environments of a candidate in the price of its GPU-hours."""
+        if self.price is None or config.environment is None:
+            return self
+        environments = config.environment.count * self.environment_price
+        return replace(self, price=self.price + environments / config.cluster.accelerators)
 
     def ess(self, lag_mean: float) -> float | None:
         """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
@@ -181,6 +195,8 @@ def answers_of(config: RunConfig) -> tuple[LengthStatistics, int]:
     Growing answers are taken as they are in the middle of the run.
     """
     workload = Workload(config.workload, seed=config.seed)
+    if config.environment is not None:
+        return _turns_of(config, Episodes(config, workload)), config.longest_rollout_tokens
     length, size = config.workload.length, config.workload.group_size
     groups = [workload.group(index, index) for index in range(max(1, SAMPLE_SIZE // size))]
     drawn = np.array([group.lengths for group in groups], dtype=np.int64)
@@ -193,6 +209,26 @@ def answers_of(config: RunConfig) -> tuple[LengthStatistics, int]:
     prompt = float(np.mean([group.prompt_tokens for group in groups]))
     answers = LengthStatistics(lengths_from(drawn.ravel()), prompt_tokens=prompt, group_wait=float(wait))
     return answers, workload.longest_rollout_tokens
+
+
+def _turns_of(config: RunConfig, episodes: Episodes) -> LengthStatistics:
+    """Return rollouts with turns as the simulator will draw them first."""
+    size = config.workload.group_size
+    drawn = [episodes.episode(index, index // size) for index in range(size * max(1, SAMPLE_EPISODES // size))]
+    rollouts = []
+    for one in drawn:
+        ends = np.array(one.ends)
+        generated = np.diff(ends, prepend=0)
+        observed = np.array(one.observed)
+        observed[0] += one.prompt_tokens
+        acting_s = np.array(one.acting_ticks) / TICKS_PER_S
+        rollouts.append(Turn(np.cumsum(observed) + ends - generated, observed, generated, acting_s))
+    tokens = np.array([one.ends[-1] for one in drawn]).reshape(-1, size)
+    wait = (tokens * (tokens.max(axis=1, keepdims=True) - tokens)).sum() / tokens.sum()
+    observed_mean = float(np.mean([one.observed_T.sum() for one in rollouts]))
+    return LengthStatistics(
+        lengths_from(tokens.ravel()), observed_mean, group_wait=float(wait), turns=TurnMeans.of(rollouts)
+    )
 
 
 def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
@@ -216,6 +252,7 @@ def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
         gpu_hours=plan.gpu_hours,
         budget=plan.budget,
         price=price,
+        environment_price=plan.price_per_environment_hour or 0.0,
     )
 
 

@@ -216,6 +216,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
             waiting_s=waiting_s,
             admission=Admission.of(config),
             scoring=sum(row.scoring for row in window) / len(window),
+            in_use=sum(row.in_use for row in window) / len(window),
         ),
         ess=_modelled_ess(config, window),
     )

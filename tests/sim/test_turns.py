@@ -22,7 +22,6 @@ from pipelinerl.scheduler.events import (
     TurnFinished,
 )
 from sim.cluster import SimulatedCluster
-from sim.planning.search import plan
 
 # ------------------------------------------------------------------------------------- wrong input
 
@@ -49,11 +48,9 @@ def test_environments_that_cannot_be_are_one_line(table, says):
 
 
 def test_what_does_not_know_turns_yet_says_so():
-    """A plan, a policy that learns, growing lengths: one line each, before anything is done."""
+    """A policy that learns, growing lengths: one line each, before anything is done."""
     turns = environment(count=1)
     config = play(1, batch=1, slots=1, length=fixed(4), environment=turns).config
-    with pytest.raises(ConfigError, match=r"^plan does not search runs with an \[environment\]"):
-        plan(config)
     with pytest.raises(ConfigError, match=r"^workload\.length\.growth must be 1 with an \[environment\], got 2"):
         play(1, batch=1, slots=1, length={**fixed(4), "growth": 2.0}, environment=turns)
     with pytest.raises(ConfigError, match=r"^\[environment\] is not simulated with \[policy\]"):

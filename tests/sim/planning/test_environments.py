@@ -12,7 +12,9 @@ from analysis.environments import rollouts_against_environments
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.environments_report import EnvironmentsReport
+from pipelinerl.records.plan_report import PlanReport
 from sim.planning.environments import counts_to_try, environments
+from sim.planning.search import plan
 
 RUN = {
     "optimizer_steps": 60,
@@ -67,9 +69,55 @@ def test_a_rate_that_still_rises_has_no_knee() -> None:
 
 
 def test_a_run_without_environments_is_one_line() -> None:
-    table = {key: value for key, value in RUN.items() if key != "environment"}
+    table = {key: value for key, value in RUN.items() if key not in ("environment", "plan")}
     with pytest.raises(ConfigError, match=r"^environments needs a table \[environment\]"):
         environments(parse_run(table))
+
+
+def test_a_list_of_environments_without_any_is_one_line() -> None:
+    table = {key: value for key, value in RUN.items() if key != "environment"}
+    with pytest.raises(ConfigError, match=r"plan\.environments needs a table \[environment\], got \[12, 1, 3, 6\]"):
+        parse_run(table)
+
+
+# ------------------------------------------------------------------------------------------------- plan
+
+PLAN = (
+    "plan.schedulers=['pipeline']",
+    "plan.simulate=4",
+    "plan.simulate_steps=20",
+    "optimizer_steps=100",
+    "plan.generation_batch_size=[16]",
+)
+
+
+def planned(*overrides: str) -> PlanReport:
+    with in_this_process():
+        return plan(parse_run(with_overrides(RUN, [*PLAN, *overrides])))
+
+
+def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
+    """6 give all that the trainer takes, 12 no more and older: of those that tie the mean lag decides."""
+    report = planned("plan.environments=[3, 6, 12]", "environment.count=12")
+    best = report.recommended
+    assert (best.environments, best.label) == (6, "pipeline 1/1 H=16 environments=6")
+    assert best.cost_per_1000_steps == pytest.approx(best.hours * (4 + 0.5 * 6) * 10)  # 100 steps
+
+
+def test_a_plan_with_few_environments_says_that_they_bind_and_what_more_give() -> None:
+    """2 of the 6 that the trainer could use: one more is half as many again."""
+    best = planned("plan.environments=[2]", "environment.count=2").recommended
+    assert best.verdict.startswith(
+        "environment-bound: the trainer waits 67% of the time, all 2 environments are in use; "
+    )
+    assert "1 more give +50%" in best.verdict
+
+
+def test_a_budget_counts_environments() -> None:
+    """100 steps of 7 s are 0.19 h; 3 environments take twice as long: 0.39 h at 2 x 2 + 3 x 0.5 USD are 2.1 USD."""
+    assert planned("plan.environments=[3]", "environment.count=3", "plan.budget=2.3").recommended.environments == 3
+    with pytest.raises(ConfigError, match="by budget"):
+        planned("plan.environments=[3]", "environment.count=3", "plan.budget=1.7")
 
 
 def test_the_figure_has_rate_cost_and_knee(report: EnvironmentsReport) -> None:

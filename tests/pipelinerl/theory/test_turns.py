@@ -1,0 +1,103 @@
+"""The steady state of rollouts with turns: by hand, and against the simulator."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.theory.steady_state import Estimate, screen
+from pipelinerl.theory.turns import Turn, TurnMeans
+from sim.planning.candidates import TURNS_TIME_ERROR
+from sim.planning.search_space import answers_of
+from sim.run import simulate
+
+RUN: dict[str, Any] = {
+    "optimizer_steps": 40,
+    "cluster": {"accelerators": 8, "generation_accelerators": 4},
+    "scheduler": {"train_batch_size": 32, "generation_batch_size": 16, "optimizer_steps_per_rl_step": 4},
+    "workload": {
+        "group_size": 4,
+        "prompt_tokens": 100,
+        "length": {"kind": "lognormal", "mean": 60, "cv": 1, "max": 300},
+    },
+    "environment": {
+        "count": 32,
+        "reset_s": 3.0,
+        "step_s": 0.5,
+        "step_cv": 1.0,
+        "turns": {
+            "kind": "lognormal", "mean": 8, "cv": 0.5, "max": 24, "observation_tokens": 200, "observation_cv": 1.0,
+            "observation_max": 1000, "context_max": 8000,
+        },
+    },
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 7e-3, "sequence_s": 1e-5, "context_token_s": 2.3e-7},
+        "prefill": {"token_s": 2e-5},
+        "kv_cache_tokens": 30_000,
+        "training": {"token_s": 1e-5, "step_s": 0.2},
+        "weights": {"publish_s": 0.05, "pause_s": 0.1},
+    },
+}  # fmt: skip
+
+
+def run(*overrides: str) -> RunConfig:
+    return parse_run(with_overrides(RUN, overrides))
+
+
+def screened(config: RunConfig) -> Estimate:
+    hardware = resolved_hardware(config)
+    decode_step = DecodeStep(hardware.decode, tensor_parallel=1, most=config.scheduler.generation_batch_size)
+    return screen(config, hardware, decode_step, answers_of(config)[0])
+
+
+def test_means_of_three_turns_by_hand() -> None:
+    """A prompt of 10 tokens, three turns of 4, 3 tokens observed between them; a reset of 2 s, steps of 3 and 5 s."""
+    arrays = (np.array(one) for one in ([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0]))
+    means = TurnMeans.of([Turn(*arrays)])
+    assert (means.acting_s, means.reset_s, means.gap_s) == (10.0, 2.0, 4.0)
+    assert means.context == 17 + 2  # half of its own four tokens besides
+    assert means.held == (3 * 14 + 5 * 21) / 8
+    assert means.observed == (3, 16, 10**2 + (17**2 - 14**2) + (24**2 - 21**2))
+    assert means.whole == (3, 51, 10**2 + 17**2 + 24**2)
+    prefill = PrefillConfig(token_s=1.0, sequence_s=10.0)
+    assert [means.prefill_s(prefill, kept=share) for share in (1.0, 0.5, 0.0)] == [46.0, 63.5, 81.0]
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_few_environments_bound_the_rate_by_hand(count: int) -> None:
+    """A rollout has its environment for 5 + 2 x 2 s and 3 turns of 4 s, a step missed per slot: 22 s."""
+    config = parse_run({
+        "optimizer_steps": 10,
+        "cluster": {"accelerators": 2, "generation_accelerators": 1},
+        "scheduler": {"train_batch_size": 2, "generation_batch_size": 16},
+        "workload": {"length": {"kind": "fixed", "max": 4}},
+        "environment": {
+            "count": count, "reset_s": 5.0, "step_s": 2.0,
+            "turns": {"kind": "lognormal", "mean": 3, "max": 3, "observation_max": 0, "context_max": 100},
+        },
+        "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}},
+    })  # fmt: skip
+    assert screened(config).step_s == pytest.approx(2 * 22 / count, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("prefix_cache", ["salted", "kept", "off"])
+@pytest.mark.parametrize("count", [16, 48, 64, 128])
+def test_the_closed_form_is_as_near_to_the_simulator_as_the_planner_takes_it_to_be(
+    kind: str, prefix_cache: str, count: int
+) -> None:
+    """From far too few environments to so many that their contexts do not fit into the KV caches."""
+    changes = (f"scheduler.kind={kind}", f"environment.prefix_cache={prefix_cache}", f"environment.count={count}")
+    config = run(*changes)
+    report, estimate = simulate(config), screened(config)
+    steady = report.steps
+    step_s = (steady.time_s[-1] - steady.time_s[19]) / (len(steady) - 20)
+    assert step_s / estimate.step_s == pytest.approx(1.0, abs=TURNS_TIME_ERROR)
+    if kind == "pipeline":
+        assert estimate.lag_mean == pytest.approx(report.lag.mean, rel=0.2, abs=0.1)
