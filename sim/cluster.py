@@ -62,6 +62,7 @@ from sim.environments import Environments, check_turns
 from sim.episodes import Episodes
 from sim.learning.tasks import checked_task
 from sim.request import EngineHost, LearningPolicy, Request, SimulatedEngine
+from sim.scoring import Scoring
 from sim.streams import DispatchDelays
 from sim.workload import Workload, grown_length, growth_factor
 
@@ -140,7 +141,7 @@ class SimulatedCluster:
             to_generation = to_ticks(hardware.switch.to_generation_s)
             self._transfer_ticks = max(self._transfer_ticks, after_publication) + to_generation
         self._to_training_ticks = to_ticks(hardware.switch.to_training_s)
-        self._score_ticks = to_ticks(hardware.latency.reward_s + hardware.latency.preprocess_s)
+        self._scoring = Scoring(hardware.latency)
         self._generating = config.colocated  # colocated only: in the generation phase
         self._stop: StopReason | None = None
         self._failure: RunFailedError | None = None
@@ -209,12 +210,12 @@ class SimulatedCluster:
         if self._policy is not None:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
-        if not self._score_ticks:
+        if not self._scoring.takes_time:
             self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward))
             return
         self._rewards[rollout_id] = request.reward
         self._deliver(RolloutFinished(rollout_id, engine, spans))
-        Wake(self._clock, self._score_ticks, CLUSTER_PRIORITY, rollout_id, self._scored)
+        Wake(self._clock, self._scoring.ticks(self._clock.now), CLUSTER_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
         """Report a rollout that ended early."""

@@ -205,6 +205,8 @@ class LatencyConfig(StrictModel):
     """Seconds from the last token of a rollout until the scheduler hears of it; its slot is taken meanwhile."""
     reward_s: Seconds = 0.0
     """Seconds to score a finished rollout."""
+    reward_workers: Count | None = Field(default=None, exclude_if=not_)
+    """Rollouts that are scored at a time, first come first served (count). None: all."""
     preprocess_s: Seconds = 0.0
     """Seconds to prepare a scored rollout for training (reference log-probabilities, packing)."""
 

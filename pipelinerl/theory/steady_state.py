@@ -37,7 +37,7 @@ import numpy as np
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import DecodeStep, loading_s, prefill_s, training_cost
-from pipelinerl.hardware.tables import PrefillConfig, ResolvedHardware
+from pipelinerl.hardware.tables import LatencyConfig, PrefillConfig, ResolvedHardware
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.theory.turns import TurnMeans
@@ -254,7 +254,7 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
         carried = engines.number * engines.slots / number * answers.spread / 2 + wait  # RL steps a token is carried on
     else:
         phase_s = engines.phase_s(number)
-    phase_s += latency.reward_s + latency.preprocess_s
+    phase_s = max(phase_s, _scored_s(latency, number)) + latency.reward_s + latency.preprocess_s
     switch_s = switch.to_training_s + switch.to_generation_s
     lag_mean, lag_max = (steps - 1) / 2 + steps * carried, steps - 1 + steps * math.ceil(2 * carried)
     max_lag = config.scheduler.max_lag
@@ -275,7 +275,8 @@ def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
 def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     steps = min(config.scheduler.optimizer_steps_per_rl_step, config.optimizer_steps)
     latency, weights = hardware.latency, hardware.weights
-    phase_s = engines.phase_s(steps * config.scheduler.train_batch_size) + latency.reward_s + latency.preprocess_s
+    number = steps * config.scheduler.train_batch_size
+    phase_s = max(engines.phase_s(number), _scored_s(latency, number)) + latency.reward_s + latency.preprocess_s
     return _estimate(
         config,
         engines,
@@ -291,6 +292,7 @@ def _one_step_off(config: RunConfig, hardware: ResolvedHardware, engines: _Engin
 def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, training_s: float) -> Estimate:
     scheduler, weights, answers = config.scheduler, hardware.weights, engines.answers
     batch, max_lag = scheduler.train_batch_size, scheduler.max_lag
+    scored_s = _scored_s(hardware.latency, batch)
     update_s, every, more = weights.pause_s, 0, scheduler.publish_every
     if scheduler.weight_update is WeightUpdate.RECOMPUTE:
         update_s += engines.slots * _prefill_s(hardware.prefill, answers.context)
@@ -298,7 +300,7 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: _Engines, 
         every = more
         pause_s, publishing_s = update_s / every, weights.publish_s / every
         trainer_s = training_s + publishing_s
-        generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch))
+        generation_s = max(engines.batch_s(batch, engines.slots) + pause_s, engines.sent_s(batch), scored_s)
         step_s = max(trainer_s, generation_s)
         more = math.ceil((weights.transfer_s + update_s) / step_s * (1 - TOLERANCE)) if step_s else 0
     behind = max(0.0, weights.transfer_s - weights.publish_s) / step_s  # optimizer steps, while weights travel
@@ -360,6 +362,11 @@ def _root(function: Callable[[float], float], *, high: float) -> float:
         else:
             high = middle
     return high
+
+
+def _scored_s(latency: LatencyConfig, number: float) -> float:
+    """Return the seconds in which so many rewards are computed, so many at a time; 0 without a limit."""
+    return 0.0 if latency.reward_workers is None else number * latency.reward_s / latency.reward_workers
 
 
 def _prefill_s(prefill: PrefillConfig, tokens: float) -> float:

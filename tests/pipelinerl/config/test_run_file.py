@@ -287,7 +287,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
             "kv_cache_tokens": st.integers(longest + 10, 10**7),
             "weights": table({}, dict.fromkeys(("publish_s", "transfer_s", "pause_s"), seconds)),
             "switch": table({}, dict.fromkeys(("to_training_s", "to_generation_s"), seconds)),
-            "latency": table({}, dict.fromkeys(EVERY_KEY["hardware"]["latency"], seconds)),
+            "latency": table({}, {key: seconds for key in EVERY_KEY["hardware"]["latency"] if key.endswith("_s")}),
         },
     )
     cluster = {
