@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -33,6 +34,7 @@ from backends.place_facts import place_facts
 from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
+from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 
@@ -163,7 +165,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
             generate_timeout_s=train.engine.generate_timeout_s,
-            arguments=train.engine.vllm,
+            arguments=train.engine.vllm | _caching(config.environment),
         )
         options = {
             **_accelerators(config, each * share),
@@ -172,6 +174,12 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
         }
         engines[engine_id] = RayEngine(settings, options)
     return engines
+
+
+def _caching(environment: EnvironmentConfig | None) -> dict[str, Any]:
+    """Return vLLM's arguments of what becomes of a KV cache between two turns."""
+    off = environment is not None and environment.prefix_cache is PrefixCaching.OFF
+    return {"enable_prefix_caching": False} if off else {}
 
 
 def cores_of(engine_id: int, workers: int) -> str:

@@ -39,10 +39,10 @@ def check_run(config: RunConfig) -> TrainConfig:
 
 
 def _check_environment(environment: EnvironmentConfig, train: TrainConfig) -> None:
-    if environment.prefix_cache is not PrefixCaching.SALTED:
+    if environment.prefix_cache is PrefixCaching.KEPT:
         raise ConfigError(
-            "environment.prefix_cache must be 'salted' for train, whose engines drop it with the weights, got "
-            f"{environment.prefix_cache.value!r}"
+            "environment.prefix_cache must be 'salted' or 'off' for train, whose engines drop it with the weights, got "
+            "'kept'"
         )
     if train.task.overlong_tokens:
         raise ConfigError(

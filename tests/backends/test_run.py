@@ -19,7 +19,7 @@ psutil = pytest.importorskip("psutil")
 
 from ledger_check import check_ledger, records  # noqa: E402
 from probes import check_probes, probed, started_with, told  # noqa: E402
-from real_run import EXAMPLE, Process, python_path  # noqa: E402
+from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
@@ -99,36 +99,33 @@ def check_that_vllm_loads_what_was_trained(model, folder):
     return told(folder, "first")
 
 
-def check_that_it_can_be_looked_into(out):
+def check_that_it_can_be_looked_into(out, steps):
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert {one["step"] for one in samples if not one["held_out"]} == set(range(1, STEPS + 1))
+    assert {one["step"] for one in samples if not one["held_out"]} == set(range(1, steps + 1))
     assert all(re.fullmatch(r"\d+\+\d+=", one["prompt"]) for one in samples)
     for log in ("engine-0.log", "rank-0.log"):
         assert (out / "logs" / log).is_file()
     assert "vllm" in (out / "logs" / "engine-0.log").read_text().lower()
 
 
-STEPS = 60
-
-
-@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
-def test_the_tiny_model_learns(fitted, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "steps", "reached"), [("pipeline", 60, 0.90), ("conventional", 40, 0.45)])
+def test_the_tiny_model_learns(fitted, tmp_path, kind, steps, reached):
     out, workers = tmp_path / "run", 2 if kind == "conventional" else 1
     transport = "streamed" if kind == "pipeline" else "file"
     sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
-    sets += [f"optimizer_steps={STEPS}", "train.optimizer.learning_rate=6e-4", "train.evaluation.every=30"]
+    sets += [f"optimizer_steps={steps}", "train.optimizer.learning_rate=6e-4", "train.evaluation.every=30"]
     run = Process(fitted, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
     assert summary.evaluation.success_before <= 0.40
-    assert summary.evaluation.success_after >= 0.90
+    assert summary.evaluation.success_after >= reached
     during = summary.evaluation.during
     assert [one.step for one in during][:1] == [30]
     for one in during:
         assert one.step <= one.version_min <= one.version_max
         assert 0.3 < one.success <= 1.0
-    check_that_it_can_be_looked_into(out)
+    check_that_it_can_be_looked_into(out, steps)
     check_ledger(out, load_run(EXAMPLE, sets), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
     assert any(len(one.versions) > 1 for one in spans) == (kind == "pipeline")  # in-flight updates happen
@@ -149,6 +146,27 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind):
         assert result.exit_code == 0, result.output
     assert "identical" in CliRunner().invoke(app, ["replay", str(out)]).output
     assert CliRunner().invoke(app, ["simulate", str(EXAMPLE), "--set", sets[0]]).exit_code == 0
+
+
+def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
+    """Several turns, with new weights in the midst of them: what engine and trainer read is the same to the token."""
+    make_tiny_model(tmp_path / "model", task="calculator")
+    sets = ["optimizer_steps=50", "train.evaluation.problems=100"]
+    run = Process(tmp_path / "model", tmp_path / "run", *sets, example=TOOLS)
+    run.wait_for_step(2)
+    status, stdout, stderr = run.end()
+    assert status == 0, stderr
+    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
+    assert summary.evaluation.success_before <= 0.40  # 0.28 of 200 problems: one in 300 seeds is beyond 0.40
+    assert summary.evaluation.success_after >= 0.80
+    check_ledger(tmp_path / "run", load_run(TOOLS, sets), summary)
+    finished = [row.event for row in records(tmp_path / "run") if isinstance(row.event, RolloutFinished)]
+    assert {event.engine for event in finished} == {None}
+    assert any(len(event.spans.versions) > 1 for event in finished)
+    assert 2.5 < summary.environments.turns_mean < 4.5
+    assert summary.rollouts.failed == summary.environments.errors == summary.environments.timeouts == 0
+    assert summary.mismatch.kl_at_lag_0 < 1e-6
+    assert run.left_over() == []
 
 
 RAISES = """

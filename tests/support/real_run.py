@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
+TOOLS = EXAMPLE.with_name("tiny_tools.toml")
 
 
 START_TIMEOUT_S = 300.0
@@ -33,8 +34,8 @@ def python_path(folder):
 class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
-    def __init__(self, model, out, *sets, resume=False, check=False, env=None):
-        command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(EXAMPLE), "--out", str(out)]
+    def __init__(self, model, out, *sets, resume=False, check=False, env=None, example=EXAMPLE):
+        command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(example), "--out", str(out)]
         command += [
             *options(model, *sets),
             "--json",
