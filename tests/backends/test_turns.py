@@ -10,8 +10,9 @@ import pytest
 from in_memory import KINDS, config_of, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
-from backends.fake import FakeCodec, FakeEngine, FakeTrainer, logprob
+from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer, logprob
 from backends.preflight import check_run, evaluation_task, task_of
+from backends.rollouts import lag_of_tokens
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.rl.segments import SegmentKind
@@ -104,8 +105,18 @@ def test_a_rollout_is_generated_and_observed_segments_and_no_token_is_made_of_te
             - len(sample.prompt_P)
             - sum(len(one.tokens) for one in sample.segments if one.kind is SegmentKind.OBSERVED)
         )
-        versions = np.rint((-1 - sample.behaviour_logprob_T) / (logprob(0) - logprob(1)))
-        assert set(versions) <= {0.0, 1.0, 2.0}
+
+
+def test_every_generated_token_has_the_version_that_sampled_it(out):
+    """In memory a log-probability says its version: the reported spans, counted over all turns, say the same."""
+    config = turns_of(settings={"turns": 4, "delay_s": 0.01}, steps=8, longest=20)
+    parts = recorded(config)
+    run_checked(config, out, parts)
+    spans = {row.event.rollout_id: row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)}
+    for sample in parts.trainer.samples:
+        told = -lag_of_tokens(spans[sample.rollout_id], 0)
+        assert told.tolist() == np.rint((logprob(0) - sample.behaviour_logprob_T) / DRIFT).tolist()
+    assert any(len(one.versions) > 1 for one in spans.values())
 
 
 @pytest.mark.parametrize(
