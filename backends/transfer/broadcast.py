@@ -18,8 +18,8 @@ When all say that it is right the weights can be loaded everywhere. When one ref
 anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the group is left, and a new one made.
 
 Plain connections, because they can be closed under whoever waits, and report the death of the other end; with several
-sends under way gloo ends the whole process then. Only the host's memory is read and written: a GPU's kernels never
-wait for a peer, beside those of decode.
+sends under way gloo ends the whole process then. The bytes stay in the host's memory. A GPU reads them there to verify
+them, on a stream of its own: none of its kernels waits for a peer, beside those of decode.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ import torch
 
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, Place, cuts, digest, layout, row_bytes, seen_as
-from backends.transfer.lines import Door, Line, address_towards, come_in, fill
+from backends.transfer.lines import Door, Line, address_towards, come_in, empty, fill
 from backends.transfer.shared_row import SharedRow
 from backends.transfer.weights_check import check_names
 from pipelinerl.errors import BackendError
 
-BUCKET_BYTES = 4 * 2**20
+BUCKET_BYTES = 16 * 2**20
 """Size of what is handed on at a time (bytes)."""
 HASH_THREADS = 4
 """Threads that verify what arrives, if as many cores are allowed (count)."""
@@ -109,7 +109,7 @@ class Sender:
                 self._lines[worker].tell(version=version, sums=sums, parts=parts)
             content = memoryview(row.numpy())
             for begin, end in cuts(row.numel(), BUCKET_BYTES):
-                self._chain.connection.sendall(content[begin:end])
+                empty(self._chain.connection, content[begin:end])
             num_refusing = 0
             while self._awaited:
                 num_refusing += self._lines[self._awaited[0]].hear()["refused"]
@@ -204,6 +204,7 @@ class Receiver:
         door = Door.open(address_towards(address), password)
         try:
             said = {"worker": member.worker, "place": place, "meeting": door.meeting}
+            self._device = member.device
             self._sender = self._kept(come_in(meeting, timeout_s=timeout_s, **said))
             told = self._sender.hear()
             self.parameters: Parameters = told["parameters"]
@@ -274,19 +275,29 @@ class Receiver:
 
     def _received(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
         content = memoryview(row.numpy())
-        threads = min(HASH_THREADS, len(os.sched_getaffinity(0)))
+        threads = min(HASH_THREADS, len(os.sched_getaffinity(0))) if self._device.type == "cpu" else 1
         with ThreadPoolExecutor(threads) as hashing, ThreadPoolExecutor(1) as handing_on:
             sums: list[Future[int]] = []
             handed_on: list[Future[None]] = []
             for begin, end in [(0, 0), *cuts(row_bytes(places), BUCKET_BYTES)]:
                 fill(self._before.connection, content[begin:end])
                 if self._after is not None:
-                    handed_on.append(handing_on.submit(self._after.connection.sendall, content[begin:end]))
+                    handed_on.append(handing_on.submit(empty, self._after.connection, content[begin:end]))
                 while len(sums) < len(places) and places[len(sums)].end <= end:
-                    sums.append(hashing.submit(checksum64, seen_as(row, places[len(sums)])))
+                    sums.append(hashing.submit(self._sum, seen_as(row, places[len(sums)])))
             for one in handed_on:
                 one.result()
             return [one.result() for one in sums]
+
+    def _sum(self, tensor: torch.Tensor) -> int:
+        """Return the checksum of what has arrived.
+
+        A GPU computes it, beside decode: on a CPU it is many small steps, each of which waits for the engine's thread.
+        """
+        if self._device.type == "cpu":
+            return checksum64(tensor)
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            return checksum64(tensor, computed_on=self._device)
 
     def _row(self, told: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
         """Return the row of this machine, unless what will lie there is not the model's: then all are told."""

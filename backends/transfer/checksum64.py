@@ -50,17 +50,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def checksum64(tensor: torch.Tensor) -> int:
+def checksum64(tensor: torch.Tensor, *, computed_on: torch.device | None = None) -> int:
     """Return the checksum of a tensor's bytes in row-major order, a signed 64-bit number.
 
     Shape and type do not enter, only bytes: the same numbers in another type have another checksum.
+
+    Args:
+        tensor: Of any type, on any device.
+        computed_on: Where the bytes are copied to, a few chunks at a time, to be summed. None: where they lie.
     """
     row = as_bytes(tensor)
-    at_a_time = CHUNKS_AT_A_TIME.get(row.device.type, 1)
+    device = computed_on or row.device
+    at_a_time = CHUNKS_AT_A_TIME.get(device.type, 1)
     chunk_bytes = CHUNK_WORDS * WORD_BYTES
-    total = torch.zeros((), dtype=torch.int64, device=row.device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for begin in range(0, row.numel(), at_a_time * chunk_bytes):
-        part = row[begin : begin + at_a_time * chunk_bytes]
+        part = row[begin : begin + at_a_time * chunk_bytes].to(device)
         whole = part.numel() // chunk_bytes * chunk_bytes
         first = begin // chunk_bytes
         if whole:

@@ -8,6 +8,7 @@ import json
 import secrets
 import select
 import socket
+import struct
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +37,13 @@ class Line:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing crosses between updates
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-        connection.settimeout(timeout_s)
         self.connection, self._timeout_s = connection, timeout_s
+        _wait_at_most(connection, timeout_s)
 
     def tell(self, **message: Any) -> None:
         """Send a message."""
         content = json.dumps(message).encode()
-        self.connection.sendall(len(content).to_bytes(8, "big") + content)
+        empty(self.connection, memoryview(len(content).to_bytes(8, "big") + content))
 
     def hear(self, *, patiently: bool = False, longest: int = 2**40) -> dict[str, Any]:
         """Receive a message.
@@ -55,10 +56,10 @@ class Line:
             BackendError: If it is that something has failed at the other end.
             OSError: If the other end has gone, or does not answer.
         """
-        self.connection.settimeout(None if patiently else self._timeout_s)
+        _wait_at_most(self.connection, 0 if patiently else self._timeout_s)
         head = bytearray(8)
         fill(self.connection, memoryview(head)[:1])
-        self.connection.settimeout(self._timeout_s)
+        _wait_at_most(self.connection, self._timeout_s)
         fill(self.connection, memoryview(head)[1:])
         size = int.from_bytes(head, "big")
         if size > longest:
@@ -88,17 +89,46 @@ class Line:
         self.connection.close()
 
 
+def _wait_at_most(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel end a wait that takes longer; 0: none.
+
+    A time-out of Python's own would return to Python for every few packets. Where the process has another busy thread,
+    as engines and ranks have, each return waits for it: an H100's weights arrived at 0.2 GB/s.
+    """
+    connection.settimeout(None)
+    microseconds = round(timeout_s * 1e6)
+    limit = struct.pack("ll", *divmod(max(microseconds, 1) if timeout_s else 0, 10**6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
 def fill(connection: socket.socket, memory: memoryview) -> None:
     """Receive as many bytes as the memory has room for.
 
     Raises:
         ConnectionError: If the other end has gone.
+        TimeoutError: If it sends nothing for the time of its ``Line``.
     """
     while memory:
-        num_bytes = connection.recv_into(memory)
+        try:
+            num_bytes = connection.recv_into(memory, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("timed out") from None
         if not num_bytes:
             raise ConnectionError("the other end has gone")
         memory = memory[num_bytes:]
+
+
+def empty(connection: socket.socket, memory: memoryview) -> None:
+    """Send all bytes of the memory.
+
+    Raises:
+        OSError: If the other end has gone, or takes nothing for the time of its ``Line``.
+    """
+    try:
+        connection.sendall(memory)
+    except BlockingIOError:
+        raise TimeoutError("timed out") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def test_it_is_of_the_bytes_in_row_major_order_wherever_they_lie() -> None:
     assert checksum64(matrix.t()) == checksum64(matrix.t().contiguous()) != checksum64(matrix)
     assert checksum64(matrix.bfloat16()) != checksum64(matrix)
     assert checksum64(torch.tensor(1.0)) == checksum64(torch.ones(1))
+    assert checksum64(matrix, computed_on=torch.device("cpu")) == checksum64(matrix)
 
 
 def test_rows_of_zeros_are_told_apart_by_their_length() -> None:
