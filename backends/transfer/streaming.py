@@ -17,6 +17,7 @@ arriving           the sender                                  the same; the end
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,11 @@ from pipelinerl.errors import BackendError
 
 STREAM_BYTES = 256 * 2**20
 """Size of a bucket, unless one layer is larger (bytes)."""
+
+LARGE_BYTES = 2**20
+"""Size from which memory is given back when it is freed (bytes)."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's ``mallopt``."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -126,6 +132,8 @@ class Streaming:
     def __init__(self, member: Membership, *, before: Streaming | None = None) -> None:
         if before is not None:
             before.abandon()
+        # Where weights are loaded on the host glibc would keep what is freed: half a bucket more than is in use.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         self._timeout_s, pinned = member.timeout_s, member.device.type == "cuda"
         self._rows = [Bucket(pinned), Bucket(pinned)]
         self._joined: Future[Receiver] = Future()

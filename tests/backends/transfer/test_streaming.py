@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import backends.transfer.streaming as module  # noqa: E402
 from backends.transfer.broadcast import Membership, Sender  # noqa: E402
-from backends.transfer.layout import layout, row_bytes  # noqa: E402
+from backends.transfer.layout import described, layout, row_bytes  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
 from backends.transfer.streaming import Streaming, StreamSender  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
@@ -162,3 +165,63 @@ def test_another_version_than_the_one_asked_for_is_not_loaded(meet: Any, threads
     assert "engine 0 has gone" in str(meeting.sender.send(meeting.group, 1, parts(model(1))))
     with pytest.raises(BackendError, match=r"^version 1 comes, not 2$"):
         loading.result(20)
+
+
+LAYERS = [f"model.layers.{number}." for number in range(12)]
+LAYER = {"gate": (2816, 1024), "down": (1024, 2816), "o": (1024, 1024)}
+LAYER_BYTES = 4 * (2 * 2816 + 1024) * 1024
+HEAD = (4096, 1024)
+LARGE = described(
+    {"head": torch.empty(HEAD)} | {at + name: torch.empty(LAYER[name]) for at in LAYERS for name in LAYER}
+)
+
+
+def _load(meeting: str, results: Any) -> None:
+    """Load twice as vLLM does on a CPU: keep a layer, make it anew, copy it; put the most memory of the process."""
+    shapes = {name: shape for name, _, shape in LARGE}
+    model = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    worker = Streaming(Membership(meeting=meeting, worker=1, shapes=shapes, device=CPU, timeout_s=60))
+    worker._joined.result(60)
+    status, used, kept = Path("/proc/self/status"), [], dict[str, Any]()
+
+    def own() -> int:
+        found = re.search(r"^RssAnon:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
+        assert found is not None
+        return int(found[1]) * 1024
+
+    before = own()
+    for version in (1, 2):
+        for name, tensor in worker.arriving(version):
+            kept[name] = tensor.clone()
+            if name == "head" or len(kept) == len(LAYER):
+                for one, copy in kept.items():
+                    made = torch.empty(copy.shape).copy_(copy)
+                    used.append(own() - before)
+                    model[one].copy_(made)
+                kept = {}
+    results.put((max(used), sum(bucket._memory.numel() for bucket in worker._rows)))
+    worker.abandon()
+
+
+@pytest.mark.slow
+def test_a_worker_needs_two_buckets_and_a_layer() -> None:
+    """And one parameter, while it is made anew; what the allocator kept besides was 100 MB."""
+    door, context = Door.open("127.0.0.1"), multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_load, args=(door.meeting, results))
+    process.start()
+    try:
+        group = Sender(door, names=["trainer", "engine 0"], parameters=LARGE, timeout_s=60)
+        tensors = {name: torch.randn(shape) for name, _, shape in LARGE}
+        first = {name for name in tensors if name.startswith(("head", *LAYERS[:7]))}
+        for version in (1, 2):
+            gathered = ({name: tensors[name] for name in sorted(names)} for names in (first, tensors.keys() - first))
+            assert StreamSender(LARGE, pinned=False).send(group, version, gathered) is None
+        most, in_buckets = results.get(timeout=60)
+        group.leave()
+        process.join(timeout=10)
+    finally:
+        process.kill()
+        process.join(timeout=10)
+        results.close()
+    assert most < in_buckets + LAYER_BYTES + 4 * 4096 * 1024 + 30e6, (most, in_buckets)
