@@ -21,6 +21,7 @@ from pipelinerl.cli.plan import plan
 from pipelinerl.cli.plot import plot
 from pipelinerl.cli.replay import replay
 from pipelinerl.cli.simulate import simulate
+from pipelinerl.cli.timeline import timeline
 from pipelinerl.cli.train import train
 from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
@@ -33,7 +34,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (simulate, compare, plan, environments, train, plot, replay, drift, validate, calibrate, measure):
+for command in (
+    simulate,
+    compare,
+    plan,
+    environments,
+    train,
+    plot,
+    timeline,
+    replay,
+    drift,
+    validate,
+    calibrate,
+    measure,
+):
     app.command()(command)
 
 

@@ -32,6 +32,7 @@ WORDS = {
     "simulate": RUN_OPTIONS,
     "compare": RUN_OPTIONS,
     "plot": ("DIR...", "--out"),
+    "timeline": ("DIR", "--trace full", "--out", "--begin", "--end"),
     "replay": ("DIR", "--trace full"),
 }
 

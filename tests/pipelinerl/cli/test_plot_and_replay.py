@@ -1,6 +1,7 @@
-"""`pipelinerl plot`, `replay` and `drift`: what reads the folders of runs."""
+"""`pipelinerl plot`, `timeline`, `replay` and `drift`: what reads the folders of runs."""
 
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,39 @@ def test_figures_that_cannot_be_written_have_status_2(
     line = f"--out must be a folder that can be written, got {tiny}: File exists"
     assert_fails(command("plot", finished, "--out", tiny), 2, line)
     assert tiny.read_text() == TINY
+
+
+# --------------------------------------------------------------------------------------- timeline
+
+
+def test_timeline_writes_a_file_and_says_what_is_in_it(command: Command, finished: Path, tmp_path: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    out = tmp_path / "trace.json"
+    result = command("timeline", finished, "--out", out)
+    assert (result.status, result.err) == (0, "")
+    steps, rollouts = summary["optimizer_steps"], summary["rollouts"]["finished"]
+    assert result.out.startswith(f"{out}: {steps} optimizer steps, {rollouts} rollouts finished, ")
+    assert json.loads(out.read_text())["displayTimeUnit"] == "ms"
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (("--begin", 2, "--end", 1), 2, "--end must be after --begin, got 2 and 1"),
+        (("--out", "{tmp}/none/trace.json"), 1, "cannot write {tmp}/none/trace.json: No such file or directory"),
+    ],
+)
+def test_a_timeline_that_cannot_be_made_is_one_line(
+    command: Command, finished: Path, tmp_path: Path, options: tuple[object, ...], status: int, words: str
+) -> None:
+    given = [str(one).format(tmp=tmp_path) for one in ("--out", tmp_path / "trace.json", *options)]
+    assert_fails(command("timeline", finished, *given), status, words.format(tmp=tmp_path))
+
+
+def test_a_timeline_needs_a_trace(command: Command, finished: Path, tmp_path: Path) -> None:
+    (finished / "trace.jsonl.gz").unlink()
+    words = f"cannot read trace {finished / 'trace.jsonl.gz'}: No such file or directory"
+    assert_fails(command("timeline", finished, "--out", tmp_path / "trace.json"), 2, words)
 
 
 # ----------------------------------------------------------------------------------------- replay

@@ -1,0 +1,133 @@
+"""The timeline of a run: it keeps the rules of the format, and its counts are those of summary.json."""
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trace_event_format import checked
+
+import analysis.timeline
+from analysis.timeline import FIRST_ENGINE, RUN, SANDBOXES, TRAINER, read_timeline, write_timeline
+from pipelinerl.records.steps import STEPS_FILE, read_steps
+from pipelinerl.records.trace import Trace
+from pipelinerl.scheduler.events import ObservationReady, TurnFinished
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without environments."""
+    return simulated(tmp_path_factory.mktemp("run"), [])
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with them."""
+    turns = (
+        'turns = { kind = "lognormal", mean = 3, cv = 0.5, max = 6, observation_tokens = 50, observation_max = 90, '
+        "context_max = 20000 }"
+    )
+    sandboxes = f"environment={{ count = 40, reset_s = 2.0, step_s = 1.0, failure_rate = 0.01, {turns} }}"
+    return simulated(tmp_path_factory.mktemp("agents"), [sandboxes])
+
+
+def simulated(root: Path, overrides: list[str]) -> Path:
+    from typer.testing import CliRunner
+
+    from pipelinerl.cli.app import app
+
+    run = Path(__file__).parents[2] / "examples/quickstart.toml"
+    options = [part for one in [*overrides, "optimizer_steps=6"] for part in ("--set", one)]
+    done = CliRunner().invoke(app, ["simulate", str(run), *options, "--trace", "full", "--out", str(root / "run")])
+    assert done.exit_code == 0, done.output
+    return root / "run"
+
+
+def drawn(folder: Path, **window: float) -> tuple[Any, list[dict[str, Any]]]:
+    timeline = read_timeline(folder, **window)
+    write_timeline(timeline, folder / "timeline.json")
+    return timeline.counts, checked(folder / "timeline.json")
+
+
+@pytest.mark.parametrize("name", ["folder", "agents"])
+def test_the_counts_are_those_of_the_summary(name: str, request: pytest.FixtureRequest) -> None:
+    run = request.getfixturevalue(name)
+    summary = json.loads((run / "summary.json").read_text())
+    counts, entries = drawn(run)
+    assert counts.optimizer_steps == summary["optimizer_steps"] == 6
+    assert counts.rollouts_finished == summary["rollouts"]["finished"]
+    training = [one for one in entries if (one["ph"], one["pid"], one["tid"]) == ("X", TRAINER, 1)]
+    assert sum(one["args"]["rollouts"] for one in training) == summary["samples_trained"]
+    assert sum(one["dur"] for one in training) / 1e6 == pytest.approx(summary["seconds"]["training"], abs=1e-4)
+    arrows = Counter(one["pid"] for one in entries if one["ph"] == "f")
+    loads = Counter(one["pid"] for one in entries if one["ph"] == "X" and one["name"].startswith("load "))
+    assert arrows == loads
+    assert counts.weights_loaded == arrows.total() > 0
+    for counter, column in (("mean lag", "lag_mean"), ("in progress", "in_progress"), ("ready", "ready")):
+        shown = [one["args"][counter] for one in entries if (one["ph"], one["pid"], one["name"]) == ("C", RUN, counter)]
+        assert shown == [getattr(row, column) for row in read_steps(run / STEPS_FILE)]
+
+
+def test_with_a_lane_for_each_all_rollouts_are_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis.timeline, "LANES", 32)  # the slots of an engine
+    counts, entries = drawn(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    ends = Counter(one["args"]["end"] for one in entries if one["ph"] == "X" and one["name"].startswith("rollout "))
+    assert ends["finished"] == summary["rollouts"]["finished"]
+    assert ends.total() == summary["rollouts"]["started"]
+    assert counts.stays_left_out == 0
+    tokens = sum(one["args"]["tokens"] for one in entries if one["ph"] == "X" and "tokens" in one["args"])
+    assert tokens == summary["tokens"]["generated"]
+
+
+def test_environments_reset_and_act_within_their_rollout(agents: Path) -> None:
+    """There is a track for each, so their slices are all that is in use."""
+    _, entries = drawn(agents)
+    summary = json.loads((agents / "summary.json").read_text())
+    slices = [one for one in entries if (one["ph"], one["pid"]) == ("X", SANDBOXES)]
+    in_use_us = sum(one["dur"] for one in slices if one["name"].startswith("rollout "))
+    assert in_use_us / 1e6 == pytest.approx(summary["environments"]["in_use_mean"] * summary["duration_s"], rel=1e-6)
+    acts = Counter(one["name"] for one in slices)
+    events = Counter(type(one.event) for one in Trace(agents / "trace.jsonl.gz").records())
+    assert acts["reset"] + acts["step"] == events[ObservationReady] > 100
+    assert acts["step"] <= events[TurnFinished]
+
+
+def test_a_window_shows_what_is_in_it(folder: Path) -> None:
+    whole = read_steps(folder / STEPS_FILE)
+    begin_s, end_s = whole[1].time_s + 1e-6, whole[3].time_s
+    counts, entries = drawn(folder, begin_s=begin_s, end_s=end_s)
+    assert counts.optimizer_steps == 2
+    timed = [one for one in entries if one["ph"] != "M"]
+    assert all(one["ts"] + one.get("dur", 0) >= math.floor(begin_s * 1e6) for one in timed)
+    assert all(one["ts"] <= math.ceil(end_s * 1e6) for one in timed)
+
+
+def test_a_file_that_is_full_says_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis.timeline, "MAX_ENTRIES", 300)
+    counts, entries = drawn(folder)
+    last = max(one["ts"] + one.get("dur", 0) for one in entries) / 1e6
+    assert len(entries) <= 300 + 4 * analysis.timeline.LANES + 18  # what was open, and counters of six steps
+    assert counts.cut_at_s == pytest.approx(last, abs=1e-6)
+
+
+def test_tracks_are_named(folder: Path) -> None:
+    _, entries = drawn(folder)
+    names = {one["pid"]: one["args"]["name"] for one in entries if one["ph"] == "M" and one["name"] == "process_name"}
+    engines = {FIRST_ENGINE + number: f"engine {number}" for number in range(4)}
+    assert names == {RUN: "run", TRAINER: "trainer", **engines}
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_a_run_of_the_real_driver_is_drawn_too(tmp_path: Path, kind: str, update: str) -> None:
+    in_memory = pytest.importorskip("in_memory")
+    settings = {"kind": kind} if kind == "conventional" else {"kind": kind, "weight_update": update}
+    config = in_memory.config_of(**settings)
+    summary = in_memory.run(config, tmp_path / "run", in_memory.parts_of(config))
+    counts, entries = drawn(tmp_path / "run")
+    assert counts.optimizer_steps == 6
+    assert counts.rollouts_finished == summary.rollouts.finished
+    assert sum(one["ph"] == "f" for one in entries) == counts.weights_loaded > 0
