@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,3 +189,29 @@ def test_a_time_out_lengthens_a_step_as_published():
     assert 0.04 <= has_timeout.mean() <= 0.16  # 0.1 of 200: within 3 standard deviations
     assert steps_s[~has_timeout].mean() == pytest.approx(366, rel=0.02)
     assert steps_s[has_timeout].mean() == pytest.approx(513, rel=0.1)
+
+
+@pytest.mark.parametrize(("sd_s", "published"), [(1.0, 1.23), (10.0, 2.27)])
+def test_rollouts_that_wait_for_nobody_gain_as_much_as_published(tmp_path, sd_s, published):
+    """RollArt (OSDI 2026): latencies of N(10, 1 to 10) s a step; each rollout for itself is 1.23 to 2.27 times as fast.
+
+    As fast as what: a batch whose turns end together, each with its slowest environment. 128 rollouts of 30 turns of
+    2 s (assumed). Simulated, the batch lasts as long as its longest rollout; the other time is added up here.
+    """
+    latencies_s = np.maximum(0.0, np.random.default_rng(0).normal(10.0, sd_s, (128, 29)))
+    lines = [
+        {"group": 0, "stream": k, "prompt_len": 1, "out_lens": [20] * 30, "obs_lens": [0] * 29, "tool_times": one}
+        for k, one in enumerate(latencies_s.tolist())
+    ]
+    source = tmp_path / "turns.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    table = environment(count=128)
+    table["turns"] = {"kind": "recorded", "source": str(source), "max": 30, "observation_max": 0, "context_max": 1000}
+    run = play(
+        1, batch=128, group_size=128, slots=128, length=fixed(20), kind="conventional", environment=table,
+        hardware={"decode": {"kind": "affine", "step_s": 0.1}},
+    )  # fmt: skip
+    alone_s = 60.0 + latencies_s.sum(axis=1).max()
+    assert run.summary().duration_s == pytest.approx(alone_s, rel=0.01)
+    together_s = 60.0 + latencies_s.max(axis=0).sum()
+    assert together_s / run.summary().duration_s == pytest.approx(published, rel=0.06)
