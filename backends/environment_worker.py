@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from numbers import Integral, Real
 from typing import Any
 
 from backends.process_log import log_to
@@ -72,7 +73,8 @@ async def _answer(environment: Environment, request: dict[str, Any]) -> dict[str
     fault = _fault(answer)
     if fault is not None:
         return {"fault": f"gave no observation: {fault}"}
-    return {"content": answer.content, "reward": float(answer.reward), "done": answer.done}
+    content = answer.content if isinstance(answer.content, str) else [int(one) for one in answer.content]
+    return {"content": content, "reward": float(answer.reward), "done": answer.done}
 
 
 def _fault(answer: object) -> str | None:
@@ -80,12 +82,12 @@ def _fault(answer: object) -> str | None:
     if not isinstance(answer, Observation):
         return f"step must return an Observation, got {type(answer).__name__}"
     content, reward = answer.content, answer.reward
-    tokens = isinstance(content, tuple | list) and all(type(one) is int and one >= 0 for one in content)
+    tokens = isinstance(content, tuple | list) and all(isinstance(one, Integral) and one >= 0 for one in content)
     if not isinstance(content, str) and not tokens:
         return f"content must be text or a tuple of tokens, got {type(content).__name__}"
     if len(content) > LONGEST_ANSWER:
         return f"content must have at most {LONGEST_ANSWER} characters or tokens, got {len(content)}"
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(reward, Real) or not math.isfinite(reward):
         return f"reward must be a finite number, got {reward!r}"
     return None if isinstance(answer.done, bool) else f"done must be true or false, got {answer.done!r}"
 

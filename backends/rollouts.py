@@ -41,6 +41,17 @@ class RolloutData:
         tokens: list[int] = all_tokens(self.segments).tolist()
         return tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt (count)."""
+        return sum(len(one.tokens) for one in self.segments)
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """Those of the turn it is in."""
+        tokens: list[int] = all_tokens(self.segments)[self.turn_at :].tolist()
+        return tokens
+
     def extend(self, generated: Generated) -> None:
         """Append what an engine has generated."""
         new = Segment.generated(
@@ -52,7 +63,7 @@ class RolloutData:
     def observe(self, tokens: tuple[int, ...]) -> None:
         """Append what an environment has answered: the next turn begins."""
         self.segments = extended(self.segments, Segment.observed(np.array(tokens, dtype=np.int64)))
-        self.turn_at = sum(len(one.tokens) for one in self.segments)
+        self.turn_at = self.num_tokens
 
     def sample(self, rollout_id: int, advantage: float) -> Sample:
         """Return it as the trainer takes it."""

@@ -62,14 +62,14 @@ class Turns:
         Raises:
             EnvironmentFailedError: If it fails; the rollout has none then.
         """
-        turn = data.tokens[data.turn_at :]
+        turn = data.turn_tokens
         answer = await self.environments.step(rollout_id, Turn(tuple(turn), self._codec.decode(turn)))
         data.reward += answer.reward
         data.num_turns += 1
         if answer.done or data.num_turns == self._limits.max:
             return False
         observed = self._tokens(answer.content)[: self._limits.observation_max]
-        if len(data.prompt_tokens) + len(data.tokens) + len(observed) >= self._limits.context_max:
+        if len(data.prompt_tokens) + data.num_tokens + len(observed) >= self._limits.context_max:
             return False
         data.observe(observed)
         return True

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
 import pytest
+from games import Game
 from in_memory import KINDS, config_of, interrupted, parts_of, run, run_checked
 from ledger_check import records
 
+from backends import environment_worker
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer, logprob
 from backends.preflight import check_run, evaluation_task, task_of
 from backends.rollouts import lag_of_tokens
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.rl.environments import Observation
 from pipelinerl.rl.segments import SegmentKind
 from pipelinerl.scheduler.events import (
     ObservationReady,
@@ -252,6 +259,23 @@ def test_no_process_is_left_and_environments_are_closed(out, tmp_path):
     assert list(pids.iterdir()) == []
 
 
+def test_an_environment_that_hangs_does_not_outlive_its_driver():
+    """However the driver has ended, standard input closes then."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    command = [sys.executable, "-P", "-m", environment_worker.__name__]
+    worker = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    )
+    task = {"name": "games:Hostile", "settings": {"ways": "hangs", "rate": 1.0}}
+    worker.stdin.write(json.dumps(task).encode() + b"\n")
+    worker.stdin.flush()
+    assert worker.stdout.readline() == b"{}\n"
+    worker.stdin.write(b'{"index": 0, "held_out": false}\n')
+    worker.stdin.close()
+    assert worker.wait(environment_worker.CLOSE_LIMIT_S + 30) == 1
+    worker.stdout.close()
+
+
 def test_a_resumed_run_gives_up_what_had_an_environment_and_goes_on(out):
     config = turns_of(settings={"turns": 3, "delay_s": 0.01}, steps=6)
     interrupted(config, out)
@@ -282,3 +306,26 @@ def test_observations_are_ready_once_per_reset_and_turn_that_is_followed_by_one(
     ready = Counter(row.event.rollout_id for row in records(out) if isinstance(row.event, ObservationReady))
     ended = {row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFinished)}
     assert {ready[one] for one in ended} == {3}  # a reset, and two turns that others follow
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (Observation("text", 1, done=True), {"content": "text", "reward": 1.0, "done": True}),
+        (Observation((np.int64(3), 4), np.float32(0.5)), {"content": [3, 4], "reward": 0.5, "done": False}),
+        ("text", "step must return an Observation, got str"),
+        (Observation(7), "content must be text or a tuple of tokens, got int"),
+        (Observation((3, -1)), "content must be text or a tuple of tokens, got tuple"),
+        (Observation((3, 1.5)), "content must be text or a tuple of tokens, got tuple"),
+        (Observation("", "1"), "reward must be a finite number, got '1'"),
+        (Observation("", float("inf")), "reward must be a finite number, got inf"),
+        (Observation(done=1), "done must be true or false, got 1"),
+    ],
+)
+def test_what_an_environment_may_answer(answer, says):
+    class Says(Game):
+        async def step(self, turn):
+            return answer
+
+    given = asyncio.run(environment_worker._answer(Says(), {"tokens": [3], "text": "a"}))
+    assert given == (says if isinstance(says, dict) else {"fault": f"gave no observation: {says}"})

@@ -7,10 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm_engine import real, settings
 
-from backends.interface import Weights
+from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
 from backends.vllm.version import Client, version_spans
@@ -45,6 +46,40 @@ def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
         check_model(settings(tmp_path))
     check_model(settings(tmp_path, device="gpu"))
+
+
+class Salted:
+    """Stands in for the client of vLLM: keeps the salt of every request."""
+
+    def __init__(self) -> None:
+        self.salts: list[str] = []
+
+    async def generate(self, request: GenerateRequest, *, salt: str) -> Generated:
+        self.salts.append(salt)
+        return Generated(np.zeros(0, np.int64), np.zeros(0, np.float32), VersionSpans((), ()), aborted=False)
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> None:
+            """Pause, receive, load, resume."""
+
+        return call
+
+
+def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> None:
+    """Keys and values are shared by salt: the same for all turns between two updates, and never one that was before."""
+    client = Salted()
+
+    async def scenario() -> None:
+        engine = VLLMEngine(settings(Path("model")))
+        engine._vllm = client  # type: ignore[assignment]
+        for version in (1, 2, 2):  # the last one is loaded again, as after a restart of the trainer
+            for turn in (1, 2):
+                await engine.generate(GenerateRequest(0, (3,) * turn, 1, seed=0, temperature=1.0))
+            await engine.update(Weights(version, "file:/weights"), WeightUpdate.KEEP)
+
+    asyncio.run(scenario())
+    assert [client.salts[0] == client.salts[1], client.salts[2] == client.salts[3]] == [True, True]
+    assert len(set(client.salts)) == 3
 
 
 class ScriptedLLM:
