@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
 from backends.fake import FakeEngine
 from backends.interface import GenerateRequest
+from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.environments import Content, Environment, Turn
 
 
@@ -75,3 +77,11 @@ async def _rolled_out(
         tokens += [*generated[-1], *tokens_of(seen.content, tokenizer)]
         done = seen.done
     return tokens, generated, done
+
+
+def with_turns(config: RunConfig, *, count: int) -> RunConfig:
+    """Return a run with so many environments, and episodes of three turns at most."""
+    turns = {"kind": "lognormal", "mean": 2.0, "max": 3, "observation_max": 60, "context_max": 400}
+    data = json.loads(config.model_dump_json(exclude_none=True))
+    data["environment"] = {"count": count, "turns": turns}
+    return RunConfig.model_validate_json(json.dumps(data))

@@ -37,4 +37,4 @@ class Game(Environment):
 
 if __name__ == "__main__":
     app = create_app(Game, Guess, Hint, env_name="game", max_concurrent_envs=8)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")

@@ -15,7 +15,7 @@ from needs import need
 need("transformers", "websockets", "openenv")
 
 from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
-from environment_episodes import played, rolled_out, turn_of  # noqa: E402
+from environment_episodes import played, rolled_out, turn_of, with_turns  # noqa: E402
 
 from backends.adapters.openenv import OpenEnv  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
@@ -124,3 +124,13 @@ def test_a_server_that_has_other_fields_fails_the_rollout(url: str, settings: di
 def test_a_wrong_address_is_one_line() -> None:
     with pytest.raises(ConfigError, match="url must be ws://HOST:PORT or http://HOST:PORT, got 'localhost:8000'"):
         OpenEnv(url="localhost:8000")
+
+
+def test_the_driver_plays_on_the_server(url: str, tmp_path: Path) -> None:
+    """The fake engine writes letters, which are no guess: every episode has all its three turns, and none fails."""
+    in_memory = pytest.importorskip("in_memory")
+    task = {"name": "backends.adapters.openenv:OpenEnv", "settings": {"url": url, "observation": "hint"}}
+    config = with_turns(in_memory.config_of(steps=2, train={"task": task}), count=2)
+    summary = in_memory.run_checked(config, tmp_path / "run")
+    assert (summary.rollouts.failed, summary.samples_trained) == (0, 16)
+    assert summary.environments.turns_mean >= 3.0

@@ -10,7 +10,7 @@ from needs import need
 need("transformers", "verifiers")
 
 from chat_tokenizers import CHATML, chat_tokenizer  # noqa: E402
-from environment_episodes import play, played, rolled_out  # noqa: E402
+from environment_episodes import play, played, rolled_out, with_turns  # noqa: E402
 
 from backends.adapters.verifiers import Verifiers  # noqa: E402
 from pipelinerl.errors import ConfigError  # noqa: E402
@@ -105,3 +105,17 @@ def test_wrong_settings_are_one_line(settings: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError, match=message) as caught:
         Verifiers(**{**usual, **settings})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("sums")
+def test_the_driver_plays(tmp_path: Path) -> None:
+    """Two turns each: the second one is rewarded, so every episode ends by itself."""
+    in_memory = pytest.importorskip("in_memory")
+    seat = {"harness": {"id": "verifiers_sums"}, "runtime": {"type": "subprocess"}}
+    environment = {"taskset": {"id": "verifiers_sums"}, "agent": seat}
+    settings = {"environment": environment, "tokenizer": str(tmp_path), "held_out": 2}
+    task = {"name": "backends.adapters.verifiers:Verifiers", "settings": settings}
+    config = with_turns(in_memory.config_of(steps=1, train={"task": task}), count=1)
+    summary = in_memory.run_checked(config, tmp_path / "run")
+    assert (summary.rollouts.failed, summary.samples_trained) == (0, 8)
+    assert summary.environments.turns_mean >= 2.0
