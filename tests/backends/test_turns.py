@@ -12,14 +12,13 @@ from collections import Counter
 import numpy as np
 import pytest
 from games import Game
-from in_memory import KINDS, config_of, interrupted, parts_of, run, run_checked
+from in_memory import KINDS, interrupted, parts_of, run, run_checked, turns_of
 from ledger_check import records
 
 from backends import environment_worker
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer, logprob
 from backends.preflight import check_run, evaluation_task, task_of
 from backends.rollouts import lag_of_tokens
-from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.rl.environments import Observation
 from pipelinerl.rl.segments import SegmentKind
@@ -31,17 +30,6 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     TurnFinished,
 )
-
-
-def turns_of(*, count=8, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
-    """A run whose rollouts play a game of ``tests/support/games.py``."""
-    limits = keys.pop("limits", {})
-    config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})
-    table = {"kind": "lognormal", "mean": 2.0, "max": most}
-    table |= {"observation_max": observation_max, "context_max": context_max}
-    data = json.loads(config.model_dump_json(exclude_none=True))
-    data["environment"] = {"count": count, "turns": table, **limits}
-    return RunConfig.model_validate_json(json.dumps(data))
 
 
 class Recording(FakeTrainer):

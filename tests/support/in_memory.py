@@ -47,6 +47,17 @@ def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline",
     return RunConfig.model_validate_json(json.dumps(data))
 
 
+def turns_of(*, count=8, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
+    """A run whose rollouts play a game of ``tests/support/games.py``."""
+    limits = keys.pop("limits", {})
+    config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})
+    table = {"kind": "lognormal", "mean": 2.0, "max": most}
+    table |= {"observation_max": observation_max, "context_max": context_max}
+    data = json.loads(config.model_dump_json(exclude_none=True))
+    data["environment"] = {"count": count, "turns": table, **limits}
+    return RunConfig.model_validate_json(json.dumps(data))
+
+
 class Letters:
     """Rewards an answer with its share of the letter b, or as a function of the problem; some prompts raise."""
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("tensorboard")
 
-from in_memory import Letters, Shared, config_of, interrupt
+from in_memory import Letters, Shared, config_of, interrupt, turns_of
 from refusals import message
 
 from backends.check.run_check import MARKER, check
@@ -98,6 +98,16 @@ def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trai
     report, rows = checked(out, Machines(), kind="conventional")
     assert not report.wrong
     assert "a pack of 16384 tokens" in rows
+
+
+def test_a_run_with_environments_is_checked_but_for_its_task(out: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
+        report = check(turns_of(settings={"turns": 2}, steps=50), out=out, backend=Machines())
+    rows = {row.what.strip(): row for row in report.rows}
+    assert not report.wrong
+    assert rows["task"].finding is Finding.UNCHECKED
+    assert rows["optimizer steps"].measured.startswith("4, ")
 
 
 def test_a_run_that_fails_is_a_row_and_the_others_stay(out: Path, letters: Letters) -> None:
