@@ -4,7 +4,7 @@ An episode is a pure function of configuration, seed, rollout and prompt: two sc
 random numbers). Each rollout has a random stream of its own, ``episodes``, as numbers of turns differ.
 
 Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation, turns have lengths
-as ``workload.length`` says: turn t of group g has those of group ``g max + t``. *recorded*: whole episodes of a source,
+as ``workload.length`` says: those of a group for each. *recorded*: whole episodes of a source,
 with their prompts; those that begin beyond the context are left out.
 """
 
@@ -36,6 +36,8 @@ SHIPPED_FOLDER = Path(__file__).parent / "data"
 """Folder of the shipped sets of turns."""
 SUFFIX = ".jsonl.gz"
 """What the file of a shipped set ends in."""
+RARE_TURNS = 2**60
+"""Numbers of turns from here on, as of groups of the workload, are those of turns beyond eight times their mean."""
 NEVER = 2**100
 """A tick after all others."""
 
@@ -124,6 +126,8 @@ class Episodes:
             tuple[int, ...]
         ] = []  # of that group: of each turn so far, the length of each member (tokens)
         turns = self._environment.turns
+        self._most_turns = turns.max
+        self._usual_turns = min(turns.max, math.ceil(8 * (turns.mean or 1)))
         self._recorded: Sequence[RecordedEpisode] = ()
         if turns.kind == "recorded":
             assert turns.source is not None  # checked by the configuration
@@ -202,11 +206,13 @@ class Episodes:
     def _lengths(self, rollout_id: int, prompt_id: int, num_turns: int) -> tuple[int, NDArray[np.int64]]:
         """Return the length of a rollout's prompt and of its turns (tokens)."""
         group_id, member = divmod(rollout_id, self._group_size)
-        first = group_id * self._environment.turns.max
+        first = group_id * self._usual_turns
         if group_id != self._drawn_id:
             self._drawn_id, self._drawn = group_id, []
         while len(self._drawn) < num_turns:
-            self._drawn.append(self._workload.group(first + len(self._drawn), prompt_id).lengths)
+            turn = len(self._drawn)
+            turn_id = first + turn if turn < self._usual_turns else RARE_TURNS + group_id * self._most_turns + turn
+            self._drawn.append(self._workload.group(turn_id, prompt_id).lengths)
         lengths = np.array([turn[member] for turn in self._drawn[:num_turns]])
         return self._workload.group(first, prompt_id).prompt_tokens, lengths
 

@@ -129,3 +129,16 @@ def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
     ):
         assert abs(np.mean(values) - mean) <= 5 * np.std(values) / len(values) ** 0.5
     assert {end for one in drawn for end in np.diff(one.ends, prepend=0)} == {8}
+
+
+def test_the_most_turns_there_can_be_change_no_turn_and_cost_no_draws():
+    """Turns beyond eight times their mean have lengths of their own, too; others are drawn side by side."""
+    turns = {"kind": "lognormal", "mean": 4.0, "cv": 2.0, "observation_max": 0, "context_max": 10**8}
+    lengths = {"kind": "uniform", "max": 10**6}
+    few, many = (episodes({**turns, "max": most}, length=lengths) for most in (40, 10**6))
+    pairs = [(few.episode(k, k).ends, many.episode(k, k).ends) for k in range(2000)]
+    assert all(one[:32] == other[: len(one)][:32] for one, other in pairs)
+    generated = np.concatenate([np.diff(other, prepend=0) for _, other in pairs])
+    assert max(len(other) for _, other in pairs) > 40
+    assert many._workload._made.cache_info().misses < 100  # blocks of 8192 lengths; a group had one of its own before
+    assert len(set(generated.tolist())) > 0.98 * len(generated)  # n^2 / 2 / 10^6 pairs fall together by chance

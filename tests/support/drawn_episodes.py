@@ -7,7 +7,7 @@ from sim.episodes import Episodes
 from sim.workload import Workload
 
 
-def episodes(turns, *, group_size=1, length_max=8, **environment):
+def episodes(turns, *, group_size=1, length_max=8, length=None, **environment):
     config = parse_run(
         {
             "optimizer_steps": 1,
@@ -16,7 +16,7 @@ def episodes(turns, *, group_size=1, length_max=8, **environment):
             "workload": {
                 "group_size": group_size,
                 "prompt_tokens": 10,
-                "length": {"kind": "fixed", "max": length_max},
+                "length": length or {"kind": "fixed", "max": length_max},
             },
             "hardware": {"decode": {"kind": "affine", "step_s": 1.0}, "training": {"token_s": 0.0}},
             "environment": {"count": 1, **environment, "turns": {"observation_max": 100, "context_max": 1000, **turns}},
