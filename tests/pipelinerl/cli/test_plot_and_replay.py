@@ -11,6 +11,7 @@ from run_folders import everything_in
 
 import analysis.plot
 import analysis.style
+import analysis.timeline
 
 
 def test_plot_prints_the_figures_it_has_drawn(command: Command, tmp_path: Path, finished: Path) -> None:
@@ -82,6 +83,14 @@ def test_timeline_writes_a_file_and_says_what_is_in_it(command: Command, finishe
     steps, rollouts = summary["optimizer_steps"], summary["rollouts"]["finished"]
     assert result.out.startswith(f"{out}: {steps} optimizer steps, {rollouts} rollouts finished, ")
     assert json.loads(out.read_text())["displayTimeUnit"] == "ms"
+
+
+def test_a_timeline_that_is_cut_says_where_to_go_on(
+    command: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(analysis.timeline, "MAX_ENTRIES", 0)
+    result = command("timeline", finished, "--out", tmp_path / "trace.json")
+    assert result.out.splitlines()[1:] == ["cut at 0 s, where the file is full: go on with --begin 0"]
 
 
 @pytest.mark.parametrize(
