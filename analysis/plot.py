@@ -16,6 +16,7 @@ from analysis.planning import save_plan
 from analysis.read import Run, read_comparison, read_run, read_runs
 from analysis.style import save_figure
 from analysis.throughput import RateCurves, analytic_curves, rate_points
+from analysis.turns import rollout_time, turns
 from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -130,14 +131,23 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
     }
     if any(len(run.figure_data.generation_window.in_progress) for run in runs):
         drawn["generation_phase"] = figures.generation_phase(runs)
+    if all(run.report.environments for run in runs):
+        drawn["rollout_time"] = rollout_time(runs)
     if any(run.has_ess for run in runs):
         drawn["ess"] = learning.ess(runs)
     if any(run.metrics for run in runs):
         drawn["reward"] = learning.reward(runs)
     for run in runs:
+        if run.figure_data.turns is not None:
+            drawn[_own_name("turns", run, drawn)] = turns(run)
         if run.figure_data.timeline.engines:
-            name = "timeline_" + re.sub(r"[^A-Za-z0-9.=+-]+", "_", run.name)
-            while name in drawn:  # two names may differ in nothing but what a file name leaves out
-                name += "_"
-            drawn[name] = figures.timeline(run)
+            drawn[_own_name("timeline", run, drawn)] = figures.timeline(run)
     return drawn
+
+
+def _own_name(what: str, run: Run, drawn: Mapping[str, Figure]) -> str:
+    """Return the file name of a figure of one run."""
+    name = f"{what}_" + re.sub(r"[^A-Za-z0-9.=+-]+", "_", run.name)
+    while name in drawn:  # two names may differ in nothing but what a file name leaves out
+        name += "_"
+    return name

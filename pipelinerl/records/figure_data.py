@@ -16,6 +16,7 @@ from pipelinerl.records.profile_report import (
     LagHistogram,
     Timeline,
     TrainerWork,
+    TurnsProfile,
     WeightUpdateTimes,
 )
 
@@ -162,17 +163,19 @@ class FigureRecorder:
 
     # --------------------------------------------------------------------------------------- results
 
-    def data(self, lag_histogram: LagHistogram) -> FigureData:
+    def data(self, lag_histogram: LagHistogram, turns: TurnsProfile | None = None) -> FigureData:
         """Return the data of figures.
 
         Args:
             lag_histogram: Trained tokens by lag, counted by the ledger.
+            turns: Turns, of rollouts that have them.
         """
         return FigureData(
             lag_histogram=lag_histogram,
             lag_by_position=self._lag_by_position(),
             generation_window=self._generation_window(),
             timeline=self._timeline(),
+            turns=turns,
         )
 
     def _lag_by_position(self) -> LagByPosition:

@@ -185,7 +185,7 @@ class RunLedger:
                 self._aborting.discard(rollout_id)  # it was faster
             if self._turns is not None:
                 place = Place.SCORING if event.reward is None else None
-                (self._turns.move if event.engine is None else self._turns.end_turn)(time_s, rollout_id, place)
+                self._turns.end_turn(time_s, rollout_id, place, None if event.engine is None else num_tokens)
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
@@ -268,9 +268,11 @@ class RunLedger:
             self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
     def _place(self, rollout_id: int, place: Place | None) -> None:
-        """Record where a rollout with turns is from now on; None: it is not open any more."""
+        """Record where a rollout with turns is from now on; None: it is dropped."""
         if self._turns is not None:
             self._turns.move(self._time_s, rollout_id, place)
+            if place is None:
+                self._turns.drop(rollout_id)
 
     def _turn_finished(self, event: TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
@@ -279,7 +281,7 @@ class RunLedger:
         self._tokens_cut_short += num_tokens
         self._aborting.discard(rollout_id)
         if self._turns is not None:
-            self._turns.end_turn(self._time_s, rollout_id, Place.ENVIRONMENT)
+            self._turns.end_turn(self._time_s, rollout_id, Place.ENVIRONMENT, num_tokens)
 
     def _aborted(self, event: RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
@@ -331,6 +333,8 @@ class RunLedger:
     def _training_started(self, command: StartTraining) -> None:
         taken = self._finished.take(command.rollout_ids)
         self._step.add(taken, command.version)
+        if self._turns is not None:
+            self._turns.trained(command.rollout_ids, taken, command.version)
         self._micro_batches.append(
             _MicroBatch(
                 reward=math.fsum(taken.rewards_M),
@@ -379,6 +383,8 @@ class RunLedger:
         self._tokens["trained"] += step.tokens
         self.steps.append(row)
         self.profile.step_done(self._time_s, event.version)
+        if self._turns is not None:
+            self._turns.step_done(self._time_s)
         if self.on_step is not None:
             self.on_step(row)
 
@@ -459,4 +465,4 @@ class RunLedger:
 
     def figure_data(self) -> FigureData:
         """Return the data of figures, the rows of the steps excepted."""
-        return self.profile.data(self._lag.histogram())
+        return self.profile.data(self._lag.histogram(), None if self._turns is None else self._turns.profile())

@@ -100,6 +100,48 @@ class Timeline(Report):
     """The weight updates, in order of publication."""
 
 
+class PlacesOverTime(Report):
+    """Where the open rollouts are when optimizer steps end."""
+
+    time_s: list[float]
+    """Ends of the optimizer steps (s)."""
+    environment: list[int]
+    """Rollouts whose environment is made ready or acts (count)."""
+    waiting: list[int]
+    """Rollouts that wait for a slot (count)."""
+    engine: list[int]
+    """Rollouts that have a slot (count)."""
+    scoring: list[int]
+    """Rollouts that are being scored (count)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("environment", "waiting", "engine", "scoring"):
+            _check_lengths(key, getattr(self, key), self.time_s)
+        return self
+
+
+class TurnsProfile(Report):
+    """Rollouts with turns."""
+
+    lag_mean: list[float | None]
+    """Mean lag of the trained tokens of turn 1, 2, 3, ..., null where no token (optimizer steps)."""
+    tokens: list[int]
+    """Trained tokens of turn 1, 2, 3, ... (tokens)."""
+    trained: list[int]
+    """Trained rollouts of 0, 1, 2, ... turns (rollouts)."""
+    dropped: list[int]
+    """Discarded, aborted and failed rollouts that had generated 0, 1, 2, ... turns by then (rollouts)."""
+    places: PlacesOverTime
+    """Where the open rollouts are, each with an environment."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_lengths("tokens", self.tokens, self.lag_mean)
+        _check_lengths("dropped", self.dropped, self.trained)
+        return self
+
+
 class FigureData(Report):
     """Data of figures beyond a row per step: the content of profile.json."""
 
@@ -111,6 +153,8 @@ class FigureData(Report):
     """Generation over time."""
     timeline: Timeline
     """Engines and trainer over time."""
+    turns: TurnsProfile | None = None
+    """Turns. Absent where rollouts have one."""
 
 
 def _check_lengths(key: str, values: Sequence[Any], others: Sequence[Any]) -> None:

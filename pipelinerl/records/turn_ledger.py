@@ -6,9 +6,15 @@ its score, and the mean number in a place is the rollout-seconds there over the 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 
+import numpy as np
+
+from pipelinerl.records.profile_report import PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
+from pipelinerl.records.rollout_buffer import Gathered
 from pipelinerl.scheduler.events import EnvironmentFault
 
 
@@ -39,15 +45,65 @@ class TurnLedger:
         self._num_turns = 0
         self._faults = dict.fromkeys(EnvironmentFault, 0)
         self._num_retries = 0
+        self._ends: dict[int, list[int]] = {}  # of a rollout to be trained on: its tokens by the end of each turn
+        self._lag_sums: Counter[int] = Counter()  # by turn: lags of its trained tokens, added up
+        self._tokens: Counter[int] = Counter()  # by turn
+        self._trained: Counter[int] = Counter()  # rollouts by their number of turns
+        self._dropped: Counter[int] = Counter()
+        self._places: list[tuple[float, Counter[Place]]] = []  # at the end of each optimizer step
 
     def open(self, time_s: float, rollout_id: int) -> None:
         """Record that an environment is made ready for a rollout."""
         self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
+        self._ends[rollout_id] = []
 
-    def end_turn(self, time_s: float, rollout_id: int, place: Place | None) -> None:
-        """Record that an engine has generated a turn of a rollout, and where that is from now on."""
-        self._num_turns += 1
+    def end_turn(self, time_s: float, rollout_id: int, place: Place | None, num_tokens: int | None) -> None:
+        """Record that a turn of a rollout has ended, with so many tokens in all, and where the rollout is from now on.
+
+        ``num_tokens`` is None for what an environment ends after a turn that has been recorded.
+        """
+        if num_tokens is not None:
+            self._num_turns += 1
+            self._ends[rollout_id].append(num_tokens)
         self.move(time_s, rollout_id, place)
+
+    def trained(self, rollout_ids: Sequence[int], taken: Gathered, version: int) -> None:
+        """Record that rollouts are trained on at a version; ``taken`` are their spans."""
+        firsts = [*np.flatnonzero(taken.starts_N == 0).tolist(), len(taken.starts_N)]
+        for rollout_id, first, last in zip(rollout_ids, firsts, firsts[1:], strict=False):
+            ends = self._ends.pop(rollout_id)
+            span_ends = np.concatenate([[0], taken.ends_N[first:last]])
+            lag_sums = np.cumsum(np.diff(span_ends) * (version - taken.versions_N[first:last]))
+            # The sum of the lags of the first tokens is linear within a span.
+            sums = np.interp([0, *ends], span_ends, np.concatenate([[0], lag_sums]))
+            for turn, (lag_sum, tokens) in enumerate(
+                zip(np.diff(sums).tolist(), np.diff([0, *ends]).tolist(), strict=True)
+            ):
+                self._lag_sums[turn] += lag_sum
+                self._tokens[turn] += tokens
+            self._trained[len(ends)] += 1
+
+    def drop(self, rollout_id: int) -> None:
+        """Record that a rollout will never be trained on."""
+        if (ends := self._ends.pop(rollout_id, None)) is not None:
+            self._dropped[len(ends)] += 1
+
+    def step_done(self, time_s: float) -> None:
+        """Record the end of an optimizer step."""
+        self._places.append((time_s, Counter(place for place, _ in self._open.values())))
+
+    def profile(self) -> TurnsProfile:
+        """Return the data of figures."""
+        num_turns = range(1 + max([*self._trained, *self._dropped], default=0))
+        turns = range(1 + max(self._tokens, default=-1))
+        over_time = {place.value: [counts[place] for _, counts in self._places] for place in Place}
+        return TurnsProfile(
+            lag_mean=[self._lag_sums[turn] / self._tokens[turn] if self._tokens[turn] else None for turn in turns],
+            tokens=[self._tokens[turn] for turn in turns],
+            trained=[self._trained[number] for number in num_turns],
+            dropped=[self._dropped[number] for number in num_turns],
+            places=PlacesOverTime(time_s=[time_s for time_s, _ in self._places], **over_time),
+        )
 
     def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
         """Record that an environment has not answered, and whether it is asked again."""

@@ -178,6 +178,26 @@ def test_what_was_observed_is_trained_over_but_not_counted():
     assert {row.train_s for row in run.steps} == {10.0 + 2 * 3 + 12}
 
 
+def test_the_turns_of_the_figures_add_up_to_the_report():
+    """The same tokens, lag and counts as in the summary; all that is open has an environment."""
+    run = play(
+        30, batch=8, slots=4, engines=3, length=uniform(30), group_size=2, hardware=trains_in(20.5),
+        environment=environment(count=14, observation=2, reset_s=3.0, step_s=2.0, failure_rate=0.02),
+    )  # fmt: skip
+    report, profile = run.summary(), run.figure_data().turns
+    assert sum(profile.tokens) == report.tokens_trained
+    lag_sum = sum(lag * tokens for lag, tokens in zip(profile.lag_mean, profile.tokens, strict=True))
+    assert lag_sum / report.tokens_trained == pytest.approx(report.lag.mean)
+    assert profile.lag_mean == sorted(profile.lag_mean, reverse=True)  # later turns are younger
+    counts = report.rollouts
+    assert sum(profile.trained) == counts.trained == profile.trained[3]
+    assert sum(profile.dropped) == counts.discarded + counts.aborted + counts.failed > 0
+    places = profile.places
+    open_ones = zip(places.environment, places.waiting, places.engine, places.scoring, strict=True)
+    assert [row.in_progress for row in run.steps] == places.engine
+    assert max(map(sum, open_ones)) <= 14
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(["pipeline", "conventional", "partial_rollouts", "one_step_off"]),

@@ -1,0 +1,83 @@
+"""The figures of rollouts with turns: where their time goes, what lag a turn has, and who is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from analysis.read import Run
+from analysis.style import (
+    BLUE,
+    COLUMN_IN,
+    GREEN,
+    INK,
+    PAGE_IN,
+    PALE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    handy_time,
+    house_style,
+    make_panels,
+)
+from pipelinerl.records.reports import RolloutSeconds
+
+PLACE_COLORS = {"environment": GREEN, "waiting": PALE, "engine": SKY, "scoring": PURPLE}
+"""Colour of the place in which a rollout is."""
+PLACE_NAMES = {"environment": "environment acts", "waiting": "waits for a slot", "engine": "on an engine"}
+PLACE_NAMES["scoring"] = "is scored"
+
+
+@house_style
+def rollout_time(runs: Sequence[Run]) -> Figure:
+    """Draw where the time of a rollout goes: a bar per run, its length the seconds of a finished rollout.
+
+    Args:
+        runs: Runs with environments.
+    """
+    figure, [[axes]] = make_panels(COLUMN_IN, 0.9 + 0.3 * len(runs))
+    rows, starts = np.arange(len(runs)), np.zeros(len(runs))
+    for place in RolloutSeconds.model_fields:
+        seconds = np.array([getattr(run.report.environments.seconds, place) for run in runs if run.report.environments])
+        axes.barh(rows, seconds, 0.7, starts, color=PLACE_COLORS[place], label=PLACE_NAMES[place])
+        starts += seconds
+    axes.set_yticks(rows, [run.name for run in runs])
+    axes.set(xlabel="time of a rollout (s)", ylim=(len(runs) - 0.5, -0.5), title="Where the time of a rollout goes")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    return figure
+
+
+@house_style
+def turns(run: Run) -> Figure:
+    """Draw a run with turns: environments in use over time by what they do, lag by turn, and who is dropped.
+
+    Returns:
+        Three panels. The third has the rollouts trained on and dropped, by their turns so far, in at most 20 bins.
+    """
+    profile, report = run.figure_data.turns, run.report.environments
+    assert profile is not None  # the caller has seen to it
+    assert report is not None
+    figure, [[left, middle, right]] = make_panels(PAGE_IN, 2.3, columns=3)
+    scale, unit = handy_time(profile.places.time_s[-1])
+    tops = [getattr(profile.places, place) for place in PLACE_NAMES]
+    left.stackplot(
+        np.array(profile.places.time_s) / scale,
+        tops,
+        colors=[PLACE_COLORS[place] for place in PLACE_NAMES],
+        labels=list(PLACE_NAMES.values()),
+        step="pre",
+    )
+    left.axhline(report.count, color=INK, linewidth=0.8, linestyle="--", label="environments")
+    left.set(title="Environments in use", xlabel=f"time ({unit})", ylabel="rollouts", ylim=(0, 1.1 * report.count))
+    lags = np.array(profile.lag_mean, dtype=np.float64)
+    middle.plot(np.arange(1, len(lags) + 1), lags, color=BLUE, label="mean lag of a turn")
+    middle.set(title="Lag by turn", xlabel="turn", ylabel="mean lag (optimizer steps)", ylim=(0, None))
+    edges = np.unique(np.linspace(0, len(profile.trained), 21).astype(int))
+    trained, dropped = (np.add.reduceat(one, edges[:-1]) for one in (profile.trained, profile.dropped))
+    right.stairs(trained, edges, fill=True, color=SKY, label="trained on")
+    right.stairs(dropped, edges, color=VERMILLION, linewidth=1.3, label="dropped")
+    right.set(title="Who is dropped", xlabel="turns so far", ylabel="rollouts", ylim=(0, None))
+    figure.legend(loc="outside upper left", ncols=4, title=run.name, alignment="left")
+    return figure

@@ -1,0 +1,41 @@
+"""What the ledger of turns tells figures: lag by turn, who is dropped, where the open rollouts are."""
+
+import numpy as np
+
+from pipelinerl.records.rollout_buffer import Gathered
+from pipelinerl.records.turn_ledger import Place, TurnLedger
+
+
+def test_lag_by_turn_by_hand() -> None:
+    """Turns of 4 and 6 tokens. The first 6 tokens by version 1, 4 by version 3, trained at version 5.
+
+    Turn 1 has lag 4 four times; turn 2 has it twice, and lag 2 four times. A second rollout has one turn of lag 0.
+    """
+    ledger = TurnLedger(count=3)
+    for rollout_id in (7, 8, 9):
+        ledger.open(0.0, rollout_id)
+    ledger.move(1.0, 7, Place.ENGINE)
+    ledger.end_turn(2.0, 7, Place.ENVIRONMENT, 4)
+    ledger.end_turn(3.0, 7, Place.SCORING, 10)
+    ledger.end_turn(3.0, 8, None, 5)
+    ledger.end_turn(4.0, 9, Place.ENVIRONMENT, 3)
+    ledger.step_done(5.0)
+    ledger.drop(9)
+    arrays = (np.array(one) for one in ([0, 6, 0], [6, 10, 5], [1, 3, 5], [5, 5, 5]))
+    ledger.trained([7, 8], Gathered([1.0, 0.0], *arrays), 5)
+    profile = ledger.profile()
+    assert profile.tokens == [4 + 5, 6]
+    assert profile.lag_mean == [4 * 4 / 9, (2 * 4 + 4 * 2) / 6]
+    assert (profile.trained, profile.dropped) == ([0, 1, 1], [0, 1, 0])
+    places = profile.places.to_dict()
+    assert places == {"time_s": [5.0], "environment": [1], "waiting": [0], "engine": [0], "scoring": [1]}
+
+
+def test_a_turn_that_its_environment_ended_counts_once() -> None:
+    ledger = TurnLedger(count=1)
+    ledger.open(0.0, 0)
+    ledger.end_turn(1.0, 0, Place.ENVIRONMENT, 4)
+    ledger.end_turn(2.0, 0, Place.SCORING, None)
+    assert ledger.report(2.0, finished=1).turns_mean == 1.0
+    ledger.drop(0)
+    assert ledger.profile().dropped == [0, 1]
