@@ -13,6 +13,7 @@ from analysis.style import (
     COLUMN_IN,
     GREEN,
     INK,
+    MUTED,
     PAGE_IN,
     PALE,
     PURPLE,
@@ -67,7 +68,7 @@ def turns(run: Run) -> Figure:
         tops,
         colors=[PLACE_COLORS[place] for place in PLACE_NAMES],
         labels=list(PLACE_NAMES.values()),
-        step="pre",
+        step="post",
     )
     left.axhline(report.count, color=INK, linewidth=0.8, linestyle="--", label="environments")
     left.set(title="Environments in use", xlabel=f"time ({unit})", ylabel="rollouts", ylim=(0, 1.1 * report.count))
@@ -76,7 +77,7 @@ def turns(run: Run) -> Figure:
     middle.set(title="Lag by turn", xlabel="turn", ylabel="mean lag (optimizer steps)", ylim=(0, None))
     edges = np.unique(np.linspace(0, len(profile.trained), 21).astype(int))
     trained, dropped = (np.add.reduceat(one, edges[:-1]) for one in (profile.trained, profile.dropped))
-    right.stairs(trained, edges, fill=True, color=SKY, label="trained on")
+    right.stairs(trained, edges, fill=True, color=MUTED, alpha=0.5, label="trained on")
     right.stairs(dropped, edges, color=VERMILLION, linewidth=1.3, label="dropped")
     right.set(title="Who is dropped", xlabel="turns so far", ylabel="rollouts", ylim=(0, None))
     figure.legend(loc="outside upper left", ncols=4, title=run.name, alignment="left")

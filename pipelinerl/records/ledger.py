@@ -383,8 +383,6 @@ class RunLedger:
         self._tokens["trained"] += step.tokens
         self.steps.append(row)
         self.profile.step_done(self._time_s, event.version)
-        if self._turns is not None:
-            self._turns.step_done(self._time_s)
         if self.on_step is not None:
             self.on_step(row)
 

@@ -101,10 +101,10 @@ class Timeline(Report):
 
 
 class PlacesOverTime(Report):
-    """Where the open rollouts are when optimizer steps end."""
+    """Where the open rollouts are, at up to 1024 points in time."""
 
     time_s: list[float]
-    """Ends of the optimizer steps (s)."""
+    """The points, after every so many moves of a rollout from one place to another (s)."""
     environment: list[int]
     """Rollouts whose environment is made ready or acts (count)."""
     waiting: list[int]

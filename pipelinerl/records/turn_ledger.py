@@ -17,6 +17,9 @@ from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
 from pipelinerl.records.rollout_buffer import Gathered
 from pipelinerl.scheduler.events import EnvironmentFault
 
+MOST_POINTS = 1024
+"""Points in time of which it is kept where the open rollouts are (count)."""
+
 
 class Place(StrEnum):
     """Where an open rollout is."""
@@ -50,12 +53,15 @@ class TurnLedger:
         self._tokens: Counter[int] = Counter()  # by turn
         self._trained: Counter[int] = Counter()  # rollouts by their number of turns
         self._dropped: Counter[int] = Counter()
-        self._places: list[tuple[float, Counter[Place]]] = []  # at the end of each optimizer step
+        self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
+        self._places: list[tuple[float, ...]] = []  # time, and these counts: after every ``_every`` moves
+        self._every, self._num_moves = 1, 0
 
     def open(self, time_s: float, rollout_id: int) -> None:
         """Record that an environment is made ready for a rollout."""
         self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
         self._ends[rollout_id] = []
+        self._moved(time_s, None, Place.ENVIRONMENT)
 
     def end_turn(self, time_s: float, rollout_id: int, place: Place | None, num_tokens: int | None) -> None:
         """Record that a turn of a rollout has ended, with so many tokens in all, and where the rollout is from now on.
@@ -88,21 +94,17 @@ class TurnLedger:
         if (ends := self._ends.pop(rollout_id, None)) is not None:
             self._dropped[len(ends)] += 1
 
-    def step_done(self, time_s: float) -> None:
-        """Record the end of an optimizer step."""
-        self._places.append((time_s, Counter(place for place, _ in self._open.values())))
-
     def profile(self) -> TurnsProfile:
         """Return the data of figures."""
         num_turns = range(1 + max([*self._trained, *self._dropped], default=0))
         turns = range(1 + max(self._tokens, default=-1))
-        over_time = {place.value: [counts[place] for _, counts in self._places] for place in Place}
+        over_time = {place.value: [int(row[1 + at]) for row in self._places] for at, place in enumerate(Place)}
         return TurnsProfile(
             lag_mean=[self._lag_sums[turn] / self._tokens[turn] if self._tokens[turn] else None for turn in turns],
             tokens=[self._tokens[turn] for turn in turns],
             trained=[self._trained[number] for number in num_turns],
             dropped=[self._dropped[number] for number in num_turns],
-            places=PlacesOverTime(time_s=[time_s for time_s, _ in self._places], **over_time),
+            places=PlacesOverTime(time_s=[row[0] for row in self._places], **over_time),
         )
 
     def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
@@ -118,6 +120,20 @@ class TurnLedger:
         self._seconds[before[0]] += time_s - before[1]
         if place is not None:
             self._open[rollout_id] = (place, time_s)
+        self._moved(time_s, before[0], place)
+
+    def _moved(self, time_s: float, before: Place | None, place: Place | None) -> None:
+        """Count a move; of more than ``MOST_POINTS`` points every second one is dropped."""
+        if before is not None:
+            self._counts[before] -= 1
+        if place is not None:
+            self._counts[place] += 1
+        self._num_moves += 1
+        if self._num_moves % self._every == 0:
+            self._places.append((time_s, *self._counts.values()))
+            if len(self._places) == MOST_POINTS:
+                del self._places[::2]
+                self._every *= 2
 
     def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
         """Return the numbers of the run up to now.

@@ -194,7 +194,6 @@ def test_the_turns_of_the_figures_add_up_to_the_report():
     assert sum(profile.dropped) == counts.discarded + counts.aborted + counts.failed > 0
     places = profile.places
     open_ones = zip(places.environment, places.waiting, places.engine, places.scoring, strict=True)
-    assert [row.in_progress for row in run.steps] == places.engine
     assert max(map(sum, open_ones)) <= 14
 
 

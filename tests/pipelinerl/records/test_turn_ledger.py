@@ -19,7 +19,6 @@ def test_lag_by_turn_by_hand() -> None:
     ledger.end_turn(3.0, 7, Place.SCORING, 10)
     ledger.end_turn(3.0, 8, None, 5)
     ledger.end_turn(4.0, 9, Place.ENVIRONMENT, 3)
-    ledger.step_done(5.0)
     ledger.drop(9)
     arrays = (np.array(one) for one in ([0, 6, 0], [6, 10, 5], [1, 3, 5], [5, 5, 5]))
     ledger.trained([7, 8], Gathered([1.0, 0.0], *arrays), 5)
@@ -28,7 +27,19 @@ def test_lag_by_turn_by_hand() -> None:
     assert profile.lag_mean == [4 * 4 / 9, (2 * 4 + 4 * 2) / 6]
     assert (profile.trained, profile.dropped) == ([0, 1, 1], [0, 1, 0])
     places = profile.places.to_dict()
-    assert places == {"time_s": [5.0], "environment": [1], "waiting": [0], "engine": [0], "scoring": [1]}
+    assert places["time_s"] == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 3.0, 4.0]
+    assert places["environment"] == [1, 2, 3, 2, 3, 2, 1, 1]
+    assert places["engine"] == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert places["scoring"] == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_of_many_moves_few_points_are_kept() -> None:
+    ledger = TurnLedger(count=1)
+    for time_s in range(3000):
+        ledger.open(float(time_s), time_s)
+    places = ledger.profile().places
+    assert 512 <= len(places.time_s) < 1024
+    assert places.environment == [1 + time_s for time_s in places.time_s]
 
 
 def test_a_turn_that_its_environment_ended_counts_once() -> None:
