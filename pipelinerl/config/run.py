@@ -236,6 +236,11 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"environment.turns.context_max must be above workload.prompt_tokens={prompt}, got {context}"
             )
+        if prompt + self.environment.turns.max > context:  # a turn has a token at least
+            raise ValueError(
+                f"environment.turns.max must leave a token a turn in context_max={context} after "
+                f"workload.prompt_tokens={prompt}, got {self.environment.turns.max}"
+            )
 
     def _check_rollouts(self) -> None:
         """Raise ValueError if more rollouts could be there at once than memory holds."""

@@ -36,6 +36,9 @@ from sim.cluster import SimulatedCluster
         ({"turns": {"kind": "lognormal", "mean": 4.0, "max": 3}}, "mean must be at most the 3 at which"),
         ({"turns": {"kind": "lognormal", "mean": 2.0, "max": 3, "context_max": 10}},
             "environment.turns.context_max must be above workload.prompt_tokens=10, got 10"),
+        ({"turns": {"kind": "lognormal", "mean": 2.0, "max": 91}},
+            "environment.turns.max must leave a token a turn in context_max=100 after "
+            "workload.prompt_tokens=10, got 91"),
     ],
 )  # fmt: skip
 def test_environments_that_cannot_be_are_one_line(table, says):

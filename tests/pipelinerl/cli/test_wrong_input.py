@@ -165,3 +165,38 @@ def test_an_unknown_command_or_option_is_named(command: Command, arguments: tupl
     last = result.err.splitlines()[-1]
     assert last.startswith("Error: ")
     assert word in last
+
+
+TURNS = "kind='recorded', max=4, observation_max=9, context_max=99"
+LINE = '{"group": 1, "stream": 0, "prompt_len": 9, "out_lens": [4, 6], "obs_lens": [3], "tool_times": [1.5]}'
+
+
+@pytest.mark.parametrize(
+    ("line", "environment", "key"),
+    [
+        (LINE, "{count=0, turns={%s}}", "environment.count must be at least 1, got 0"),
+        (LINE, "{count=1, turns={%s}}", "environment.turns.max must leave a token a turn"),
+        (LINE.replace("[3]", "[3, 5]"), "{count=1, turns={%s}}", "line 1: obs_lens must have one value less than"),
+        (LINE.replace("1.5", "-1.5"), "{count=1, turns={%s}}", "line 1: tool_times must be from 0 to"),
+        (LINE, "{count=1, turns={%s}}", None),
+    ],
+)
+def test_wrong_environments_are_one_line_and_status_2(
+    command: Command, tiny: Path, tmp_path: Path, line: str, environment: str, key: str | None
+) -> None:
+    """The last one is right, and runs."""
+    source = tmp_path / "turns.jsonl"
+    source.write_text(line + "\n")
+    turns = f"{TURNS}, source='{source}'"
+    if key is not None and "turns.max" in key:
+        turns = turns.replace("max=4", "max=100")
+    result = command("simulate", tiny, "--set", "environment=" + environment % turns)
+    if key is None:
+        assert result.status == 0
+    else:
+        assert_fails(result, 2, key)
+
+
+def test_an_unknown_set_of_turns_is_one_line_and_status_2(command: Command, tiny: Path) -> None:
+    environment = f"environment={{count=1, turns={{{TURNS}, source='agent_turn'}}}}"
+    assert_fails(command("simulate", tiny, "--set", environment), 2, "did you mean agent_turns?")

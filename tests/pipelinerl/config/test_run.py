@@ -53,7 +53,7 @@ MAY_BE_ZERO = {
     "seed", "scheduler.max_lag", "plan.lag_limit", "workload.prompt_tokens", "train.task.overlong_tokens",
     "train.optimizer.warmup_steps", "train.trainer.zero_stage", "train.trainer.restarts",
     "train.engine.restarts_per_hour", "train.evaluation.problems", "train.sampling.top_k",
-    "policy.warm_start.steps", "policy.warm_start.seed", "environment.turns.observation_max",
+    "policy.warm_start.steps", "policy.warm_start.seed", "environment.turns.observation_max", "environment.retries",
 }  # fmt: skip
 
 
