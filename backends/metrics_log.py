@@ -11,7 +11,7 @@ from typing import Any
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.run_folder import METRICS_FILE, keep_lines
 from pipelinerl.util.files import writing
 
@@ -26,7 +26,7 @@ def check_logging(train: TrainConfig) -> None:
         ConfigError: If Weights & Biases is to be used and is not installed.
     """
     if train.logging.wandb_project is not None and find_spec("wandb") is None:
-        raise ConfigError("train.logging.wandb_project needs wandb: pip install 'pipelinerl[wandb]'")
+        raise ConfigError(f"train.logging.wandb_project needs wandb: {install('wandb')}")
 
 
 class MetricsLog:

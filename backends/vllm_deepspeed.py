@@ -15,7 +15,7 @@ from backends.interface import Parts
 from backends.vllm.version import check_arguments, check_version
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 
 NEEDED = {"torch": "torch", "vllm": "vLLM", "deepspeed": "DeepSpeed", "ray": "Ray", "transformers": "transformers"}
 """Packages of a real run: what they are imported as, and what they are called."""
@@ -30,8 +30,7 @@ class VLLMDeepSpeed:
         assert train is not None
         missing = [name for package, name in NEEDED.items() if find_spec(package) is None]
         if missing:
-            extra = f"train-{train.device}"
-            raise ConfigError(f"train needs {', '.join(missing)}, not installed: pip install 'pipelinerl[{extra}]'")
+            raise ConfigError(f"train needs {', '.join(missing)}, not installed: {install(f'train-{train.device}')}")
         check_version()
         check_arguments(train.engine.vllm, accelerators=config.cluster.tensor_parallel, device=train.device)
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is local; nothing may wait for a network

@@ -49,3 +49,8 @@ class ReferenceLostError(BackendError):
 
 class TrainerLostError(BackendError):
     """A rank of the trainer has died or hangs; the run can only go on from a checkpoint."""
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra; on the registry the name belongs to another project."""
+    return f"pip install -e '.[{extra}]' in the project's folder"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError, RunInterruptedError
+from pipelinerl.errors import ConfigError, RunInterruptedError, install
 from pipelinerl.records.recording import Recording
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, check_vacant
@@ -84,7 +84,7 @@ def simulate_steps(config: RunConfig, *, enough: Callable[[Sequence[Step]], bool
 def check_installed(config: RunConfig) -> None:
     """Raise ConfigError if the run needs a package that is not installed; imports nothing."""
     if config.policy is not None and importlib.util.find_spec("torch") is None:
-        raise ConfigError("[policy] needs torch: pip install 'pipelinerl[learn]'")
+        raise ConfigError(f"[policy] needs torch: {install('learn')}")
 
 
 def _simulate_learning(
@@ -94,7 +94,7 @@ def _simulate_learning(
     try:
         from sim.learning.loop import Learner, one_thread  # noqa: PLC0415 - torch only where a policy learns
     except ModuleNotFoundError as error:
-        raise ConfigError(f"[policy] needs {error.name}: pip install 'pipelinerl[learn]'") from None
+        raise ConfigError(f"[policy] needs {error.name}: {install('learn')}") from None
 
     if out is not None:
         check_vacant(out)  # not after the base model has been made

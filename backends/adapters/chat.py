@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.util.user_code import first_line
 
 Message = Mapping[str, Any]
@@ -107,7 +107,7 @@ def load_tokenizer(path: str) -> Any:
 
 def missing(package: str, *, extra: str) -> ConfigError:
     """Return the error of an environment whose package is not installed."""
-    return ConfigError(f"train.task.name needs the package {package}: pip install 'pipelinerl[{extra}]'")
+    return ConfigError(f"train.task.name needs the package {package}: {install(extra)}")
 
 
 def _unusable(reason: str) -> ConfigError:

@@ -28,7 +28,7 @@ from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts, hardware
 from pipelinerl.calibration.hardware_fit import HardwareFit
 from pipelinerl.config.check import check_config
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInterruptedError
+from pipelinerl.errors import BackendError, ConfigError, RunFailedError, RunInterruptedError, install
 from pipelinerl.records.check_report import CheckReport, CheckRow, unchecked, wrong
 from pipelinerl.records.run_folder import CHECK_FILE, LOGS_FOLDER, check_vacant, make_folder, write_json
 from pipelinerl.records.steps import StepRow
@@ -80,7 +80,7 @@ def check(
     else:
         rows = task_rows(config, task, codec, why_not)
     if missing:
-        advice = f"pip install 'pipelinerl[train-{train.device}]'"
+        advice = install(f"train-{train.device}")
         why = f"{', '.join(missing)} not installed"
         rows += [unchecked(what, why, advice) for what in ("machines and links", "training", "engines and weights")]
     else:

@@ -23,7 +23,7 @@ import numpy as np
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
 from backends.vllm.process import VLLMSettings
-from pipelinerl.errors import BackendError, ConfigError
+from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from pipelinerl.util.explain import did_you_mean, shown
 
@@ -191,9 +191,7 @@ def start_client(settings: VLLMSettings) -> Client:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: pip install 'pipelinerl[train-{settings.device}]'"
-        ) from error
+        raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
     transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
     arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
     return Client(AsyncLLM.from_engine_args(arguments))

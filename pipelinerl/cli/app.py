@@ -7,10 +7,13 @@ the commands.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from typing import Annotated
 
 import typer
 
+from pipelinerl import __version__
 from pipelinerl.cli.calibrate import calibrate
 from pipelinerl.cli.compare import compare
 from pipelinerl.cli.drift import drift
@@ -33,7 +36,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pipelinerl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 for command in (
     simulate,
     compare,
@@ -48,7 +69,7 @@ for command in (
     calibrate,
     measure,
 ):
-    app.command()(command)
+    app.command(short_help=(inspect.getdoc(command) or "").partition("\n\n")[0])(command)  # else it is cut
 
 
 def main() -> None:

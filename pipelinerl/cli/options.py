@@ -10,12 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)]
 SetOption = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. scheduler.max_lag=8."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key of the run file, e.g. scheduler.max_lag=8; may be given again.",
+    ),
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Replace the seed of the run file.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Keep the results in this new folder.")]
@@ -54,6 +58,4 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed; install it with: pip install 'pipelinerl[{extra}]'"
-        ) from None
+        raise ConfigError(f"{error.name} is not installed; install it with: {install(extra)}") from None

@@ -10,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl.calculator import Calculator
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment
@@ -21,7 +21,6 @@ from pipelinerl.util.user_code import first_line, kind_and_line, named_attribute
 
 BUILT_IN = "arithmetic, chain, math or package.module:attribute"
 ENVIRONMENTS = "calculator or package.module:attribute"
-INSTALL_MATH = "pip install 'pipelinerl[math]'"
 
 
 class Math:
@@ -281,4 +280,4 @@ def _question(row: Mapping[str, Any], place: str, *, keys: tuple[str, str]) -> t
 
 def _not_installed(package: str, *, setting: str, value: str) -> ConfigError:
     """Return the error of a setting that needs an optional package."""
-    return ConfigError(f"train.task.{setting}={value!r} needs {package}: {INSTALL_MATH}")
+    return ConfigError(f"train.task.{setting}={value!r} needs {package}: {install('math')}")

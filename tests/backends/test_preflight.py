@@ -177,7 +177,7 @@ def test_nothing_to_resume(complaint):
 def test_missing_packages_name_the_extra(complaint, monkeypatch, device, extra):
     monkeypatch.setattr(vllm_deepspeed, "find_spec", lambda name: None if name in ("vllm", "deepspeed") else object())
     line = complaint(f"train.device={device}")
-    assert f"train needs vLLM, DeepSpeed, not installed: pip install 'pipelinerl[{extra}]'" in line
+    assert f"train needs vLLM, DeepSpeed, not installed: pip install -e '.[{extra}]' in the project's folder" in line
 
 
 def test_weights_and_biases_that_is_not_installed(complaint, monkeypatch):

@@ -12,6 +12,7 @@ from tiny_comparison import CONVENTIONAL, PIPELINE, SLOW, STALLS, run, two_by_tw
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
+from pipelinerl.errors import install
 from pipelinerl.records.reports import RunReport
 from sim import compare as module
 from sim.compare import Cell, compare, default_comparison, plan_cells
@@ -273,5 +274,5 @@ def test_without_torch_a_comparison_of_policies_does_not_begin(tmp_path: Path, m
     learning = {"name": "learning", "set": policy}
     monkeypatch.setitem(sys.modules, "torch", None)
     line = fault(run(arms=[PIPELINE, learning], baseline="pipeline"), tmp_path / "out")
-    assert line == "scenario 'as given', arm 'learning': [policy] needs torch: pip install 'pipelinerl[learn]'"
+    assert line == f"scenario 'as given', arm 'learning': [policy] needs torch: {install('learn')}"
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.tasks import load_environment
 from pipelinerl.util.user_code import named_attribute
@@ -35,9 +35,21 @@ def test_the_settings_shown_are_arguments(table: dict) -> None:
 @pytest.mark.parametrize(
     ("number", "absent", "message"),
     [
-        (0, "transformers", "train.task.name needs the package transformers: pip install 'pipelinerl[train]'"),
-        (1, "verifiers", "train.task.name needs the package verifiers: pip install 'pipelinerl[verifiers]'"),
-        (2, "websockets", "train.task.name needs the package websockets: pip install 'pipelinerl[openenv]'"),
+        (
+            0,
+            "transformers",
+            f"train.task.name needs the package transformers: {install('train')}",
+        ),
+        (
+            1,
+            "verifiers",
+            f"train.task.name needs the package verifiers: {install('verifiers')}",
+        ),
+        (
+            2,
+            "websockets",
+            f"train.task.name needs the package websockets: {install('openenv')}",
+        ),
     ],
 )
 def test_a_package_that_is_missing_is_one_line(

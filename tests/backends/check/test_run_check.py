@@ -172,4 +172,4 @@ def test_without_the_packages_of_training_the_task_is_checked_and_the_rest_is_na
     for what in ("machines and links", "training", "engines and weights"):
         assert rows[what]["finding"] == "not checked"
         assert rows[what]["measured"] == "torch, vLLM, DeepSpeed, Ray, transformers not installed"
-        assert rows[what]["advice"] == "pip install 'pipelinerl[train-cpu]'"
+        assert rows[what]["advice"] == "pip install -e '.[train-cpu]' in the project's folder"

@@ -13,18 +13,23 @@ from run_folders import everything_in
 
 import pipelinerl.cli
 from pipelinerl.cli.options import needs_extra
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = ("torch", "vllm", "ray", "deepspeed", "transformers", "datasets", "math_verify", "wandb", "tensorboard")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",)])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
 def test_help_teaches_the_commands_and_where_to_start(command: Command, arguments: tuple[str, ...]) -> None:
     result = command(*arguments)
     text = result.out + result.err  # where it goes without a command depends on typer's version
     for word in ("simulate", "compare", "plot", "replay", "pipelinerl simulate examples/quickstart.toml"):
         assert word in text
+    assert "..." not in text.partition("Commands:")[2]  # no sentence is cut
+
+
+def test_the_version_is_the_packages(command: Command) -> None:
+    assert command("--version").out == f"pipelinerl {pipelinerl.__version__}\n"
 
 
 RUN_OPTIONS = ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--seed", "--out", "--json")
@@ -55,7 +60,7 @@ def test_the_installed_command_is_this_one() -> None:
 def test_a_missing_package_is_one_line_that_names_the_extra_before_anything_is_done(tmp_path: Path) -> None:
     command = [*program("import sys; sys.modules['torch'] = None"), "measure", "--out", "out"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    line = "pipelinerl: torch is not installed; install it with: pip install 'pipelinerl[train-cpu]'\n"
+    line = f"pipelinerl: torch is not installed; install it with: {install('train-cpu')}\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
     assert everything_in(tmp_path) == {}
 
