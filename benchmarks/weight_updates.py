@@ -4,10 +4,10 @@
 
     python benchmarks/weight_updates.py --transport file --updates 3       # or staged, direct, streamed
     git worktree add /tmp/before 8a4dca8
-    PYTHONPATH=/tmp/before python benchmarks/weight_updates.py --transport before --updates 3
+    here=$PWD; cd /tmp/before; PYTHONPATH=/tmp/before python $here/benchmarks/weight_updates.py --transport before
 
 ``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
-version, which is run from a checkout of it.
+version, which is run from a checkout of it, and in it: Ray's processes look for modules where they were started.
 
 Engines answer all the time, the trainer trains all the time (with ``--train``) but while it has to stand still. Printed
 are, as medians over the updates, with their range: seconds that an engine and the trainer stand still, tokens per
