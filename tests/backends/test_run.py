@@ -149,16 +149,19 @@ def test_the_tiny_model_learns(fitted, tmp_path, kind, steps, reached):
 
 
 def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
-    """Several turns, with new weights in the midst of them: what engine and trainer read is the same to the token."""
+    """Several turns, with new weights in the midst of them: what engine and trainer read is the same to the token.
+
+    A quarter of the example's steps at twice its rate; docs/agents.md has what all of them reach.
+    """
     make_tiny_model(tmp_path / "model", task="calculator")
-    sets = ["optimizer_steps=50", "train.evaluation.problems=100"]
+    sets = ["optimizer_steps=20", "train.optimizer.learning_rate=6e-4", "train.evaluation.problems=100"]
     run = Process(tmp_path / "model", tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")
-    assert summary.evaluation.success_before <= 0.40  # 0.28 of 200 problems: one in 300 seeds is beyond 0.40
-    assert summary.evaluation.success_after >= 0.80
+    assert summary.evaluation.success_before <= 0.45  # 0.28 +- 0.045: one in 10,000 runs is beyond it
+    assert summary.evaluation.success_after >= 0.50
     check_ledger(tmp_path / "run", load_run(TOOLS, sets), summary)
     finished = [row.event for row in records(tmp_path / "run") if isinstance(row.event, RolloutFinished)]
     assert {event.engine for event in finished} == {None}
