@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from pipelinerl.config.check import CHECK_STEPS, check_config
 from pipelinerl.config.run import RunConfig
-from sim.planning.axes import AXES
+from sim.planning.axes import AXES, choice_of
 from sim.planning.candidates import Candidate, Screener
 from sim.planning.draws import Unknown
 
@@ -75,11 +74,11 @@ class Instruments:
         config = check_config(way.config)
         estimate = screener.screen(replace(way, config=config)).estimate
         seconds = CHECK_STEPS * estimate.step_s + estimate.start_s
+        its, own = choice_of(way.config), choice_of(self._config)
         sets = "".join(
-            f" --set {axis.key}={attrgetter(axis.key)(way.config)}"
+            f" --set {axis.key}={its[axis.name]}"
             for axis in AXES
-            if axis.applies_to(way.schedule)
-            and attrgetter(axis.key)(way.config) not in (None, attrgetter(axis.key)(self._config))
+            if axis.applies_to(way.schedule) and its[axis.name] not in (None, own[axis.name])
         )
         command = f"pipelinerl train {self._file} --check{sets} --out check_{way.family}"
         return Instrument(
