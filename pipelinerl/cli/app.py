@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl import __version__
+import pipelinerl
 from pipelinerl.cli.calibrate import calibrate
 from pipelinerl.cli.compare import compare
 from pipelinerl.cli.drift import drift
@@ -42,7 +42,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"pipelinerl {__version__}")
+        typer.echo(f"pipelinerl {pipelinerl.__version__}")
         raise typer.Exit
 
 
