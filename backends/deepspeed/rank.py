@@ -293,7 +293,7 @@ class TrainerRank:
     def offload(self) -> None:
         """Move everything from the GPU to the host's memory; needs ZeRO-2 or 3. On CPU there is nothing to move."""
         if self._settings.device == "gpu":
-            with _torch_adamw_passes():
+            with torch_adamw_passes():
                 self._engine.offload_states()
             torch.cuda.empty_cache()
 
@@ -309,7 +309,7 @@ class TrainerRank:
 
 
 @contextlib.contextmanager
-def _torch_adamw_passes() -> Iterator[None]:
+def torch_adamw_passes() -> Iterator[None]:
     """Let DeepSpeed offload the moments of torch's AdamW.
 
     ZeRO-3 asks for an optimizer of DeepSpeed's own class, which is compiled when it is first used, and then moves

@@ -34,7 +34,7 @@ import backends.deepspeed.policy_model  # noqa: E402
 import backends.deepspeed.publisher  # noqa: E402
 from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
-from backends.deepspeed.rank import MAX_SKIPPED  # noqa: E402
+from backends.deepspeed.rank import MAX_SKIPPED, torch_adamw_passes  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
 from backends.interface import Weights  # noqa: E402
 from backends.transfer.broadcast import Membership, Receiver, label  # noqa: E402
@@ -305,6 +305,18 @@ def test_a_row_without_sequences_adds_nothing(model_path: Path, kind: str) -> No
     batch = with_reference(model_path, samples())
     assert train(padded, batch)[1] == train(bare, batch)[1]
     assert largest_difference(parameters(padded), parameters(bare)) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_rank_that_was_offloaded_in_between_trains_as_one_that_was_not(model_path: Path, zero_stage: int) -> None:
+    stays, goes = (started(model_path, zero_stage=zero_stage) for _ in range(2))
+    for number in range(3):
+        for rank in (stays, goes):
+            train(rank, samples(number))
+        with torch_adamw_passes():  # what ``offload`` does on a GPU; here all is in the host's memory before and after
+            goes._engine.offload_states(pin_memory=False)
+        goes._engine.reload_states()
+    assert largest_difference(parameters(stays), parameters(goes)) == 0
 
 
 def test_gpus_need_zero(model_path: Path) -> None:
