@@ -118,7 +118,7 @@ def test_a_run_with_every_time_at_its_largest_ends(kind):
         "training": dict.fromkeys(TrainingConfig.SECONDS, LONGEST_S),
         "weights": dict.fromkeys(WeightTransferConfig.model_fields, LONGEST_S),
         "switch": dict.fromkeys(PhaseSwitchConfig.model_fields, LONGEST_S),
-        "latency": dict.fromkeys(LatencyConfig.model_fields, LONGEST_S),
+        "latency": dict.fromkeys((key for key in LatencyConfig.model_fields if key.endswith("_s")), LONGEST_S),
     }
     config = parse_run(
         {

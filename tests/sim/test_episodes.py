@@ -44,7 +44,8 @@ def test_a_recorded_episode_is_played_as_it_was(tmp_path):
     ],
 )
 def test_an_episode_is_cut_where_its_context_is_full(tmp_path, context_max, ends, observed):
-    one = episodes({**written(tmp_path, LINE), "context_max": context_max}).episode(0, 0)
+    turns = {**written(tmp_path, LINE), "context_max": context_max, "max": min(3, context_max - 10)}
+    one = episodes(turns).episode(0, 0)
     assert (one.ends, one.observed) == (ends, observed)
 
 

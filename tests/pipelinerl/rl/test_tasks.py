@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.rl import math_verifier as mathtask
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Problem, Task, shuffled
@@ -216,7 +217,7 @@ def test_without_its_packages_the_error_says_what_to_install(
     if package != "math_verify":
         pytest.importorskip("math_verify")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"{needs}: pip install 'pipelinerl\[math\]'"):
+    with pytest.raises(ConfigError, match=re.escape(f"{needs}: {install('math')}")):
         load("math", path="folder")
 
 
