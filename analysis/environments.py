@@ -20,17 +20,17 @@ def rollouts_against_environments(report: EnvironmentsReport) -> Figure:
     figure, panels = make_panels(COLUMN_IN, 3.2 if priced else 2.0, rows=1 + priced, sharex=True)
     axes, counts = panels[0][0], [row.count for row in report.rows]
     axes.plot(counts, [row.rollouts_per_hour for row in report.rows], "o-", color=BLUE, label="rollouts per hour")
-    axes.axvline(report.knee, color=VERMILLION, linewidth=0.8, linestyle="--", label=f"knee: {report.knee}")
-    axes.axvline(report.slots, color=MUTED, linewidth=0.8, linestyle=":", label=f"slots of engines: {report.slots}")
     axes.set(ylabel="trained (rollouts/h)", ylim=(0, None), xlim=(0, None), title="Throughput")
     if priced:
         lower = panels[1][0]
         lower.plot(counts, costs, "o-", color=BLUE)
-        lower.axvline(report.knee, color=VERMILLION, linewidth=0.8, linestyle="--")
-        lower.axvline(report.slots, color=MUTED, linewidth=0.8, linestyle=":")
         lower.set(ylabel="USD per 1000 rollouts", ylim=(0, None), title="Cost, accelerators and environments")
     panels[-1][0].set(xlabel="environments")
-    for row in panels.flat:
-        row.grid(axis="y")
+    for panel in panels.flat:
+        panel.axvline(report.knee, color=VERMILLION, linewidth=0.8, linestyle="--", label=f"knee: {report.knee}")
+        panel.axvline(
+            report.slots, color=MUTED, linewidth=0.8, linestyle=":", label=f"slots of engines: {report.slots}"
+        )
+        panel.grid(axis="y")
     add_legend(figure, axes)
     return figure

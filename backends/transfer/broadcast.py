@@ -24,6 +24,7 @@ them, on a stream of its own: none of its kernels waits for a peer, beside those
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -296,7 +297,7 @@ class Receiver:
         """
         if self._device.type == "cpu":
             return checksum64(tensor)
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.device(self._device), torch.cuda.stream(_verifying_stream(self._device)):
             return checksum64(tensor, computed_on=self._device)
 
     def _row(self, told: Mapping[str, Any], member: Membership, reuse: SharedRow | None, *, keeps: bool) -> SharedRow:
@@ -320,6 +321,12 @@ class Receiver:
     def _kept(self, line: Line) -> Line:
         self._lines.append(line)
         return line
+
+
+@functools.cache
+def _verifying_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU verifies: one, as torch keeps memory for every stream that was ever used."""
+    return torch.cuda.Stream(device)
 
 
 def label(version: int, checksum: str) -> str:
