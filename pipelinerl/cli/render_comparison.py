@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
+from pipelinerl.records.page import Table as PageTable
 
 
 def print_comparison(comparison: ComparisonReport, name: str) -> None:
@@ -19,29 +20,44 @@ def print_comparison(comparison: ComparisonReport, name: str) -> None:
         comparison: The comparison.
         name: Name of the run file in the title.
     """
-    title = escape(f"{name}: speed-up over {comparison.baseline}")
+    made = comparison_table(comparison)
+    title = escape(f"{name}: {made.title}")
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     table.add_column("scheduler", overflow="fold")  # a long name gives way, the numbers do not
+    for column in made.columns[2:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for scenario in comparison.scenarios:
+        table.add_section()
+        table.add_row(f"[bold]{escape(scenario.name)}[/bold]")
+        for _, arm, *numbers in (row for row in made.rows if row[0] == scenario.name):
+            table.add_row(escape(arm), *numbers)
+    console = Console()
+    console.print(table)
+    console.print(made.note, style="dim")
+
+
+def comparison_table(comparison: ComparisonReport) -> PageTable:
+    """Return a comparison as a table, a row per scenario and arm."""
     reports = [arm.summary for arm in comparison.arms]
     flashes = bool(reports) and all(report.tokens_per_flash is not None for report in reports)
     learned = bool(reports) and all(report.reward is not None for report in reports)
     rate = "tok/flash" if flashes else "tok/s"
     shares = ("reward", "ESS") if learned else ("gen", "train", "publ", "wait")
-    for column in ("speed-up", rate, "s/step", "lag", "max", *shares):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for scenario in comparison.scenarios:
-        table.add_section()
-        table.add_row(f"[bold]{escape(scenario.name)}[/bold]")
         for arm in scenario.arms:
             seeds = f" ({len(arm.folders)} seeds)" if learned and len(arm.folders) > 1 else ""
             rest = _learning(arm) if learned else _time_shares(arm)
-            table.add_row(escape(arm.name) + seeds, *_numbers(arm, flashes), *rest)
-    console = Console()
-    console.print(table)
+            rows.append([scenario.name, arm.name + seeds, *_numbers(arm, flashes), *rest])
     text = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
-    console.print(f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {text}.", style="dim")
+    return PageTable(
+        title=f"speed-up over {comparison.baseline}",
+        columns=("scenario", "scheduler", "speed-up", rate, "s/step", "lag", "max", *shares),
+        rows=rows,
+        note=f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {text}.",
+    )
 
 
 def _numbers(arm: ArmReport, flashes: bool) -> list[str]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pipelinerl.cli.render_certainty import certainty_lines
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.page import Table as PageTable
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 
 
@@ -19,37 +20,49 @@ def print_plan(report: PlanReport, name: str) -> None:
         report: The plan.
         name: The run file, for the title.
     """
-    search, best = report.search, report.recommended
-    title = f"{name}: {search.candidates:,} candidates screened, {search.simulated} simulated"
-    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = plan_table(report)
+    title = escape(f"{name}: {made.title}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", overflow="fold", min_width=24)
-    priced = best.cost_per_1000_steps is not None
-    for column in ("tok/s", "band", "s/step", "$/1000" if priced else "GPU-h", "lag", "max", "wait"):
+    for column in made.columns[2:]:
         table.add_column(column, justify="right", no_wrap=True)
-    rows = [("recommended", best), ("runner-up", report.runner_up)]
-    rows += [(f"best {family}", one) for family, one in report.families.items()]
-    rows.append(("run file", report.own))
-    for place, one in rows:
-        if one is not None and (place in ("recommended", "run file") or one.label != best.label):
-            table.add_row(*_row(place, one))
+    for place, label, *numbers in made.rows:
+        table.add_row(escape(f"{place}\n  {label}"), *numbers)
     console = Console()
     console.print(table)
+    console.print(f"{made.note}\n", style="dim")
+    for line in [*plan_reasons(report), *what_changes(report)]:
+        console.print(escape(line), soft_wrap=True)
+
+
+def plan_table(report: PlanReport) -> PageTable:
+    """Return the recommendation and the candidates it was compared with as a table."""
+    search, best = report.search, report.recommended
+    priced = best.cost_per_1000_steps is not None
+    places = [("recommended", best), ("runner-up", report.runner_up)]
+    places += [(f"best {family}", one) for family, one in report.families.items()]
+    places.append(("run file", report.own))
     hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
     cost = "USD per 1000 optimizer steps" if priced else hours
-    console.print(
-        f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: pessimistic to "
-        "optimistic coefficients.\n",
-        style="dim",
+    return PageTable(
+        title=f"{search.candidates:,} candidates screened, {search.simulated} simulated",
+        columns=("", "candidate", "tok/s", "band", "s/step", "$/1000" if priced else "GPU-h", "lag", "max", "wait"),
+        rows=[
+            _row(place, one)
+            for place, one in places
+            if one is not None and (place in ("recommended", "run file") or one.label != best.label)
+        ],
+        note=f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: pessimistic "
+        "to optimistic coefficients.",
     )
-    for line in _reasons(report):
-        console.print(escape(line), soft_wrap=True)
 
 
 def _row(place: str, one: PlannedCandidate) -> list[str]:
     cost = one.cost_per_1000_steps
     ends = [one.band[level].tokens_per_s for level in (Level.PESSIMISTIC, Level.OPTIMISTIC) if level in one.band]
     return [
-        escape(f"{place}\n  {one.label.removesuffix(' (run file)')}"),
+        place,
+        one.label.removesuffix(" (run file)"),
         f"{one.tokens_per_s:,.0f}",
         "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends) or "-",
         f"{one.step_s:.4g}",
@@ -60,7 +73,8 @@ def _row(place: str, one: PlannedCandidate) -> list[str]:
     ]
 
 
-def _reasons(report: PlanReport) -> list[str]:
+def plan_reasons(report: PlanReport) -> list[str]:
+    """Return a line per reason for the recommendation, and per thing to know of the search."""
     best, other, own = report.recommended, report.runner_up, report.own
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines.append(f"bottleneck: {best.verdict}")
@@ -71,12 +85,6 @@ def _reasons(report: PlanReport) -> list[str]:
         if not own.among_schedulers:
             breaks = f" (only to compare with: plan.schedulers has no {own.family})"
         lines.append(f"run file{breaks}: recommended is {own.recommended_over_own:.2f} times as fast; {own.verdict}")
-    lines += certainty_lines(report.certainty)
-    for level, decision in report.decisions.items():
-        if not decision.same:
-            lines.append(
-                f"with {level} coefficients the decision changes: {decision.label}, {decision.faster:.0%} faster"
-            )
     search = report.search
     if search.within_limits < search.simulated:
         ratios = ", ".join(f"{family} {ratio:.2f}" for family, ratio in search.lag_ratios.items())
@@ -84,8 +92,17 @@ def _reasons(report: PlanReport) -> list[str]:
             f"{search.within_limits} of the {search.simulated} simulated keep to the limits; simulated over screened "
             f"mean lag: {ratios}"
         )
-    for row in search.not_tried:
-        lines.append(f"not tried: {row.key}={row.value}: {row.why}")
+    return lines + [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
+
+
+def what_changes(report: PlanReport) -> list[str]:
+    """Return how sure the recommendation is, and a line per thing that would change it."""
+    lines = certainty_lines(report.certainty)
+    for level, decision in report.decisions.items():
+        if not decision.same:
+            lines.append(
+                f"with {level} coefficients the decision changes: {decision.label}, {decision.faster:.0%} faster"
+            )
     changing = [row.coefficient for row in report.sensitivity if row.changes_decision]
     if changing:
         names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")

@@ -36,12 +36,13 @@ def print_summary(report: RunReport, name: str) -> None:
     steps = report.optimizer_steps_per_rl_step
     method = f"{report.scheduler} G={steps}" if steps else report.scheduler
     table = Table(title=escape(f"{name}: {method}"), show_header=False, title_justify="left")
-    for key, text in _rows(report):
+    for key, text in summary_rows(report):
         table.add_row(key, text)
     Console().print(table)
 
 
-def _rows(report: RunReport) -> Iterator[tuple[str, str]]:
+def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield what is said of a run: a name and a text each; a name with spaces before it belongs to the one above."""
     lag, busy, duration_s = report.lag, report.utilisation, report.duration_s or 1.0
     yield "optimizer steps", f"{report.optimizer_steps:,}"
     yield "time" if report.updates else "simulated time", duration(report.duration_s)
