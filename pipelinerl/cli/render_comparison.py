@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.cli.render_cost import short
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
 from pipelinerl.records.page import Table as PageTable
 
@@ -44,28 +45,42 @@ def comparison_table(comparison: ComparisonReport) -> PageTable:
     flashes = bool(reports) and all(report.tokens_per_flash is not None for report in reports)
     learned = bool(reports) and all(report.reward is not None for report in reports)
     rate = "tok/flash" if flashes else "tok/s"
+    priced = bool(reports) and all(report.cost and report.cost.usd is not None for report in reports)
     shares = ("reward", "ESS") if learned else ("gen", "train", "publ", "wait")
     rows = []
     for scenario in comparison.scenarios:
         for arm in scenario.arms:
             seeds = f" ({len(arm.folders)} seeds)" if learned and len(arm.folders) > 1 else ""
             rest = _learning(arm) if learned else _time_shares(arm)
-            rows.append([scenario.name, arm.name + seeds, *_numbers(arm, flashes), *rest])
+            rows.append([scenario.name, arm.name + seeds, *_numbers(arm, flashes=flashes, priced=priced), *rest])
+    cost = "$/Mtok: USD per million trained tokens; " if priced else ""
     text = "mean reward of the last tenth" if learned else "the rest: shares of the trainer's time"
     return PageTable(
         title=f"speed-up over {comparison.baseline}",
-        columns=("scenario", "scheduler", "speed-up", rate, "s/step", "lag", "max", *shares),
+        columns=(
+            "scenario",
+            "scheduler",
+            "speed-up",
+            rate,
+            "s/step",
+            *(["$/Mtok"] if priced else []),
+            "lag",
+            "max",
+            *shares,
+        ),
         rows=rows,
-        note=f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {text}.",
+        note=f"Speed-up in trained tokens/s; mean and max lag in optimizer steps; {cost}{text}.",
     )
 
 
-def _numbers(arm: ArmReport, flashes: bool) -> list[str]:
+def _numbers(arm: ArmReport, *, flashes: bool, priced: bool) -> list[str]:
     report, steps = arm.summary, arm.summary.optimizer_steps
+    usd = report.cost.usd_per_million_tokens if priced and report.cost else None
     return [
         "-" if arm.speedup is None else f"{arm.speedup:.2f}",
         f"{report.tokens_per_flash:.2f}" if flashes else f"{report.tokens_per_s:,.0f}",
         f"{report.duration_s / steps:.4g}" if steps else "-",
+        *(["-" if usd is None else short(usd)] if priced else []),
         f"{report.lag.mean:.2f}",
         f"{report.lag.max}",
     ]

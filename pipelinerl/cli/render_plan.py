@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipelinerl.cli.render_certainty import certainty_lines
+from pipelinerl.cli.render_cost import cost_line, short
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.page import Table as PageTable
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
@@ -38,15 +39,15 @@ def print_plan(report: PlanReport, name: str) -> None:
 def plan_table(report: PlanReport) -> PageTable:
     """Return the recommendation and the candidates it was compared with as a table."""
     search, best = report.search, report.recommended
-    priced = best.cost_per_1000_steps is not None
+    priced = best.cost.usd is not None
     places = [("recommended", best), ("runner-up", report.runner_up)]
     places += [(f"best {family}", one) for family, one in report.families.items()]
     places.append(("run file", report.own))
     hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
-    cost = "USD per 1000 optimizer steps" if priced else hours
+    cost = "USD per million trained tokens" if priced else hours
     return PageTable(
         title=f"{search.candidates:,} candidates screened, {search.simulated} simulated",
-        columns=("", "candidate", "tok/s", "band", "s/step", "$/1000" if priced else "GPU-h", "lag", "max", "wait"),
+        columns=("", "candidate", "tok/s", "band", "s/step", "$/Mtok" if priced else "GPU-h", "lag", "max", "wait"),
         rows=[
             _row(place, one)
             for place, one in places
@@ -58,7 +59,7 @@ def plan_table(report: PlanReport) -> PageTable:
 
 
 def _row(place: str, one: PlannedCandidate) -> list[str]:
-    cost = one.cost_per_1000_steps
+    usd = one.cost.usd_per_million_tokens
     ends = [one.band[level].tokens_per_s for level in (Level.PESSIMISTIC, Level.OPTIMISTIC) if level in one.band]
     return [
         place,
@@ -66,7 +67,7 @@ def _row(place: str, one: PlannedCandidate) -> list[str]:
         f"{one.tokens_per_s:,.0f}",
         "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends) or "-",
         f"{one.step_s:.4g}",
-        f"{one.gpu_hours:,.1f}" if cost is None else f"{cost:,.0f}",
+        f"{one.cost.gpu_hours:,.1f}" if usd is None else short(usd),
         f"{one.lag_mean:.2f}",
         f"{one.lag_max}",
         f"{one.waiting:.0%}",
@@ -78,6 +79,7 @@ def plan_reasons(report: PlanReport) -> list[str]:
     best, other, own = report.recommended, report.runner_up, report.own
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines.append(f"bottleneck: {best.verdict}")
+    lines.append(f"cost: {cost_line(best.cost, [one.cost for one in best.band.values()])}")
     if other is not None:
         lines.append(f"runner-up ({other.label}): {other.why}")
     if own is not None:

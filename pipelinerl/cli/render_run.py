@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.reports import RunReport
 
@@ -62,6 +63,8 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
         seconds = ", ".join(f"{name} {value:,.1f}" for name, value in one.seconds)
         yield "environments", f"{one.in_use_mean:,.0f} of {one.count:,} in use, {one.turns_mean:.1f} turns a rollout"
         yield "  seconds of a rollout", seconds
+    if report.cost:
+        yield "cost", cost_line(report.cost).replace("; ", ";\n")
     if report.reward:
         yield "mean reward", f"{report.reward.first:.3f} at first, {report.reward.last:.3f} at last"
     if report.ess and report.mismatch:

@@ -53,11 +53,7 @@ class PlanConfig(StrictModel):
     gpu_hours: float | None = Field(default=None, gt=0)
     """GPU-hours that ``optimizer_steps`` may take."""
     budget: float | None = Field(default=None, gt=0)
-    """Money that ``optimizer_steps`` may cost (USD)."""
-    price_per_gpu_hour: float | None = Field(default=None, gt=0)
-    """Price of a GPU-hour (USD). None: the catalogue's."""
-    price_per_environment_hour: float | None = Field(default=None, ge=0)
-    """Price of an hour of one environment, in use or not (USD). None: environments cost nothing."""
+    """Money that ``optimizer_steps`` may cost (USD), by the prices of ``[price]``."""
     simulate: Count = 20
     """Survivors of the screening that are simulated (count)."""
     simulate_steps: Count = 200

@@ -10,6 +10,7 @@ from pipelinerl.config.compare import CompareConfig
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.policy import PolicyConfig
+from pipelinerl.config.price import PriceConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.config.workload import WorkloadConfig
@@ -56,6 +57,8 @@ class RunConfig(StrictModel):
     drift: DriftModel | None = None
     """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
     effective sample size, labelled as modelled."""
+    price: PriceConfig | None = None
+    """What an hour costs: ``simulate``, ``compare`` and ``plan`` then tell money."""
     compare: CompareConfig | None = None
     """The runs of ``compare``."""
     plan: PlanConfig | None = None

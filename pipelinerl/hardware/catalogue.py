@@ -26,6 +26,7 @@ GPU_RANGES = {
     "nvlink": (1e9, 1e14, "bytes/s", "450e9"),
     "network": (1e9, 1e14, "bytes/s", "50e9"),
     "gpus_per_node": (1, 10_000, "accelerators", "8"),
+    "watts": (1, 1e5, "watts", "700"),
     "price_per_hour": (1e-3, 1e4, "USD per hour", "2.5"),
 }
 """Least and largest figure of an accelerator, its unit, and the figure of an H100. A figure outside this range is
@@ -95,6 +96,8 @@ class Gpu(Named):
     """Speed of attention in training, where a kernel is faster than FlashAttention 2 (no unit)."""
     training_factor: float = Field(default=1.0, gt=0)
     """Share of peak that training reaches, over the share on an H100 (no unit)."""
+    watts: float | None = Field(default=None, gt=0)
+    """Board power at full load (W). None: not known."""
     price_per_hour: float | None = Field(default=None, gt=0)
     """Rent of one accelerator (USD per hour). None: not known."""
 

@@ -27,7 +27,7 @@ class EnvironmentsRow(Report):
     bottleneck: Bottleneck
     """The side that limits the throughput."""
     usd_per_1000_rollouts: float | None
-    """Cost of 1000 rollouts, accelerators and environments together (USD); null without their prices."""
+    """Cost of 1000 rollouts, accelerators and environments together (USD); null without a price of a GPU-hour."""
     folder: str
     """Folder of the run, relative to that of the report."""
 
@@ -39,10 +39,6 @@ class EnvironmentsReport(Report):
     """Accelerators of the cluster (count)."""
     slots: int
     """Rollouts that all engines can have in progress (count)."""
-    price_per_gpu_hour: float | None
-    """Price of a GPU-hour (USD), where known."""
-    price_per_environment_hour: float | None
-    """Price of an environment-hour (USD), where given."""
     rows: list[EnvironmentsRow]
     """The runs that have ended, by rising number of environments."""
     knee: int

@@ -10,6 +10,7 @@ from pipelinerl.config.run import ClusterConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.certainty_report import CertaintyReport
+from pipelinerl.records.cost import CostReport
 from pipelinerl.util.report import Report
 
 
@@ -73,10 +74,8 @@ class CandidateNumbers(Report):
     """Seconds per optimizer step in the steady state."""
     hours: float
     """Hours of the whole run."""
-    gpu_hours: float
-    """GPU-hours of the whole run."""
-    cost_per_1000_steps: float | None
-    """Cost of 1000 optimizer steps, accelerators and environments (USD), where the price is known."""
+    cost: CostReport
+    """Cost of the whole run."""
     lag_mean: float
     """Mean lag of a trained token in the steady state (optimizer steps)."""
     lag_max: int

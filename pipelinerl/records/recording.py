@@ -12,6 +12,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import UtilisationDecode
 from pipelinerl.records.bottleneck import Admission
+from pipelinerl.records.cost import Prices
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.records.reports import RunIdentity, RunMeasurements, RunReport
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE, RunFolder
@@ -181,6 +182,8 @@ class Recording:
         about = {**dict(identity), **dict(totals), **dict(measured or RunMeasurements())}
         if isinstance(decode, UtilisationDecode):
             about["tokens_per_flash"] = totals.tokens_per_s * decode.flash_s
+        if (rates := Prices.of(config).rates(config)).known:
+            about["cost"] = rates.cost(totals.duration_s, tokens=totals.tokens_trained)
         lags = self.ledger.tokens_by_lag()
         if config.drift is not None and any(lags):
             about["ess_modelled"] = modelled_ess(config.drift, lags)

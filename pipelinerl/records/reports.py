@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import ConfigDict, PrivateAttr
 
 from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.cost import CostReport
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
@@ -268,6 +269,8 @@ class RunTotals(Report):
     """Whether all optimizer steps were made."""
     tokens_per_flash: float | None = None
     """``tokens_per_s`` · ``flash_s``; only with ``hardware.decode.kind = "utilisation"`` (1/flash)."""
+    cost: CostReport | None = None
+    """Cost of the run. Absent where neither prices nor the GPU's power are known."""
     ess_modelled: EssBand | None = None
     """Modelled effective sample size. Absent without a drift model."""
 

@@ -12,10 +12,10 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.tables import WeightTransferConfig
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ArmReport
+from pipelinerl.records.cost import Prices
 from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.run_folder import ENVIRONMENTS_FILE, write_json
 from sim.compare import compare
-from sim.planning.search_space import Memory, limits_of
 from sim.planning.simulate import steady_part
 
 SHARES_OF_SLOTS = (0.25, 0.5, 0.75, 1.0, 1.125, 1.25, 1.5, 2.0)
@@ -71,15 +71,12 @@ def environments(
     )
     if not compared.arms:
         raise RunFailedError("; ".join(compared.failures) or "interrupted before the first run ended")
-    price = limits_of(config, plan, Memory(config, config.longest_rollout_tokens).gpu).price
-    rows = [_row(config, arm, price, plan.price_per_environment_hour) for arm in compared.arms]
+    rows = [_row(config, arm) for arm in compared.arms]
     most = max(row.rollouts_per_hour for row in rows)
     knee = next(row for row in rows if row.rollouts_per_hour >= (1 - KNEE) * most)
     report = EnvironmentsReport(
         accelerators=config.cluster.accelerators,
         slots=config.num_slots,
-        price_per_gpu_hour=price,
-        price_per_environment_hour=plan.price_per_environment_hour,
         rows=rows,
         knee=knee.count,
         verdict=_verdict(rows, knee),
@@ -91,7 +88,7 @@ def environments(
     return report
 
 
-def _row(config: RunConfig, arm: ArmReport, gpu_price: float | None, price: float | None) -> EnvironmentsRow:
+def _row(config: RunConfig, arm: ArmReport) -> EnvironmentsRow:
     """Return the numbers of one run."""
     report, count = arm.summary, int(arm.name)
     assert report.environments is not None
@@ -102,9 +99,10 @@ def _row(config: RunConfig, arm: ArmReport, gpu_price: float | None, price: floa
     seconds = steps.time_s[end - 1] - (steps.time_s[start - 1] if start else 0.0)
     rate = 3600 * float(steps.samples[start:end].sum() / seconds)
     tokens_K = steps.tokens[start:end]
-    cost = None
-    if gpu_price is not None and price is not None:
-        cost = 1000 / rate * (config.cluster.accelerators * gpu_price + count * price)
+    assert config.environment is not None  # the caller has seen to it
+    environment = config.environment.model_copy(update={"count": count})
+    rates = Prices.of(config).rates(config.model_copy(update={"environment": environment}))
+    usd_per_hour = rates.usd_per_hour
     return EnvironmentsRow(
         count=count,
         rollouts_per_hour=rate,
@@ -114,7 +112,7 @@ def _row(config: RunConfig, arm: ArmReport, gpu_price: float | None, price: floa
         lag_mean=float(steps.lag_mean[start:end] @ tokens_K / tokens_K.sum()),
         seconds=report.environments.seconds,
         bottleneck=report.bottleneck,
-        usd_per_1000_rollouts=cost,
+        usd_per_1000_rollouts=None if usd_per_hour is None else 1000 / rate * usd_per_hour,
         folder=arm.folder,
     )
 

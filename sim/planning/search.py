@@ -19,6 +19,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.records.cost import Prices
 from pipelinerl.records.plan_report import (
     CandidateNumbers,
     CoefficientEffects,
@@ -123,7 +124,7 @@ class _Search:
     def __init__(self, config: RunConfig, measured: Measured, *, run_file: str) -> None:
         self.config, self.run_file = config, run_file
         self.space = SearchSpace.of(config, measured)
-        self.plan, self.limits = self.space.plan, self.space.limits
+        self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config)
         self.choices = all_choices(self.space)
         check_lists(self.space, self.choices)
         self.screener = Screener(config, self.space.answers)
@@ -368,15 +369,14 @@ class _Search:
         }
 
     def _numbers(self, outcome: Outcome) -> CandidateNumbers:
-        steps, price = self.config.optimizer_steps, self.limits.at(outcome.candidate.config).price
+        tokens = outcome.tokens_per_s * outcome.seconds
         return CandidateNumbers(
             label=outcome.candidate.label,
             family=outcome.candidate.family,
             tokens_per_s=outcome.tokens_per_s,
             step_s=outcome.step_s,
             hours=outcome.seconds / 3600,
-            gpu_hours=outcome.gpu_hours,
-            cost_per_1000_steps=None if price is None else outcome.gpu_hours * price / steps * 1000,
+            cost=self.prices.rates(outcome.candidate.config).cost(outcome.seconds, tokens=tokens),
             lag_mean=outcome.lag_mean,
             lag_max=outcome.lag_max,
             ess=outcome.ess,

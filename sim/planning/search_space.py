@@ -17,6 +17,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, in_engine
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.memory import kv_cache_tokens
+from pipelinerl.records.cost import Prices
 from pipelinerl.rl.drift import DriftModel, ess_at_lag
 from pipelinerl.theory.lengths import LengthStatistics, lengths_from
 from pipelinerl.theory.turns import Turn, TurnMeans
@@ -71,15 +72,12 @@ class Limits:
     """Cost of the whole run (USD)."""
     price: float | None
     """Price of a GPU-hour (USD), where known."""
-    environment_price: float = 0.0
-    """Price of an environment-hour (USD)."""
+    prices: Prices | None = None
+    """What ``price`` follows from, for each candidate."""
 
     def at(self, config: RunConfig) -> Self:
-        """Return the limits with the environments of a candidate in the price of its GPU-hours."""
-        if self.price is None or config.environment is None:
-            return self
-        environments = config.environment.count * self.environment_price
-        return replace(self, price=self.price + environments / config.cluster.accelerators)
+        """Return the limits with the price of a candidate's GPU-hours, its environments included."""
+        return self if self.prices is None else replace(self, price=self.prices.rates(config).usd_per_gpu_hour)
 
     def ess(self, lag_mean: float) -> float | None:
         """Return the effective sample size that the run file's drift model gives a mean lag; None without one."""
@@ -231,18 +229,17 @@ def _turns_of(config: RunConfig, episodes: Episodes) -> LengthStatistics:
     )
 
 
-def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
+def limits_of(config: RunConfig, plan: PlanConfig) -> Limits:
     """Return the limits of a plan.
 
     Raises:
         ConfigError: If there is a budget and no price.
     """
-    price = plan.price_per_gpu_hour
-    if price is None and gpu is not None:
-        price = gpu.price_per_hour
+    prices = Prices.of(config)
+    price = prices.rates(config).usd_per_gpu_hour
     if plan.budget is not None and price is None:
         raise ConfigError(
-            f"plan.budget needs plan.price_per_gpu_hour, as the catalogue has no price, got budget={plan.budget:g}"
+            f"plan.budget needs price.gpu_hour, as the catalogue has no price, got budget={plan.budget:g}"
         )
     return Limits(
         lag=plan.lag_limit if plan.lag_limit is not None else config.scheduler.max_lag,
@@ -252,7 +249,7 @@ def limits_of(config: RunConfig, plan: PlanConfig, gpu: Gpu | None) -> Limits:
         gpu_hours=plan.gpu_hours,
         budget=plan.budget,
         price=price,
-        environment_price=plan.price_per_environment_hour or 0.0,
+        prices=prices,
     )
 
 
@@ -277,7 +274,7 @@ class SearchSpace:
         plan = config.plan or PlanConfig()
         answers, longest = answers_of(config)
         memory = Memory(config, longest)
-        return cls(config, plan, answers, memory, limits_of(config, plan, memory.gpu), measured or Measured())
+        return cls(config, plan, answers, memory, limits_of(config, plan), measured or Measured())
 
     @property
     def accelerators(self) -> int:

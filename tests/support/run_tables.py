@@ -158,6 +158,7 @@ EVERY_KEY: dict[str, Any] = {
         "baseline": "lag 1",
         "seeds": [3, 5],
     },
+    "price": {"gpu_hour": 2.5, "generation_gpu_hour": 1.0, "environment_hour": 0.1},
     "plan": {
         "schedulers": ["pipeline", "one_step_off"],
         "generation_accelerators": [2, 4],
@@ -174,8 +175,6 @@ EVERY_KEY: dict[str, Any] = {
         "min_ess": 0.5,
         "gpu_hours": 100.0,
         "budget": 300.0,
-        "price_per_gpu_hour": 2.5,
-        "price_per_environment_hour": 0.1,
         "simulate": 4,
         "simulate_steps": 10,
     },

@@ -83,7 +83,7 @@ def two_arms() -> tuple[SearchSpace, list[Candidate]]:
 @cache
 def priced_plan() -> PlanReport:
     """Return a plan with a price, made once."""
-    return planned("plan.price_per_gpu_hour=2.0")
+    return planned("price.gpu_hour=2.0")
 
 
 @contextmanager

@@ -9,8 +9,10 @@ import pytest
 from command_line import Command, sets
 
 from pipelinerl.cli.render_comparison import print_comparison
+from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.cli.render_run import duration, print_summary
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.cost import Rates
 from pipelinerl.records.reports import RunReport
 
 
@@ -87,3 +89,13 @@ def test_a_run_too_short_for_its_start_up_to_fade_says_so(command: Command, step
     """The quickstart: 9.2k tokens/s over 10 steps and 11.9k in the last 5 of them; 11.7k over 50, and 12.4k later."""
     quickstart = Path(__file__).parents[3] / "examples" / "quickstart.toml"
     assert ("the second half alone" in command("simulate", quickstart, *sets(f"optimizer_steps={steps}")).out) == said
+
+
+def test_cost_is_a_line_with_the_range_of_each_number() -> None:
+    cost, dear = (Rates(gpus=4, usd_per_hour=12.0, watts=2800.0).cost(seconds, tokens=8e6) for seconds in (7200, 9000))
+    assert cost_line(cost, [cost, dear]) == (
+        "3 USD (3 to 3.75) or 1 GPU-hours (1 to 1.25) per million trained tokens; "
+        "24 USD (24 to 30), 8 GPU-hours (8 to 10), 5.6 kWh (5.6 to 7) for the run"
+    )
+    unpriced = Rates(gpus=4, usd_per_hour=None, watts=None).cost(7200, tokens=8e6)
+    assert cost_line(unpriced) == "1 GPU-hours per million trained tokens; 8 GPU-hours for the run"

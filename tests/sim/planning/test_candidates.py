@@ -143,7 +143,7 @@ def test_limits_are_checked_in_order_and_exactly() -> None:
 def test_a_budget_needs_a_price() -> None:
     numbers = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}"
     assert refused("plan.budget=10.0", numbers) == (
-        "plan.budget needs plan.price_per_gpu_hour, as the catalogue has no price, got budget=10"
+        "plan.budget needs price.gpu_hour, as the catalogue has no price, got budget=10"
     )
 
 

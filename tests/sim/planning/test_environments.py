@@ -28,7 +28,8 @@ RUN = {
         "step_s": 2.0,
         "turns": {"kind": "lognormal", "mean": 3, "max": 3, "observation_max": 0, "context_max": 1000},
     },
-    "plan": {"environments": [12, 1, 3, 6], "price_per_gpu_hour": 2.0, "price_per_environment_hour": 0.5},
+    "plan": {"environments": [12, 1, 3, 6]},
+    "price": {"gpu_hour": 2.0, "environment_hour": 0.5},
 }
 """A rollout has its environment for 5 + 3 x 4 + 2 x 2 = 21 s; the trainer takes 2 of them every 7 s."""
 
@@ -101,7 +102,7 @@ def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
     report = planned("plan.environments=[3, 6, 12]", "environment.count=12")
     best = report.recommended
     assert (best.environments, best.label) == (6, "pipeline 1/1 H=16 environments=6")
-    assert best.cost_per_1000_steps == pytest.approx(best.hours * (4 + 0.5 * 6) * 10)  # 100 steps
+    assert best.cost.usd == pytest.approx(best.hours * (4 + 0.5 * 6))
 
 
 def test_a_plan_with_few_environments_says_that_they_bind_and_what_more_give() -> None:

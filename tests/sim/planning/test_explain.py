@@ -108,7 +108,7 @@ CONVENTIONAL = "plan.schedulers=['conventional']"
         pytest.param(("plan.gpu_hours=1e-4", "plan.optimizer_steps_per_rl_step=[4]", "plan.lag_limit=2"),
             "plan: no feasible pipeline among 9: 9 by gpu_hours (gpu_hours=1 would do)\n"
             "plan: no feasible conventional among 2: 2 by lag_limit (lag_limit=3 would do)", id="hours and lag"),
-        pytest.param(("plan.budget=1e-4", "plan.price_per_gpu_hour=2.0", CONVENTIONAL),
+        pytest.param(("plan.budget=1e-4", "price.gpu_hour=2.0", CONVENTIONAL),
             "plan: no feasible conventional among 4: 4 by budget (budget=1 would do)", id="budget"),
     ],
 )  # fmt: skip

@@ -34,8 +34,11 @@ def test_every_described_candidate_has_its_band_hours_and_cost() -> None:
         optimistic, central, pessimistic = (numbers.tokens_per_s for numbers in one.band.values())
         assert optimistic > central == one.tokens_per_s > pessimistic
         assert one.band_tokens_per_s == (pessimistic, optimistic)
-        assert one.gpu_hours == pytest.approx(4 * one.hours)
-        assert one.cost_per_1000_steps == pytest.approx(one.gpu_hours * 2.0 / 40 * 1000)
+        cost, millions = one.cost, one.tokens_per_s * one.hours * 3600 / 1e6
+        assert cost.gpu_hours == pytest.approx(4 * one.hours)
+        assert cost.usd == pytest.approx(cost.gpu_hours * 2.0)
+        assert cost.usd_per_million_tokens == pytest.approx(cost.gpu_hours * 2.0 / millions)
+        assert cost.kwh == pytest.approx(cost.gpu_hours * 0.7)  # an H100 has 700 W
         assert one.training + one.publishing + one.waiting == pytest.approx(1.0)
     assert report.own is not None
     assert report.own.recommended_over_own == pytest.approx(report.recommended.tokens_per_s / report.own.tokens_per_s)
@@ -119,8 +122,8 @@ def test_the_least_mean_lag_that_is_named_is_feasible() -> None:
 
 def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_path: Path) -> None:
     """The same plan gives the same bytes: report and run file of one are those of another."""
-    best = planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "out", workers=1).recommended
-    planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "again")
+    best = planned("price.gpu_hour=2.0", out=tmp_path / "out", workers=1).recommended
+    planned("price.gpu_hour=2.0", out=tmp_path / "again")
     for name in ("plan.json", "recommended.toml"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     config = load_run(tmp_path / "out" / "recommended.toml")

@@ -1,0 +1,115 @@
+"""Cost of a run: GPU-hours, money, electricity. All arithmetic of cost is here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from pipelinerl.config.price import PriceConfig
+from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.catalogue import find_gpu
+from pipelinerl.util.report import Report
+
+
+class CostReport(Report):
+    """Cost of a whole run, accelerators and environments, whether in use or not."""
+
+    gpu_hours: float
+    """GPU-hours of the run."""
+    gpu_hours_per_million_tokens: float | None
+    """GPU-hours per million trained tokens; null if none was trained."""
+    usd: float | None = None
+    """Money for the run (USD). Absent without a price."""
+    usd_per_million_tokens: float | None = None
+    """Money per million trained tokens (USD). Absent without a price."""
+    kwh: float | None = None
+    """Electricity of the accelerators at their full board power, without hosts and cooling (kWh). Absent where the
+    catalogue has no ``watts``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Price and power of one of each kind; None: not known."""
+
+    gpu_usd: float | None
+    """Price of an hour of a GPU that trains, or does both in turn (USD)."""
+    gpu_watts: float | None
+    """Its board power (W)."""
+    generation_usd: float | None
+    """Price of an hour of a GPU that generates, where others train (USD)."""
+    generation_watts: float | None
+    """Its board power (W)."""
+    environment_usd: float
+    """Price of an hour of an environment (USD)."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the prices of a run file: those of ``[price]``, or else of the catalogue.
+
+        Raises:
+            ConfigError: If ``hardware.gpu`` is unknown.
+        """
+        price, hardware = config.price or PriceConfig(), config.hardware
+        gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
+        own_usd, watts = (None, None) if gpu is None else (gpu.price_per_hour, gpu.watts)
+        usd = price.gpu_hour or own_usd
+        return cls(usd, watts, price.generation_gpu_hour or usd, watts, price.environment_hour)
+
+    def rates(self, config: RunConfig) -> Rates:
+        """Return what an hour of a run takes: of all its accelerators and environments, in use or not."""
+        number = config.cluster.accelerators
+        generating = 0 if config.colocated else config.generation_accelerators
+        training = number - generating
+        environments = 0 if config.environment is None else config.environment.count * self.environment_usd
+        usd = _together((training, self.gpu_usd), (generating, self.generation_usd))
+        return Rates(
+            number,
+            usd_per_hour=None if usd is None else usd + environments,
+            watts=_together((training, self.gpu_watts), (generating, self.generation_watts)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What an hour of a run takes."""
+
+    gpus: int
+    """Accelerators (count)."""
+    usd_per_hour: float | None
+    """Money (USD). None: not known."""
+    watts: float | None
+    """Board power (W). None: not known."""
+
+    @property
+    def usd_per_gpu_hour(self) -> float | None:
+        """Price of a GPU-hour, environments included (USD). None: not known."""
+        return None if self.usd_per_hour is None else self.usd_per_hour / self.gpus
+
+    @property
+    def known(self) -> bool:
+        """Whether anything but GPU-hours is known."""
+        return self.usd_per_hour is not None or self.watts is not None
+
+    def cost(self, seconds: float, *, tokens: float) -> CostReport:
+        """Return what a run costs.
+
+        Args:
+            seconds: The whole run.
+            tokens: Trained tokens (count).
+        """
+        hours, millions = seconds / 3600, tokens / 1e6
+        usd = None if self.usd_per_hour is None else hours * self.usd_per_hour
+        return CostReport(
+            gpu_hours=hours * self.gpus,
+            gpu_hours_per_million_tokens=hours * self.gpus / millions if millions else None,
+            usd=usd,
+            usd_per_million_tokens=usd / millions if usd is not None and millions else None,
+            kwh=None if self.watts is None else hours * self.watts / 1000,
+        )
+
+
+def _together(*parts: tuple[int, float | None]) -> float | None:
+    """Return the sum of numbers of accelerators, each times its figure; None if one that is there has none."""
+    there = [(number, each) for number, each in parts if number]
+    figures = [number * each for number, each in there if each is not None]
+    return sum(figures) if len(figures) == len(there) else None

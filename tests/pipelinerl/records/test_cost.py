@@ -1,0 +1,47 @@
+"""Cost: hand-computed hours, money and electricity, of one kind of GPU and of two, with environments."""
+
+import pytest
+from run_tables import tiny
+
+from pipelinerl.records.cost import CostReport, Prices, Rates
+
+BOTH = Prices(gpu_usd=2.0, gpu_watts=700.0, generation_usd=0.5, generation_watts=400.0, environment_usd=0.1)
+
+
+def test_the_cost_of_a_run_is_that_by_hand() -> None:
+    """Two hours of 4 GPUs at 12 USD and 2800 W, for 8 million tokens."""
+    cost = Rates(gpus=4, usd_per_hour=12.0, watts=2800.0).cost(7200.0, tokens=8e6)
+    assert cost == CostReport(
+        gpu_hours=8.0, gpu_hours_per_million_tokens=1.0, usd=24.0, usd_per_million_tokens=3.0, kwh=5.6
+    )
+
+
+def test_a_run_that_trained_on_nothing_has_no_cost_per_token() -> None:
+    cost = Rates(gpus=4, usd_per_hour=None, watts=None).cost(3600.0, tokens=0)
+    assert cost.to_dict() == {"gpu_hours": 4.0, "gpu_hours_per_million_tokens": None}
+
+
+def test_each_kind_of_gpu_has_its_own_price_and_power() -> None:
+    """Of 8 GPUs 6 generate."""
+    config = tiny("cluster.accelerators=8", "cluster.generation_accelerators=6")
+    rates = BOTH.rates(config)
+    assert (rates.usd_per_hour, rates.watts) == (2 * 2.0 + 6 * 0.5, 2 * 700.0 + 6 * 400.0)
+    assert rates.usd_per_gpu_hour == pytest.approx(7 / 8)
+
+
+def test_colocated_accelerators_are_those_that_train() -> None:
+    rates = BOTH.rates(tiny("cluster.accelerators=8", "scheduler.kind='conventional'"))
+    assert (rates.usd_per_hour, rates.watts) == (16.0, 5600.0)
+
+
+def test_without_a_price_of_one_kind_there_is_no_money() -> None:
+    half = Prices(gpu_usd=None, gpu_watts=700.0, generation_usd=1.0, generation_watts=None, environment_usd=0.0)
+    rates = half.rates(tiny())
+    assert not rates.known
+    assert half.rates(tiny("scheduler.kind='conventional'")).watts is not None
+
+
+def test_a_run_file_may_give_the_price_of_each_kind() -> None:
+    prices = Prices.of(tiny("price.gpu_hour=2.5", "price.generation_gpu_hour=1.5", "price.environment_hour=0.2"))
+    assert (prices.gpu_usd, prices.generation_usd, prices.environment_usd) == (2.5, 1.5, 0.2)
+    assert Prices.of(tiny("price.gpu_hour=2.5")).generation_usd == 2.5
