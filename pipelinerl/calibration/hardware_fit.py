@@ -19,10 +19,10 @@ import numpy as np
 
 from pipelinerl.calibration.least_squares import Column, Fit, fit
 from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
-from pipelinerl.config.resolve import named_hardware, run_coefficients
+from pipelinerl.config.resolve import named_engine, named_hardware, run_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, in_engine
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
@@ -259,7 +259,7 @@ class HardwareFit:
 
     def _named_s(self, values: Coefficients, tensor_parallel: FloatArray, times: DecodeTimes) -> FloatArray:
         """Return the seconds of stretches of decode by the hardware model."""
-        gpu, model = in_engine(*self._gpu_and_model(), self.given.engine_weights, self.given.kv_cache)
+        gpu, model = named_engine(self.given, *self._gpu_and_model())
         seconds = np.zeros(len(times.seconds))
         for size in np.unique(tensor_parallel):
             of, tp = tensor_parallel == size, int(size)

@@ -51,11 +51,11 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
     }
     if (named := named_hardware(given)) is not None:
         gpu, model = named
+        engine = named_engine(given, gpu, model)
         tensor_parallel, trainers = config.cluster.tensor_parallel, config.training_accelerators
         longest = config.longest_rollout_tokens if longest_tokens is None else longest_tokens
         values = run_coefficients(config, gpu, model, training_accelerators=trainers, longest=longest)
         if given.kv_cache_tokens is None:
-            engine = in_engine(gpu, model, given.engine_weights, given.kv_cache)
             check_fits(*engine, tensor_parallel=tensor_parallel, coefficients=values, longest=longest)
         try:
             derived = derive_hardware(
@@ -66,8 +66,7 @@ def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -
                 colocated=config.colocated,
                 coefficients=values,
                 zero_stage=zero_stage_of(config),
-                weights=given.engine_weights,
-                cache=given.kv_cache,
+                engine=engine,
                 sequences=config.scheduler.generation_batch_size,
                 longest=longest,
                 transport=transport_of(config),
@@ -91,6 +90,17 @@ def named_hardware(hardware: HardwareConfig) -> tuple[Gpu, LanguageModel] | None
     if hardware.gpu is None or hardware.model is None:
         return None
     return find_gpu(hardware.gpu), find_model(hardware.model)
+
+
+def named_engine(hardware: HardwareConfig, gpu: Gpu, model: LanguageModel) -> tuple[Gpu, LanguageModel]:
+    """Return accelerator and model as the engines of a table ``[hardware]`` have them.
+
+    Raises:
+        ConfigError: If ``generation_gpu`` is unknown.
+    """
+    if hardware.generation_gpu is not None:
+        gpu = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
+    return in_engine(gpu, model, hardware.engine_weights, hardware.kv_cache)
 
 
 def transport_of(config: RunConfig) -> Transport | None:
@@ -178,12 +188,11 @@ def least_memory(
         pack_tokens=pack,
         recomputation=values.recomputation,
     )
-    usable = values.memory_share * gpu.memory_bytes
-    _, own = in_engine(gpu, model, config.hardware.engine_weights, config.hardware.kv_cache)
+    engine, own = named_engine(config.hardware, gpu, model)
     held = own.weight_bytes * own.parameters + own.state_bytes + longest * own.cached_bytes(tensor_parallel)
-    engine = values.memory_reserve_bytes + held / tensor_parallel
-    shares = [] if config.hardware.kv_cache_tokens is not None else [engine / usable]
-    return [*shares, trainer.total / usable]
+    needed = (values.memory_reserve_bytes + held / tensor_parallel) / (values.memory_share * engine.memory_bytes)
+    shares = [] if config.hardware.kv_cache_tokens is not None else [needed]
+    return [*shares, trainer.total / (values.memory_share * gpu.memory_bytes)]
 
 
 def zero_stage_of(config: RunConfig) -> int:

@@ -163,6 +163,12 @@ class RunConfig(StrictModel):
 
     def _check_cluster(self) -> None:
         cluster, scheduler = self.cluster, self.scheduler
+        if self.colocated and self.hardware.generation_gpu is not None:
+            raise ValueError(
+                "hardware.generation_gpu needs a schedule whose engines have accelerators of their own, got "
+                f"scheduler.kind={scheduler.kind!r}, which generates and trains on the same ones; kind='pipeline' with "
+                "max_lag=0 lets two pools wait for each other"
+            )
         if not self.colocated:
             if cluster.generation_accelerators is None:
                 raise ValueError(

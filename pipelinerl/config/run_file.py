@@ -110,6 +110,7 @@ NAMES_OR_PATHS = (
     ("workload", "length", "source"),
     ("environment", "turns", "source"),
     ("hardware", "gpu"),
+    ("hardware", "generation_gpu"),
     ("hardware", "model"),
 )
 """Keys that hold a name, or the path of a file."""

@@ -192,18 +192,19 @@ def in_engine(gpu: Gpu, model: LanguageModel, weights: Precision, cache: Precisi
 Entry = TypeVar("Entry", bound=Named)
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, *, key: str = "hardware.gpu") -> Gpu:
     """Return an accelerator.
 
     Args:
         name: Its name in the catalogue, or the path of a TOML file with the keys of ``Gpu``.
+        key: Where the name stands, for messages.
 
     Raises:
         ConfigError: If there is none of that name, or the file is wrong.
     """
     if is_path(name):
-        return _from_file(Gpu, Path(name), "hardware.gpu")
-    return _by_name(_gpus(), name, "hardware.gpu")
+        return _from_file(Gpu, Path(name), key)
+    return _by_name(_gpus(), name, key)
 
 
 def find_model(name: str) -> LanguageModel:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, Precision, in_engine
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.hardware.memory import BF16_BYTES, ZERO_STAGE, kept_numbers, kv_cache_tokens, training_memory
 from pipelinerl.hardware.tables import (
@@ -30,8 +30,7 @@ def derive_hardware(
     colocated: bool,
     coefficients: Coefficients,
     zero_stage: int = ZERO_STAGE,
-    weights: Precision = Precision.BF16,
-    cache: Precision = Precision.BF16,
+    engine: tuple[Gpu, LanguageModel] | None = None,
     sequences: int = 1,
     longest: int = 0,
     transport: Transport | None = None,
@@ -39,22 +38,26 @@ def derive_hardware(
     """Return all tables as explicit numbers.
 
     Args:
-        gpu: The accelerator, of engines and trainer.
+        gpu: The accelerator that trains.
         model: The language model, trained in bf16.
         tensor_parallel: Accelerators of one engine (count).
         training_accelerators: Accelerators that train (count).
         colocated: Whether the same accelerators generate and train in turn.
         coefficients: The empirical numbers.
         zero_stage: What the trainer spreads, as far as the phase switch moves it; its steps are those of stage 3.
-        weights: Format of the weights in an engine.
-        cache: Format of the KV cache.
+        engine: Accelerator and model as an engine has them (``in_engine``). None: as the trainer has them.
         sequences: Sequences of one engine, at most (count).
         longest: Tokens of the longest rollout, which has room whatever ``sequences`` need.
         transport: How the weights reach the engines. None: not known.
     """
     if colocated:
         coefficients = coefficients.model_copy(update=NOTHING_BESIDE)
-    engine = in_engine(gpu, model, weights, cache)
+    engine = engine or (gpu, model)
+    link = math.inf
+    if engine[0].name != gpu.name:  # two kinds share no node
+        link = min(ring_bytes_s(one, one_node=False) for one in (gpu, engine[0]))
+        stream = min(coefficients.stream_bandwidth, gpu.network, engine[0].network)
+        coefficients = coefficients.model_copy(update={"stream_bandwidth": stream})
     fits = kv_cache_tokens(
         *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
     )
@@ -63,7 +66,7 @@ def derive_hardware(
         prefill=derive_prefill(*engine, tensor_parallel=tensor_parallel, coefficients=coefficients),
         kv_cache_tokens=max(1, fits),
         training=derive_training(gpu, model, training_accelerators=training_accelerators, coefficients=coefficients),
-        weights=derive_weights(model, colocated=colocated, coefficients=coefficients)
+        weights=derive_weights(model, colocated=colocated, coefficients=coefficients, link=link)
         if transport is None
         else derive_transport(
             gpu,
@@ -208,12 +211,16 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     return 4 * model.layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
-def derive_weights(model: LanguageModel, *, colocated: bool, coefficients: Coefficients) -> WeightTransferConfig:
+def derive_weights(
+    model: LanguageModel, *, colocated: bool, coefficients: Coefficients, link: float = math.inf
+) -> WeightTransferConfig:
     """Return the weight transfer: the trainer stands still while they travel, engines for a share of it.
 
-    Published synchronizations last as the root of their bytes, whatever the link. Colocated, nothing else goes on.
+    Published synchronizations last as the root of their bytes, whatever the link. Colocated, nothing else goes on. The
+    link between two kinds of accelerators (bytes/s) has to carry the weights once at least.
     """
-    transfer_s = coefficients.sync_s_per_root_gb * math.sqrt(model.parameters * BF16_BYTES / GIGABYTE)
+    size = model.parameters * BF16_BYTES
+    transfer_s = max(coefficients.sync_s_per_root_gb * math.sqrt(size / GIGABYTE), size / link)
     paused_s = transfer_s * (1.0 if colocated else coefficients.pause_share)
     return WeightTransferConfig(
         publish_s=transfer_s, transfer_s=transfer_s - paused_s, pause_s=paused_s + coefficients.pause_s

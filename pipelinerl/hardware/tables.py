@@ -219,6 +219,8 @@ class HardwareConfig(StrictModel):
 
     gpu: str | None = None
     """Accelerator: a name of the catalogue, or a TOML file of your own (relative to the run file)."""
+    generation_gpu: str | None = Field(default=None, exclude_if=not_)
+    """Accelerator of the engines, where those that train are of another kind. None: ``gpu``."""
     model: str | None = None
     """Language model: a name of the catalogue, a TOML file of your own, or a Hugging Face ``config.json``."""
     level: Level = Field(default=Level.CENTRAL, strict=False)
@@ -259,13 +261,9 @@ class HardwareConfig(StrictModel):
         for name in ("decode", "training"):
             if not self.by_name and getattr(self, name) is None:
                 raise ValueError(f"{name} is missing")
-        if self.weight_sync is not None and not self.by_name:
-            raise ValueError("weight_sync is read only with hardware.gpu and hardware.model, which are missing")
-        if self.coefficients and not self.by_name:
-            raise ValueError("coefficients are read only with hardware.gpu and hardware.model, which are missing")
-        for name in ("engine_weights", "kv_cache"):
-            if getattr(self, name) is not Precision.BF16 and not self.by_name:
-                raise ValueError(f"{name} is read only with hardware.gpu and hardware.model, which are missing")
+        for name in ("generation_gpu", "weight_sync", "coefficients", "engine_weights", "kv_cache"):
+            if not self.by_name and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs hardware.gpu and hardware.model, which are missing")
         checked_coefficients(self.level, self.coefficients)
         return self
 

@@ -47,13 +47,17 @@ class Prices:
         """Return the prices of a run file: those of ``[price]``, or else of the catalogue.
 
         Raises:
-            ConfigError: If ``hardware.gpu`` is unknown.
+            ConfigError: If ``hardware.gpu`` or ``hardware.generation_gpu`` is unknown.
         """
         price, hardware = config.price or PriceConfig(), config.hardware
         gpu = None if hardware.gpu is None else find_gpu(hardware.gpu)
         own_usd, watts = (None, None) if gpu is None else (gpu.price_per_hour, gpu.watts)
         usd = price.gpu_hour or own_usd
-        return cls(usd, watts, price.generation_gpu_hour or usd, watts, price.environment_hour)
+        others_usd, others_watts = usd, watts
+        if hardware.generation_gpu is not None:
+            other = find_gpu(hardware.generation_gpu, key="hardware.generation_gpu")
+            others_usd, others_watts = other.price_per_hour, other.watts
+        return cls(usd, watts, price.generation_gpu_hour or others_usd, others_watts, price.environment_hour)
 
     def rates(self, config: RunConfig) -> Rates:
         """Return what an hour of a run takes: of all its accelerators and environments, in use or not."""

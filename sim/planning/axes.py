@@ -260,7 +260,7 @@ SPLIT = Axis(
     key="cluster.generation_accelerators",
     another_way=True,
     values=_splits,
-    shown=lambda value, space: f"{value}/{space.accelerators - value}",
+    shown=lambda value, space: space.split_shown(value),
     rule=_split_rule,
 )
 RL_STEP = Axis(

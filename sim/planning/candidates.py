@@ -178,6 +178,8 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
         space: The run file and its limits.
     """
     own, schedule = space.config.scheduler, schedule_of(choice)
+    if schedule.colocated and space.config.hardware.generation_gpu is not None:
+        return Rejected(choice, Reason.TWO_KINDS)
     training = space.accelerators - (0 if schedule.colocated else choice[SPLIT.name])
     reason = space.memory.misfit(tensor_parallel=choice["tensor_parallel"], training_accelerators=training)
     if reason is not None:

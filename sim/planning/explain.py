@@ -276,6 +276,8 @@ def _relaxed(reason: Reason, mine: Sequence[Rejected], space: SearchSpace) -> st
     memory, accelerators = space.memory, space.accelerators
     needed = [one.needed for one in mine if one.needed is not None]
     match reason:
+        case Reason.TWO_KINDS:
+            return "a pipeline would do, with max_lag=0 as synchronous as this"
         case Reason.HEADS:
             whole = [size for size in range(1, accelerators + 1) if memory.heads_divide(size)]
             return f"tensor_parallel of {', '.join(map(str, whole))} would do"

@@ -11,10 +11,10 @@ import numpy as np
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.plan import PlanConfig
-from pipelinerl.config.resolve import least_memory, named_hardware, run_trainer_fits
+from pipelinerl.config.resolve import least_memory, named_engine, named_hardware, run_trainer_fits
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.hardware.catalogue import Gpu, LanguageModel, in_engine
+from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.coefficients import coefficients
 from pipelinerl.hardware.memory import kv_cache_tokens
 from pipelinerl.records.cost import Prices
@@ -34,6 +34,8 @@ SAMPLE_EPISODES = 2048
 class Reason(StrEnum):
     """Why a candidate is rejected."""
 
+    TWO_KINDS = "accelerators of two kinds cannot generate and train in turn"
+    """It is colocated, and ``hardware.generation_gpu`` names another kind for the engines."""
     HEADS = "the attention heads do not divide by tensor_parallel"
     """The accelerators of an engine would not get as many whole heads each."""
     ENGINE_MEMORY = "weights and the longest rollout do not fit into an engine"
@@ -133,6 +135,7 @@ class Memory:
         hardware = config.hardware
         if (named := named_hardware(hardware)) is not None:
             self.gpu, self.model = named
+            self.engine_gpu, self._engine_model = named_engine(hardware, *named)
             self._coefficients = coefficients(hardware.level, hardware.coefficients)
 
     def cache_tokens(self, tensor_parallel: int, sequences: int = 1) -> float:
@@ -143,7 +146,8 @@ class Memory:
         if self.gpu is None or self.model is None:
             return math.inf
         return kv_cache_tokens(
-            *in_engine(self.gpu, self.model, self._config.hardware.engine_weights, self._config.hardware.kv_cache),
+            self.engine_gpu,
+            self._engine_model,
             tensor_parallel=tensor_parallel,
             coefficients=self._coefficients,
             sequences=sequences,
@@ -238,9 +242,8 @@ def limits_of(config: RunConfig, plan: PlanConfig) -> Limits:
     prices = Prices.of(config)
     price = prices.rates(config).usd_per_gpu_hour
     if plan.budget is not None and price is None:
-        raise ConfigError(
-            f"plan.budget needs price.gpu_hour, as the catalogue has no price, got budget={plan.budget:g}"
-        )
+        missing = "price.gpu_hour" if prices.gpu_usd is None else "price.generation_gpu_hour"
+        raise ConfigError(f"plan.budget needs {missing}, as the catalogue has no price, got budget={plan.budget:g}")
     return Limits(
         lag=plan.lag_limit if plan.lag_limit is not None else config.scheduler.max_lag,
         mean_lag=plan.mean_lag_limit,
@@ -275,6 +278,14 @@ class SearchSpace:
         answers, longest = answers_of(config)
         memory = Memory(config, longest)
         return cls(config, plan, answers, memory, limits_of(config, plan), measured or Measured())
+
+    def split_shown(self, generating: int) -> str:
+        """Return what tables call a split: accelerators that generate and that train, with their kinds if two."""
+        training = self.accelerators - generating
+        if self.config.hardware.generation_gpu is None:
+            return f"{generating}/{training}"
+        assert self.memory.gpu is not None  # the run file is refused without it
+        return f"{generating} {self.memory.engine_gpu.name}/{training} {self.memory.gpu.name}"
 
     @property
     def accelerators(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.config.workload import WorkloadConfig
+from pipelinerl.hardware.catalogue import in_engine
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.derive import derive_hardware
@@ -145,8 +146,7 @@ def _hardware(
         tensor_parallel=run.tensor_parallel,
         training_accelerators=trained_by * divisor,
         colocated=run.schedule.colocated,
-        weights=run.weights,
-        cache=run.cache,
+        engine=in_engine(run.gpu, run.model, run.weights, run.cache),
         sequences=slots,
         longest=PROMPT_TOKENS + run.longest_tokens,
         coefficients=coefficients(

@@ -29,7 +29,7 @@ def test_a_question_has_its_answer(page, question, monkeypatch):
     commands, answers = COMMAND.findall(text), ANSWER.findall(text)
     words = shlex.split(commands[0].replace("\\\n", " "))
     result = CliRunner(env={"COLUMNS": "80"}).invoke(
-        app.app, [*words[1:], *([] if words[1] == "compare" else ["--workers", "1"])]
+        app.app, [*words[1:], *([] if words[1] in ("compare", "simulate") else ["--workers", "1"])]
     )
     printed = [line.rstrip() for line in result.stdout.splitlines()]
     assert result.exit_code == 0

@@ -104,6 +104,7 @@ EVERY_KEY: dict[str, Any] = {
     },
     "hardware": {
         "gpu": "H100",
+        "generation_gpu": "H20",
         "model": "Qwen2.5-7B",
         "level": "optimistic",
         "weight_sync": "reshard",

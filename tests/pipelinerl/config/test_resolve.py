@@ -9,11 +9,14 @@ import tomli_w
 from derived import H100, QWEN7B, by_name, derived, run_data, trained
 from refusals import message
 
-from pipelinerl.config.resolve import resolved_hardware, run_coefficients, run_trainer_fits
+from pipelinerl.config.resolve import least_memory, resolved_hardware, run_coefficients, run_trainer_fits
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.hardware.catalogue import find_gpu, find_model
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.tables import RooflineDecode
 from sim.run import simulate
+
+LLAMA70B = find_model("Llama-3.1-70B")
 
 
 def test_by_name_gives_every_table():
@@ -130,6 +133,29 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_size_that_does():
     assert message(resolved_hardware, config) == (
         "cluster.tensor_parallel=1 is too small for Llama-3.1-70B on H100: weights of 141.1 GB and the KV cache of one "
         "rollout of 100 tokens need 141.1 GB, 73.5 GB are available; the smallest that fits is tensor_parallel=2"
+    )
+
+
+def test_each_kind_of_accelerator_has_to_hold_its_own_side():
+    """70B, 141 GB: one MI300X holds it as an engine, one H100 does not, whoever trains."""
+    held = parse_run(run_data(gpu="H100", generation_gpu="MI300X", model="Llama-3.1-70B"))
+    assert resolved_hardware(held).kv_cache_tokens == derived(find_gpu("MI300X"), LLAMA70B).kv_cache_tokens
+    sizes = {"tensor_parallel": 1, "training_accelerators": 8, "longest": 100}
+    mixed, alone = (
+        least_memory(one, find_gpu("H100"), LLAMA70B, **sizes)
+        for one in (held, parse_run(run_data(gpu="H100", model="Llama-3.1-70B")))
+    )
+    assert mixed == pytest.approx(
+        [alone[0] * find_gpu("H100").memory_bytes / find_gpu("MI300X").memory_bytes, alone[1]]
+    )
+    swapped = parse_run(run_data(gpu="MI300X", generation_gpu="H100", model="Llama-3.1-70B"))
+    assert "is too small for Llama-3.1-70B on H100:" in message(resolved_hardware, swapped)
+
+
+def test_an_unknown_accelerator_of_the_engines_is_one_line_with_its_key():
+    line = message(resolved_hardware, by_name(generation_gpu="H2O"))
+    assert line.startswith(
+        "hardware.generation_gpu must be a name of the catalogue or a file, got 'H2O'; did you mean H20"
     )
 
 

@@ -235,6 +235,10 @@ LINES: list[tuple[tuple[str, ...], str]] = [
     (("scheduler.publish_every=5", "scheduler.max_lag=3"),
         "scheduler.max_lag cannot be met: the last batch before a publication is trained at a lag of at least "
         "publish_every - 1 = 4, got max_lag=3"),
+    (("hardware={gpu='H100', model='Qwen2.5-7B', generation_gpu='H20'}", CONVENTIONAL),
+        "hardware.generation_gpu needs a schedule whose engines have accelerators of their own, got scheduler.kind="
+        "'conventional', which generates and trains on the same ones; kind='pipeline' with max_lag=0 lets two pools "
+        "wait for each other"),
     (("hardware.kv_cache_tokens=73", "workload.prompt_tokens=10"),
         "hardware.kv_cache_tokens must hold the longest rollout, workload.prompt_tokens + workload.length.max = 74 "
         "tokens, got kv_cache_tokens=73"),

@@ -89,6 +89,7 @@ def test_pipeline_splits_the_cluster_and_conventional_shares_it() -> None:
     pipeline = parse_run(data)
     assert not pipeline.colocated
     assert (pipeline.generation_accelerators, pipeline.training_accelerators, pipeline.num_engines) == (8, 12, 4)
+    del data["hardware"]["generation_gpu"]
     conventional = parse_run(with_overrides(data, ["scheduler.kind=conventional"]))
     assert conventional.colocated
     assert (conventional.generation_accelerators, conventional.training_accelerators) == (20, 20)

@@ -21,7 +21,16 @@ def test_no_name_stands_for_two_entries(file):
 
 @pytest.mark.parametrize(
     ("name", "flops_per_byte"),
-    [("A100", 153), ("H100", 295), ("H800", 295), ("H200", 206), ("H20", 37), ("L40S", 419), ("B200", 292)],
+    [
+        ("A100", 153),
+        ("H100", 295),
+        ("H800", 295),
+        ("H200", 206),
+        ("H20", 37),
+        ("L40S", 419),
+        ("B200", 292),
+        ("MI300X", 247),
+    ],
 )
 def test_gpus_have_the_balance_of_their_data_sheets(name, flops_per_byte):
     gpu = find_gpu(name)
@@ -31,8 +40,15 @@ def test_gpus_have_the_balance_of_their_data_sheets(name, flops_per_byte):
 
 def test_every_gpu_has_a_source_and_no_price():
     """Prices change by the week; the user gives his."""
-    assert len(gpu_names()) == 8
+    assert len(gpu_names()) == 9
     assert all(find_gpu(name).source and find_gpu(name).price_per_hour is None for name in gpu_names())
+
+
+def test_watts_are_those_of_the_data_sheets():
+    watts = {name: find_gpu(name).watts for name in gpu_names()}
+    assert watts == {"A100": 400, "B200": 1000, "GB200": 1200, "L40S": 350, "H20": 400, "MI300X": 750} | dict.fromkeys(
+        ("H100", "H200", "H800"), 700
+    )
 
 
 @pytest.mark.parametrize("name", ["H100", "h100", "H100 SXM", "h100_sxm"])
@@ -123,6 +139,7 @@ def test_a_model_of_ones_own(tmp_path):
             "gpus_per_node must be from 1 to 10000 accelerators, got 8e+06; did you mean 8?",
         ),
         ({"price_per_hour": 2e6}, "price_per_hour must be from 0.001 to 10000 USD per hour, got 2e+06; did you mean"),
+        ({"watts": 0.7}, "watts must be from 1 to 100000 watts, got 0.7; did you mean 700?"),
         ({"bandwith": 1e12}, "bandwith is an unknown key; did you mean bandwidth? allowed: "),
         ({"network": "fast"}, 'network must be a number, got "fast"'),
         ({"network": None}, "network is missing"),

@@ -7,7 +7,7 @@ from derived import H100, QWEN7B, derived, plain, step_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, model_names
+from pipelinerl.hardware.catalogue import Precision, find_gpu, find_model, gpu_names, in_engine, model_names
 from pipelinerl.hardware.coefficients import Level, coefficients
 from pipelinerl.hardware.derive import derive_hardware, derive_switch, derive_training, derive_transport, derive_weights
 from pipelinerl.hardware.memory import kept_numbers, kv_cache_tokens
@@ -246,8 +246,12 @@ def test_an_engine_in_fp8_reads_half_the_bytes_at_the_peak_of_fp8(gpu, peak):
     known = {"tensor_parallel": 1, "training_accelerators": 8, "colocated": False, "coefficients": plain()}
     model = find_model("Qwen2.5-7B")
     bf16 = derive_hardware(find_gpu(gpu), model, **known)
-    weights = derive_hardware(find_gpu(gpu), model, **known, weights=Precision.FP8)
-    cache = derive_hardware(find_gpu(gpu), model, **known, cache=Precision.FP8)
+    weights = derive_hardware(
+        find_gpu(gpu), model, **known, engine=in_engine(find_gpu(gpu), model, Precision.FP8, Precision.BF16)
+    )
+    cache = derive_hardware(
+        find_gpu(gpu), model, **known, engine=in_engine(find_gpu(gpu), model, Precision.BF16, Precision.FP8)
+    )
     assert (weights.decode.bytes_per_parameter, weights.decode.peak_flops) == (1.0, peak)
     assert (weights.training, weights.weights, cache.decode.bytes_per_parameter) == (bf16.training, bf16.weights, 2.0)
     assert cache.decode.kv_bytes_per_token == model.kv_bytes_per_token / 2
@@ -268,3 +272,26 @@ def test_states_of_linear_attention_leave_less_for_the_cache():
         assert kv_cache_tokens(H100, model, **known, sequences=sequences) == math.floor(left)
     assert kv_cache_tokens(H100, model, **known, sequences=10**4, longest=5000) == 5000
     assert kv_cache_tokens(H100, QWEN7B, **known, sequences=10**4) == kv_cache_tokens(H100, QWEN7B, **known)
+
+
+def test_engines_of_another_kind_have_its_times_and_memory_and_the_trainer_keeps_its_own():
+    mixed = derived(engine=(find_gpu("H20"), QWEN7B), tensor_parallel=2)
+    engines, trainer = (derived(find_gpu(gpu), tensor_parallel=2) for gpu in ("H20", "H100"))
+    for name in ("decode", "prefill", "kv_cache_tokens"):
+        assert getattr(mixed, name) == getattr(engines, name) != getattr(trainer, name), name
+    assert mixed.training == trainer.training != engines.training
+
+
+@pytest.mark.parametrize(("trains", "generates"), [("H100", "L40S"), ("L40S", "H100")])
+def test_weights_cross_between_two_kinds_over_the_slower_link(trains, generates):
+    """Without other losses, by hand: an L40S has one link of 25 GB/s, 15.23 GB of weights need 0.609 s, whichever side
+    it is on; a node of H100s 400 GB/s. Of one kind the link is in what was measured. One stream uses one link.
+    """
+    gpu, other = find_gpu(trains), find_gpu(generates)
+    assert derived(gpu, values=plain(), engine=(other, QWEN7B)).weights.publish_s == pytest.approx(0.6092, abs=1e-4)
+    hopper = (find_gpu("H20"), QWEN7B)
+    assert derived(values=plain(), engine=hopper).weights.publish_s == pytest.approx(2 * 7_615_616_512 / 400e9)
+    assert derived(gpu, values=plain()).weights.publish_s == 0.0
+    slow, values = other.model_copy(update={"network": 1e9}), plain(stream_bandwidth=2e9)
+    sent = derived(gpu, values=values, engine=(slow, QWEN7B), transport="broadcast").weights
+    assert sent.transfer_s - sent.publish_s == pytest.approx(2 * 7.615616512)

@@ -173,7 +173,7 @@ def page_rows():
         fp8 = "–" if gpu.fp8_flops is None else f"{gpu.fp8_flops / 1e12:g}"
         cells = (gpu.memory_bytes / 1e9, gpu.bandwidth / 1e12, gpu.nvlink / 1e9, gpu.network / 1e9, gpu.gpus_per_node)
         numbers = " | ".join(f"{cell:.4g}" for cell in cells)
-        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.source} |")
+        rows.append(f"| {name} | {gpu.bf16_flops / 1e12:g} | {fp8} | {numbers} | {gpu.watts:g} | {gpu.source} |")
     for name in model_names():
         model = find_model(name)
         active = "" if model.active_parameters == model.parameters else f"{model.active_parameters / 1e9:.2f}"

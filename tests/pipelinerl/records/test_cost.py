@@ -1,8 +1,10 @@
 """Cost: hand-computed hours, money and electricity, of one kind of GPU and of two, with environments."""
 
 import pytest
+from derived import by_name
 from run_tables import tiny
 
+from pipelinerl.config.price import PriceConfig
 from pipelinerl.records.cost import CostReport, Prices, Rates
 
 BOTH = Prices(gpu_usd=2.0, gpu_watts=700.0, generation_usd=0.5, generation_watts=400.0, environment_usd=0.1)
@@ -45,3 +47,10 @@ def test_a_run_file_may_give_the_price_of_each_kind() -> None:
     prices = Prices.of(tiny("price.gpu_hour=2.5", "price.generation_gpu_hour=1.5", "price.environment_hour=0.2"))
     assert (prices.gpu_usd, prices.generation_usd, prices.environment_usd) == (2.5, 1.5, 0.2)
     assert Prices.of(tiny("price.gpu_hour=2.5")).generation_usd == 2.5
+
+
+def test_gpus_of_another_kind_have_their_own_power_and_no_price_that_nobody_gave() -> None:
+    mixed = by_name(generation_gpu="H20").model_copy(update={"price": PriceConfig(gpu_hour=2.5)})
+    prices = Prices.of(mixed)
+    assert (prices.gpu_usd, prices.generation_usd) == (2.5, None)
+    assert prices.rates(mixed).watts == 8 * 700 + 8 * 400

@@ -76,6 +76,16 @@ def test_engines_get_whole_heads() -> None:
     }
 
 
+def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_turn() -> None:
+    two = ("hardware.generation_gpu=H20", "plan.generation_accelerators=[1]", "plan.generation_batch_size=[8]")
+    some = made(*two, ALL_KINDS)
+    rejected = {(one.family, one.reason) for one in some if isinstance(one, Rejected)}
+    assert rejected == {(kind, Reason.TWO_KINDS) for kind in ("conventional", "partial_rollouts")}
+    labels = {one.label for one in some if isinstance(one, Candidate) and one.family == "pipeline"}
+    assert labels == {"pipeline 1 H20/3 H100 H=8"}
+    assert "a pipeline would do" in refused(*two, "plan.schedulers=['conventional']")
+
+
 DEEPSEEK = ("hardware.model=DeepSeek-V3", "plan={}", "plan.publish_every=[1]", "plan.generation_batch_size=[8]")
 
 
