@@ -169,8 +169,8 @@ LINES: list[tuple[tuple[str, ...], str]] = [
         "hardware.decode.affine is an unknown key; allowed: context_token_s, kind, sequence_s, step_s"),
     (("affine=3",),
         "affine is an unknown key; allowed: "
-        "cluster, compare, drift, environment, hardware, optimizer_steps, plan, policy, scheduler, seed, train, "
-        "workload"),
+        "cluster, compare, drift, environment, hardware, optimizer_steps, plan, policy, price, scheduler, seed, "
+        "train, workload"),
     # Words.
     (("scheduler.weight_update=drop",),
         "scheduler.weight_update must be 'keep', 'recompute', 'abort' or 'wait', got \"drop\""),
