@@ -70,7 +70,7 @@ def learning(arms: Arms) -> Figure:
         axes.set(ylim=_room(axes))
     for axes in (by_time, by_samples, throughput):
         axes.grid()
-    add_legend(figure, by_time, _note(arms))
+    add_legend(figure, by_time, "Learning: reward and samples over time", _note(arms))
     return figure
 
 
@@ -97,7 +97,7 @@ def lag_and_ess(arms: Arms) -> Figure:
         axes.set(xlabel="optimizer step", xlim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid()
-    add_legend(figure, largest, _note(arms))
+    add_legend(figure, largest, "Lag and effective sample size by optimizer step", _note(arms))
     return figure
 
 

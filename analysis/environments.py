@@ -23,7 +23,7 @@ def rollouts_against_environments(report: EnvironmentsReport) -> Figure:
     axes.set(ylabel="trained (rollouts/h)", ylim=(0, None), xlim=(0, None), title="Throughput")
     if priced:
         lower = panels[1][0]
-        lower.plot(counts, costs, "o-", color=BLUE)
+        lower.plot(counts, costs, "o-", color=BLUE, label="cost")
         lower.set(ylabel="USD per 1000 rollouts", ylim=(0, None), title="Cost, accelerators and environments")
     panels[-1][0].set(xlabel="environments")
     for panel in panels.flat:
@@ -32,5 +32,5 @@ def rollouts_against_environments(report: EnvironmentsReport) -> Figure:
             report.slots, color=MUTED, linewidth=0.8, linestyle=":", label=f"slots of engines: {report.slots}"
         )
         panel.grid(axis="y")
-    add_legend(figure, axes)
+    add_legend(figure, axes, "What more environments give")
     return figure

@@ -25,10 +25,12 @@ from analysis.style import (
     ACTIVITY_COLORS,
     COLUMN_IN,
     INK,
+    LIMIT,
     MUTED,
     PAGE_IN,
     SeriesStyle,
     add_legend,
+    draw_limit,
     handy_scale,
     handy_time,
     house_style,
@@ -60,7 +62,7 @@ def lag_by_position(runs: Sequence[Run]) -> Figure:
     axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y")
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Lag of a token by its place in the answer")
     return figure
 
 
@@ -70,6 +72,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
 
     Runs of more than 150 steps get two panels: the whole run, smoothed so that a sawtooth becomes its envelope
     (rolling mean, band from the least to the largest step mean, rolling maximum), and the last 100 steps as they are.
+    A dotted line is the run's ``max_lag``.
 
     Args:
         runs: At least one run.
@@ -83,6 +86,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps.step) for run in runs}) == 1
     height, sharex = 0.55 + 0.95 * len(runs), "col" if same_steps else False
+    top = max([top, *(1.05 * run.report.max_lag for run in runs if run.report.max_lag is not None)])
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
         row[0].set_title(run.name)
@@ -90,6 +94,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
             _draw_envelopes(row[0], run, style)
         _draw_each_step(row[-1], run, style, last=100 if columns == 2 else num_steps)
         for axes in row:
+            draw_limit(axes, [run], across=True)
             axes.set(ylim=(0, top))
             axes.grid(axis="y")
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -103,41 +108,44 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     ]
     if columns == 2:
         handles.append(Patch(color=MUTED, alpha=0.4, linewidth=0, label="range of the step means (left)"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles))
+    if any(run.report.max_lag is not None for run in runs):
+        handles.append(Line2D([], [], label="max_lag", **LIMIT))
+    columns = len(handles) if columns == 2 else 2
+    title = "Lag of each optimizer step"
+    figure.legend(handles=handles, loc="outside upper left", ncols=columns, title=title, alignment="left")
     return figure
 
 
 @house_style
 def lag_histogram(runs: Sequence[Run]) -> Figure:
-    """Draw how the lag of the trained tokens is distributed, and each of its two parts, a row per run.
-
-    Token by token the lag is the sum of its parts, so the means add up along a row; the histograms do not.
+    """Draw how the lag of the trained tokens is distributed, a row per run, all on the same scales.
 
     Args:
         runs: At least one run.
 
     Returns:
-        A row of three panels per run, on one lag axis: the lag, its part in flight, its part in queue.
+        A panel per run; its title has the mean lag, and the means of its two parts, which add up to it.
     """
-    figure, panels = make_panels(PAGE_IN, 0.4 + 1.1 * len(runs), rows=len(runs), columns=3, sharex="row")
-    for row, (run, style) in zip(panels, styled(runs), strict=True):
+    figure, panels = make_panels(COLUMN_IN, 0.5 + 0.95 * len(runs), rows=len(runs), sharex=True, sharey=True)
+    for axes, (run, style) in zip(panels[:, 0], styled(runs), strict=True):
         histogram = run.figure_data.lag_histogram
-        parts = (
-            (histogram.total, f"{run.name}\nlag", style.color),
-            (histogram.in_flight, "part in flight", ACTIVITY_COLORS["generating"]),
-            (histogram.in_queue, "part in queue", MUTED),
-        )
-        for axes, (counts, what, color) in zip(row, parts, strict=True):
-            tokens = _array(counts)
-            percent = 100 * tokens / tokens.sum()
-            mean = float(percent @ np.arange(len(percent))) / 100
-            axes.stairs(percent, np.arange(len(percent) + 1) - 0.5, fill=True, color=color, linewidth=0)
-            axes.set(title=f"{what}, mean {mean:.2f}", ylim=(0, None), xlim=(-0.7, max(len(histogram.total), 3) - 0.3))
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.grid(axis="y")
+        tokens = _array(histogram.total)
+        mean, flying, queued = (_mean_lag(part) for part in (histogram.total, histogram.in_flight, histogram.in_queue))
+        edges = np.arange(len(tokens) + 1) - 0.5
+        axes.stairs(100 * tokens / tokens.sum(), edges, fill=True, color=style.color, linewidth=0)
+        axes.set_title(f"{run.name}\nmean {mean:.2f} = {flying:.2f} in flight + {queued:.2f} in queue")
+        draw_limit(axes, [run], across=False)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(3))
+        axes.grid(axis="y")
+    panels[0][0].set(xlim=(-0.7, None), ylim=(0, None))
     figure.supxlabel("lag (optimizer steps)")
     figure.supylabel("trained tokens (%)")
+    handles: list[Artist] = [Patch(color=MUTED, linewidth=0, label="trained tokens")]
+    if any(run.report.max_lag is not None for run in runs):
+        handles.append(Line2D([], [], label="max_lag", **LIMIT))
+    title = "How old the trained tokens are"
+    figure.legend(handles=handles, loc="outside upper left", ncols=2, title=title, alignment="left")
     return figure
 
 
@@ -173,7 +181,7 @@ def generation_phase(runs: Sequence[Run]) -> Figure:
     figure.align_ylabels()
     for axes in (upper, lower):
         axes.grid(axis="y")
-    add_legend(figure, upper)
+    add_legend(figure, upper, "Generation, all engines together")
     return figure
 
 
@@ -196,20 +204,21 @@ def samples_against_time(runs: Sequence[Run]) -> Figure:
         axes.plot(time, samples, color=style.color, label=run.name)
     axes.set(xlabel=f"time ({time_unit})", ylabel=f"trained ({word}samples)", xlim=(0, None), ylim=(0, None))
     axes.grid()
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Samples trained over time")
     return figure
 
 
 @house_style
 def timeline(run: Run) -> Figure:
-    """Draw engines and trainer over the first part of a run, event by event.
+    """Draw an engine, the mean of the others, and the trainer over the first part of a run, event by event.
 
     Args:
         run: A run with a timeline.
 
     Returns:
-        One panel: a row per engine (filled: sequences in progress; dark: pause), a row for the trainer
-        (blocks; white: waiting), and a vertical line where a weight update was published.
+        One panel: a row for the first engine, one for the mean of those others that are recorded (filled: sequences in
+        progress; dark: pause, as high as the share of them that pauses), a row for the trainer (blocks; white:
+        waiting), and a vertical line where a weight update was published.
 
     Raises:
         ConfigError: If the timeline holds no engine.
@@ -219,16 +228,19 @@ def timeline(run: Run) -> Figure:
         raise ConfigError(f"no engine in the timeline of {run.name}")
     scale, unit = handy_time(line.until_s)
     full = max([1, *(count for engine in line.engines for count in engine.in_progress)])
-    rows = len(line.engines)
-    figure, [[axes]] = make_panels(PAGE_IN, 0.95 + 0.27 * (rows + 1))
-    for row, engine in enumerate(line.engines):
-        _draw_engine(axes, engine, bottom=rows - row, full=full, until_s=line.until_s, scale=scale)
+    first, *others = line.engines
+    rows = [(f"engine {first.engine}", [first])]
+    if others:
+        rows.append((f"engine {others[0].engine}" if len(others) == 1 else f"mean of {len(others)} others", others))
+    figure, [[axes]] = make_panels(PAGE_IN, 1.1 + 0.4 * (len(rows) + 1))
+    for bottom, (_, engines) in zip(range(len(rows), 0, -1), rows, strict=True):
+        _draw_engines(axes, engines, bottom=bottom, full=full, until_s=line.until_s, scale=scale)
     for what in ("training", "publishing"):
         bars = [(start / scale, (end - start) / scale) for start, end, work in line.trainer if work == what]
         axes.broken_barh(bars, (0, 0.8), facecolor=ACTIVITY_COLORS[what], edgecolor="white", linewidth=0.2)
-    _draw_updates(axes, line, scale, top=rows + 0.9)
-    axes.set(xlim=(0, line.until_s / scale), ylim=(-0.1, rows + 0.9), xlabel=f"time ({unit})")
-    axes.set_yticks(np.arange(rows, -1, -1) + 0.4, [*(f"engine {one.engine}" for one in line.engines), "trainer"])
+    _draw_updates(axes, line, scale, top=len(rows) + 0.9)
+    axes.set(xlim=(0, line.until_s / scale), ylim=(-0.1, len(rows) + 0.9), xlabel=f"time ({unit})")
+    axes.set_yticks(np.arange(len(rows), -1, -1) + 0.4, [*(name for name, _ in rows), "trainer"])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     handles: list[Artist] = [
@@ -240,7 +252,8 @@ def timeline(run: Run) -> Figure:
         handles.append(Line2D([], [], color=MUTED, linewidth=0.6, label="weights published, with version"))
     if any(engine.paused for engine in line.engines):
         handles.append(Patch(color=INK, linewidth=0, label="engine paused"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=5, title=run.name, alignment="left")
+    title = f"Engines and trainer over time: {run.name}"
+    figure.legend(handles=handles, loc="outside upper left", ncols=5, title=title, alignment="left")
     return figure
 
 
@@ -278,7 +291,8 @@ def time_split(runs: Sequence[Run]) -> Figure:
     axes.set_yticks(rows, [run.name for run in runs])
     axes.set(xlabel="trainer's wall time (s per 1000 trained samples)", xlim=(0, longest), ylim=(len(runs) - 0.5, -0.5))
     axes.tick_params(axis="y", length=0)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=len(kinds))
+    legend: dict[str, Any] = {"ncols": len(kinds), "title": "Where the time of the trainer goes", "alignment": "left"}
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", **legend)
     return figure
 
 
@@ -305,16 +319,28 @@ def _draw_each_step(axes: Axes, run: Run, style: SeriesStyle, last: int) -> None
     axes.plot(step, run.steps.lag_mean[-last:], color=style.color)
 
 
-def _draw_engine(
-    axes: Axes, engine: EngineTimeline, *, bottom: float, full: float, until_s: float, scale: float
+def _draw_engines(
+    axes: Axes, engines: Sequence[EngineTimeline], *, bottom: float, full: float, until_s: float, scale: float
 ) -> None:
-    """Draw the sequences in progress of one engine, 0.8 high where they are ``full``, and its pauses."""
-    if engine.time_s:
-        times = _array([*engine.time_s, until_s]) / scale
-        tops = bottom + 0.8 * _array([*engine.in_progress, engine.in_progress[-1]]) / full
-        axes.fill_between(times, bottom, tops, step="post", color=ACTIVITY_COLORS["generating"], linewidth=0)
-    for start_s, end_s in engine.paused:
-        axes.barh(bottom + 0.4, (end_s - start_s) / scale, 0.8, start_s / scale, color=INK, linewidth=0)
+    """Draw the mean of the sequences in progress, 0.8 high where they are ``full``, and the share that pauses."""
+    starts = [0.0, *(time for engine in engines for time in engine.time_s)]
+    times = np.unique([*starts, *(end for engine in engines for pause in engine.paused for end in pause)])
+    filled, paused = np.zeros(len(times)), np.zeros(len(times))
+    for engine in engines:
+        counts = _array([0, *engine.in_progress])
+        filled += counts[np.searchsorted(engine.time_s, times, side="right")]
+        for start_s, end_s in engine.paused:
+            paused += (start_s <= times) & (times < end_s)
+    edges = np.append(times, until_s) / scale
+    for values, color in ((filled / full, ACTIVITY_COLORS["generating"]), (paused, INK)):
+        heights = 0.8 * np.append(values, values[-1]) / len(engines)
+        if heights.any():
+            axes.fill_between(edges, bottom, bottom + heights, step="post", color=color, linewidth=0)
+
+
+def _mean_lag(tokens: Sequence[int]) -> float:
+    """Return the mean of a histogram of lags (optimizer steps)."""
+    return float(np.average(np.arange(len(tokens)), weights=tokens))
 
 
 def _draw_updates(axes: Axes, line: Timeline, scale: float, top: float) -> None:

@@ -77,7 +77,7 @@ def ess(runs: Sequence[Run]) -> Figure:
         Line2D([], [], color=INK, label="importance weights as they are"),
         Line2D([], [], color=INK, linestyle="--", linewidth=0.9, label="truncated, as the loss uses them"),
     ]
-    add_legend(figure, left, [*notes, *_note_on_mean(reach)])
+    add_legend(figure, left, "Effective sample size, by step and by lag", [*notes, *_note_on_mean(reach)])
     return figure
 
 
@@ -118,7 +118,7 @@ def reward(runs: Sequence[Run]) -> Figure:
         axes.set(xlabel=name, xlim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=name == names[0], steps=_TICK_STEPS))
         axes.grid()
-    add_legend(figure, panels[0], _note_on_mean(reach))
+    add_legend(figure, panels[0], "Reward against steps, samples and time", _note_on_mean(reach))
     return figure
 
 

@@ -40,7 +40,8 @@ def throughput_against_lag(report: PlanReport) -> Figure:
     dots: dict[str, Any] = {"markersize": 1.6, "alpha": 0.35, "markeredgewidth": 0}
     for family in dict.fromkeys(screened.family):
         style = series_styles([family], [0.0])[0]
-        axes.plot(lags[families == family], rates[families == family], ".", color=style.color, **dots)
+        of_it = families == family
+        axes.plot(lags[of_it], rates[of_it], ".", color=style.color, label=f"{family}, screened", **dots)
     look: dict[str, Any] = {"markeredgecolor": "white", "linestyle": "none"}
     for family in dict.fromkeys(one.family for one in report.simulated):
         style = series_styles([family], [0.0])[0]
@@ -52,12 +53,13 @@ def throughput_against_lag(report: PlanReport) -> Figure:
     for one, marker, name in ((report.own, "D", "run file"), (report.recommended, "*", "recommended")):
         if one is not None:
             low, high = one.band_tokens_per_s
-            axes.vlines(one.lag_mean, low / scale, high / scale, color=INK, linewidth=0.7)
+            band = "their bands" if one is report.recommended else None
+            axes.vlines(one.lag_mean, low / scale, high / scale, color=INK, linewidth=0.7, label=band)
             axes.plot(one.lag_mean, one.tokens_per_s / scale, marker, color=INK, markersize=7, label=name)
     axes.set(xlabel="mean lag (optimizer steps)", ylabel=f"throughput ({word}tokens/s)", xlim=(0, None), ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.grid()
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Throughput against mean lag of what was tried")
     return figure
 
 
@@ -83,7 +85,7 @@ def throughput_against_split(report: PlanReport) -> Figure:
     axes.axvline(chosen, color=MUTED, linewidth=0.8, linestyle="--", label="recommended")
     axes.set(xlabel="accelerators that generate", ylabel=f"throughput ({word}tokens/s)", xlim=(0, None), ylim=(0, None))
     axes.grid()
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Throughput against the split")
     return figure
 
 

@@ -90,7 +90,7 @@ def save_figures(
     Args:
         runs: Drawn side by side; their names must differ. May be empty if there is a comparison or there are curves.
         folder: Where to; made if it does not exist.
-        comparison: Adds the speed-ups by scenario, where its baseline has ended.
+        comparison: Adds the speed-ups by scenario, where its baseline has ended in several.
         curves: Adds the analytic model to throughput against lag; the runs must then know their tokens/flash.
         seeds: The runs of every arm of a comparison, by arm. Adds learning curves with bands, where runs have learned.
 
@@ -104,11 +104,12 @@ def save_figures(
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         raise ConfigError(f"runs must have different names to be told apart, got {', '.join(names)}")
-    drawn = _run_figures(runs) if runs else {}
+    drawn = _run_figures(runs, _worth_a_timeline(runs, comparison)) if runs else {}
     if len(runs) > 1 or curves is not None:
         points, unit = rate_points(runs)
         drawn["throughput_against_max_lag"] = throughput.throughput_against_max_lag(points, curves, unit)
-    if comparison is not None and any(arm.speedup is not None for arm in comparison.arms):
+    scenarios = comparison.scenarios if comparison is not None else []
+    if comparison is not None and sum(any(arm.speedup is not None for arm in one.arms) for one in scenarios) > 1:
         drawn["speedup_by_scenario"] = throughput.speedup_by_scenario(comparison)
     if seeds and all(run.has_ess for runs in seeds.values() for run in runs):
         drawn["learning"] = bands.learning(seeds)
@@ -120,7 +121,15 @@ def save_figures(
     return [path for name, figure in drawn.items() for path in save_figure(figure, folder, name)]
 
 
-def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
+def _worth_a_timeline(runs: Sequence[Run], comparison: ComparisonReport | None) -> Sequence[Run]:
+    """Return the runs that get a timeline: of a comparison the baseline and the fastest, else all."""
+    if comparison is None:
+        return runs
+    fastest = max(runs, key=lambda run: run.report.tokens_per_s)
+    return [run for run in runs if run is fastest or run.name == comparison.baseline]
+
+
+def _run_figures(runs: Sequence[Run], with_timeline: Sequence[Run]) -> dict[str, Figure]:
     """Return the figures of the runs alone by file name; what a run did not record, it has no figure of."""
     drawn = {
         "lag_by_position": figures.lag_by_position(runs),
@@ -140,7 +149,7 @@ def _run_figures(runs: Sequence[Run]) -> dict[str, Figure]:
     for run in runs:
         if run.figure_data.turns is not None:
             drawn[_own_name("turns", run, drawn)] = turns(run)
-        if run.figure_data.timeline.engines:
+        if run in with_timeline and run.figure_data.timeline.engines:
             drawn[_own_name("timeline", run, drawn)] = figures.timeline(run)
     return drawn
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from analysis.read import Run
 
@@ -68,6 +68,7 @@ RC: Any = {  # Any: matplotlib 3.11 types the keys, earlier ones do not
     "lines.linewidth": 1.3,
     "lines.markersize": 4.5,
     "legend.fontsize": 7.0,
+    "legend.title_fontsize": 8.0,  # the title of a figure stands above its legend
     "legend.frameon": False,
     "legend.handlelength": 1.6,
     "legend.handletextpad": 0.5,
@@ -80,6 +81,9 @@ RC: Any = {  # Any: matplotlib 3.11 types the keys, earlier ones do not
 
 house_style = matplotlib.rc_context(RC)
 """As a decorator: the house style holds while the function runs, and matplotlib's settings are put back then."""
+
+LIMIT: Any = {"color": INK, "linewidth": 0.9, "linestyle": ":"}
+"""Look of a line at ``max_lag``."""
 
 _METADATA = {  # neither file says when or with what it was made
     "png": {"Software": None},
@@ -138,12 +142,26 @@ def styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
     )
 
 
-def add_legend(figure: Figure, axes: Axes, notes: Sequence[Line2D] = ()) -> None:
-    """Put a legend above the panels, in as many columns as its labels leave room for; the start of a long one goes.
+def draw_limit(axes: Axes, runs: Sequence[Run], *, across: bool) -> None:
+    """Draw the bounds that runs keep on the lag of a token, ``scheduler.max_lag``: a line each, named in the legend.
+
+    Args:
+        axes: A panel with lag on one of its axes.
+        runs: Those that it shows.
+        across: Whether lag is on its vertical axis, so that the line runs across.
+    """
+    limits = sorted({run.report.max_lag for run in runs if run.report.max_lag is not None})
+    for limit in limits:
+        (axes.axhline if across else axes.axvline)(limit, label=f"max_lag = {limit}", **LIMIT)
+
+
+def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] = ()) -> None:
+    """Put title and legend above the panels, in as many columns as its labels leave room for.
 
     Args:
         figure: Made taller by the legend, so that the panels keep their size.
-        axes: Every labelled artist of this panel gets an entry.
+        axes: Every labelled artist of this panel gets an entry; of a long label the start goes.
+        title: What the figure shows.
         notes: Further entries, after those.
     """
     handles, labels = axes.get_legend_handles_labels()
@@ -154,8 +172,8 @@ def add_legend(figure: Figure, axes: Axes, notes: Sequence[Line2D] = ()) -> None
         widths = [max(len(label) for label in column) + 6 for column in np.array_split(labels, columns)]
         if sum(widths) <= room:
             break
-    figure.set_figheight(figure.get_figheight() + 0.15 * math.ceil(len(labels) / columns))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
+    figure.set_figheight(figure.get_figheight() + 0.15 * (1 + math.ceil(len(labels) / columns)))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, title=title, alignment="left")
 
 
 def handy_time(longest_s: float) -> tuple[float, str]:

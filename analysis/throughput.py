@@ -29,6 +29,8 @@ NUM_LAGS = 24
 class RatePoint:
     """Largest lag and throughput of one run."""
 
+    name: str
+    """Its name in figures."""
     method: str
     """The kind of its scheduler."""
     max_lag: float
@@ -55,7 +57,8 @@ def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
     known = [rate for rate in flashes if rate is not None]
     unit = "tokens/flash" if len(known) == len(runs) else "tokens/s"
     rates = known if unit == "tokens/flash" else [run.report.tokens_per_s for run in runs]
-    return [RatePoint(run.method, run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)], unit
+    points = [RatePoint(run.name, run.method, run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)]
+    return points, unit
 
 
 def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | None:
@@ -92,10 +95,10 @@ def analytic_curves(config: RunConfig, *, largest_lag: float) -> RateCurves | No
 def throughput_against_max_lag(
     points: Sequence[RatePoint], curves: RateCurves | None = None, unit: str = "tokens/s"
 ) -> Figure:
-    """Draw throughput against the largest lag for each method (Fig. 9).
+    """Draw throughput against the largest lag (Fig. 9): a marker per run, and the curves of the analytic model.
 
     Args:
-        points: Runs; a thin line joins those of a method unless there are curves. May be empty if there are curves.
+        points: Runs; nothing joins them, since they may differ in more than lag. May be empty if there are curves.
         curves: The analytic model, in tokens/flash.
         unit: Unit of the points; must be ``tokens/flash`` if there are curves.
 
@@ -112,16 +115,15 @@ def throughput_against_max_lag(
         for method, rate in (("pipeline", curves.pipeline), ("conventional", curves.conventional)):
             style = series_styles([method], [0.0])[0]
             axes.plot(curves.max_lag, rate / scale, color=style.color, linestyle=style.dash, label=f"{method}, model")
-    for method in dict.fromkeys(point.method for point in points):
-        style = series_styles([method], [0.0])[0]
-        chosen = sorted((point.max_lag, point.rate / scale) for point in points if point.method == method)
+    styles = series_styles([point.method for point in points], [point.max_lag for point in points])
+    for point, style in zip(points, styles, strict=True):
         axes.plot(
-            *zip(*chosen, strict=True),
+            point.max_lag,
+            point.rate / scale,
+            style.marker,
             color=style.color,
-            marker=style.marker,
             markeredgecolor="white",
-            linewidth=0.7 if curves is None else 0.0,
-            label=f"{method}, runs" if curves is not None else method,
+            label=point.name,
         )
     axes.margins(0.08)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -129,7 +131,7 @@ def throughput_against_max_lag(
         xlabel="largest lag (optimizer steps)", ylabel=f"throughput ({word}{unit})", xlim=(0, None), ylim=(0, None)
     )
     axes.grid()
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Throughput against the largest lag")
     return figure
 
 
@@ -164,5 +166,5 @@ def speedup_by_scenario(comparison: ComparisonReport) -> Figure:
     axes.set_yticks(range(len(scenarios)), [scenario.name for scenario in scenarios])
     axes.tick_params(axis="y", length=0)
     axes.grid()
-    add_legend(figure, axes)
+    add_legend(figure, axes, "Speed-up by scenario")
     return figure

@@ -19,6 +19,7 @@ from analysis.style import (
     PURPLE,
     SKY,
     VERMILLION,
+    add_legend,
     handy_time,
     house_style,
     make_panels,
@@ -45,8 +46,8 @@ def rollout_time(runs: Sequence[Run]) -> Figure:
         axes.barh(rows, seconds, 0.7, starts, color=PLACE_COLORS[place], label=PLACE_NAMES[place])
         starts += seconds
     axes.set_yticks(rows, [run.name for run in runs])
-    axes.set(xlabel="time of a rollout (s)", ylim=(len(runs) - 0.5, -0.5), title="Where the time of a rollout goes")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    axes.set(xlabel="time of a rollout (s)", ylim=(len(runs) - 0.5, -0.5))
+    add_legend(figure, axes, "Where the time of a rollout goes")
     return figure
 
 
@@ -80,5 +81,5 @@ def turns(run: Run) -> Figure:
     right.stairs(trained, edges, fill=True, color=MUTED, alpha=0.5, label="trained on")
     right.stairs(dropped, edges, color=VERMILLION, linewidth=1.3, label="dropped")
     right.set(title="Who is dropped", xlabel="turns so far", ylabel="rollouts", ylim=(0, None))
-    figure.legend(loc="outside upper left", ncols=4, title=run.name, alignment="left")
+    figure.legend(loc="outside upper left", ncols=4, title=f"Rollouts with turns: {run.name}", alignment="left")
     return figure

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up_runs import BATCH, ENGINES, SLOTS, write_run
+from made_up_runs import BATCH, SLOTS, write_run
 from matplotlib.colors import to_hex
 from numpy.testing import assert_allclose
 
@@ -60,19 +62,33 @@ def test_lag_by_step_takes_a_run_far_shorter_than_the_others(runs: list[Run], tm
     assert_allclose(mean.get_ydata(), short.steps.lag_mean)
 
 
-def test_lag_histogram_shows_shares_that_sum_to_all_tokens_and_means_that_add_up(runs: list[Run]) -> None:
+def test_lag_histogram_shows_shares_on_one_scale_and_means_that_add_up(runs: list[Run]) -> None:
     panels = figures.lag_histogram(runs).axes
-    assert len(panels) == 3 * len(runs)
-    for at, run in enumerate(runs):
-        means = []
-        for axes, name in zip(panels[3 * at : 3 * at + 3], ("total", "in_flight", "in_queue"), strict=True):
-            [bars] = axes.patches
-            tokens = np.array(getattr(run.figure_data.lag_histogram, name))
-            assert_allclose(bars.get_data().values, 100 * tokens / tokens.sum())
-            assert_allclose(bars.get_data().edges, np.arange(len(tokens) + 1) - 0.5)
-            means.append(float(axes.get_title(loc="left").rsplit(" ", 1)[1]))
-        assert means[0] == pytest.approx(means[1] + means[2], abs=0.015)  # three numbers of two decimals
-        assert panels[3 * at].get_title(loc="left").startswith(run.name)
+    assert len({axes.get_xlim() + axes.get_ylim() for axes in panels}) == 1
+    for axes, run in zip(panels, runs, strict=True):
+        [bars] = axes.patches
+        tokens = np.array(run.figure_data.lag_histogram.total)
+        assert_allclose(bars.get_data().values, 100 * tokens / tokens.sum())
+        assert_allclose(bars.get_data().edges, np.arange(len(tokens) + 1) - 0.5)
+        assert axes.get_ylim()[1] >= max(bars.get_data().values)
+        name, means = axes.get_title(loc="left").split("\n")
+        mean, flying, queued = (float(word) for word in re.findall(r"[\d.]+", means))
+        assert name == run.name
+        assert mean == pytest.approx(tokens @ np.arange(len(tokens)) / tokens.sum(), abs=0.005)
+        assert mean == pytest.approx(flying + queued, abs=0.015)  # three numbers of two decimals
+
+
+def test_the_bound_on_lag_is_drawn_where_a_run_has_one(runs: list[Run]) -> None:
+    report = runs[0].report.model_copy(update={"max_lag": 12})
+    bounded = [replace(runs[0], report=report), runs[1]]
+    rows = figures.lag_by_step(bounded).axes
+    assert [[list(line.get_ydata()) for line in axes.lines[2:]] for axes in rows] == [[[12, 12]], [[12, 12]], [], []]
+    above, below = figures.lag_histogram(bounded).axes
+    assert [list(line.get_xdata()) for line in above.lines] == [[12, 12]]
+    assert not below.lines
+    for draw in (figures.lag_by_step, figures.lag_histogram):
+        assert "max_lag" in [text.get_text() for text in draw(bounded).legends[0].get_texts()]
+        assert "max_lag" not in [text.get_text() for text in draw(runs).legends[0].get_texts()]
 
 
 def test_generation_phase_shows_both_series_on_one_time_axis(runs: list[Run]) -> None:
@@ -95,35 +111,41 @@ def test_samples_against_time_rises_by_a_batch_at_the_end_of_each_step(runs: lis
         assert_allclose(line.get_ydata(), BATCH * np.arange(201) / 1000)
 
 
-def test_timeline_shows_every_engine_block_pause_and_update(runs: list[Run]) -> None:
+def test_timeline_shows_an_engine_the_mean_of_the_others_and_every_block_and_update(runs: list[Run]) -> None:
     line = runs[0].figure_data.timeline
     figure = figures.timeline(runs[0])
     [axes] = figure.axes
     rows = [label.get_text() for label in axes.get_yticklabels()]
-    assert rows == ["engine 0", "engine 1", "engine 2", "engine 3", "trainer"]
-    areas, blocks = axes.collections[:ENGINES], axes.collections[ENGINES : ENGINES + 2]
-    for area, engine, bottom in zip(areas, line.engines, (4, 3, 2, 1), strict=True):
-        top = area.get_paths()[0].vertices[:, 1].max()
-        assert top == pytest.approx(bottom + 0.8 * max(engine.in_progress) / SLOTS)
+    assert rows == ["engine 0", "mean of 3 others", "trainer"]
+    filled, pauses, others, others_pause, *blocks = axes.collections[:6]
+    counts = np.array([engine.in_progress for engine in line.engines])
+    for area, expected, bottom in ((filled, counts[0], 2), (others, counts[1:].mean(axis=0), 1)):
+        heights = area.get_paths()[0].vertices[:, 1]
+        assert heights.max() == pytest.approx(bottom + 0.8 * expected.max() / SLOTS)
+        assert set(np.round(bottom + 0.8 * expected / SLOTS, 9)) <= set(np.round(heights, 9))
+    for area, bottom in ((pauses, 2), (others_pause, 1)):  # all engines pause at the same time
+        edges = area.get_paths()[0].vertices
+        inside = {float(round(x * 60, 6)) for x, y in edges if y == pytest.approx(bottom + 0.8)}
+        assert inside >= {round(end, 6) for pause in line.engines[0].paused for end in pause}
+        assert all(any(start - 1e-6 <= x <= end + 1e-6 for start, end in line.engines[0].paused) for x in inside)
     for block, kind in zip(blocks, ("training", "publishing"), strict=True):
         spans = [(start_s, end_s) for start_s, end_s, work in line.trainer if work == kind]
         ends = np.array([[path.vertices[:, 0].min(), path.vertices[:, 0].max()] for path in block.get_paths()])
         assert_allclose(ends * 60, spans)  # 260 s are drawn in minutes
-    pauses = np.array([[bar.get_x(), bar.get_x() + bar.get_width()] for bar in axes.patches])
-    assert_allclose(pauses * 60, [pause for engine in line.engines for pause in engine.paused])
-    updates = [lines.get_paths()[0].vertices[0, 0] * 60 for lines in axes.collections[ENGINES + 2 :]]
+    updates = [lines.get_paths()[0].vertices[0, 0] * 60 for lines in axes.collections[6:]]
     assert_allclose(updates, [update.published_s for update in line.updates])
     assert [text.get_text() for text in axes.texts] == [str(update.version) for update in line.updates[::2]]
 
 
-def test_timeline_leaves_the_row_of_an_engine_that_never_worked_empty(tmp_path: Path) -> None:
+def test_an_engine_that_never_worked_counts_as_empty(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", num_steps=3)
     data = json.loads((folder / "profile.json").read_text())
+    data["timeline"]["engines"] = data["timeline"]["engines"][:3]
     data["timeline"]["engines"][1].update(time_s=[], in_progress=[], paused=[])
     (folder / "profile.json").write_text(json.dumps(data))
     [axes] = figures.timeline(read_run(folder)).axes
-    feet = [area.get_paths()[0].vertices[:, 1].min() for area in axes.collections[: ENGINES - 1]]
-    assert feet == [4, 2, 1]
+    mean = axes.collections[2].get_paths()[0].vertices[:, 1].max()
+    assert mean == pytest.approx(1 + 0.8 * max(data["timeline"]["engines"][2]["in_progress"]) / SLOTS / 2)
 
 
 def test_timeline_scale_names_the_most_sequences_in_progress(runs: list[Run]) -> None:

@@ -51,7 +51,7 @@ def test_save_figures_writes_all_that_the_data_allow(
     settings = dict(matplotlib.rcParams)
     paths = save_figures(runs, tmp_path / "new" / "figures", comparison=comparison)
     assert dict(matplotlib.rcParams) == settings
-    timelines = {f"timeline_{name}" for name in ("pipeline", "conventional_G=32", "conventional_G=8")}
+    timelines = {"timeline_pipeline", "timeline_conventional_G=32"}  # the fastest and the baseline
     of_all = {"generation_phase", "throughput_against_max_lag", "speedup_by_scenario"}
     assert {path.stem for path in paths} == ALWAYS | of_all | timelines
     assert sorted(paths) == sorted((tmp_path / "new" / "figures").iterdir())
@@ -98,6 +98,13 @@ def test_names_that_differ_only_in_what_a_file_name_leaves_out_keep_their_own_fi
     twins = [replace(run, name=name) for name, run in zip(("x/y", "x y"), runs, strict=False)]
     stems = {path.stem for path in save_figures(twins, tmp_path)}
     assert {"timeline_x_y", "timeline_x_y_"} <= stems
+
+
+def test_speedups_in_one_scenario_are_a_table_and_no_figure(
+    runs: list[Run], comparison: ComparisonReport, tmp_path: Path
+) -> None:
+    one = comparison.model_copy(update={"scenarios": comparison.scenarios[:1]})
+    assert "speedup_by_scenario" not in {path.stem for path in save_figures(runs[:1], tmp_path, comparison=one)}
 
 
 def test_curves_need_no_run_but_runs_that_know_flashes(runs: list[Run], tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_every_figure_names_a_unit_on_its_number_axes(name: str, runs: list[Run]
     assert bare == []
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_has_a_title_and_a_legend(name: str, runs: list[Run], comparison: ComparisonReport) -> None:
+    [legend] = FIGURES[name](runs, comparison).legends
+    assert legend.get_title().get_text()
+    assert legend.get_texts()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_text_fits_the_figure_and_is_large_enough_to_print(

@@ -15,15 +15,17 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 
 
-def test_throughput_against_max_lag_shows_points_in_order_of_lag_and_both_curves() -> None:
+def test_throughput_against_max_lag_joins_the_curves_and_no_runs() -> None:
     [axes] = throughput.throughput_against_max_lag(POINTS, CURVES, "tokens/flash").axes
     drawn = {line.get_label(): np.column_stack(line.get_data()).tolist() for line in axes.lines}
     assert drawn == {
         "pipeline, model": [[8, 1.10], [132, 16.90]],
         "conventional, model": [[8, 1.18], [132, 10.69]],
-        "pipeline, runs": [[64, 8.1], [132, 16.2]],
-        "conventional, runs": [[133, 10.4]],
+        "H=64": [[64, 8.1]],
+        "H=192": [[132, 16.2]],
+        "G=134": [[133, 10.4]],
     }
+    assert [line.get_linestyle() for line in axes.lines] == ["-", "--", "None", "None", "None"]
     assert axes.get_ylabel() == "throughput (tokens/flash)"
 
 
@@ -36,7 +38,10 @@ def test_throughput_in_tokens_per_second_cannot_be_drawn_with_curves_in_flashes(
 
 def test_runs_are_compared_in_flashes_only_if_all_know_them(runs: list[Run]) -> None:
     in_flashes = [replace(run, report=run.report.model_copy(update={"tokens_per_flash": 2.5})) for run in runs]
-    assert rate_points(in_flashes) == ([RatePoint(r.method, r.report.lag.max, 2.5) for r in runs], "tokens/flash")
+    assert rate_points(in_flashes) == (
+        [RatePoint(r.name, r.method, r.report.lag.max, 2.5) for r in runs],
+        "tokens/flash",
+    )
     points, unit = rate_points([*in_flashes[:1], runs[1]])
     assert unit == "tokens/s"
     assert [point.rate for point in points] == [run.report.tokens_per_s for run in runs[:2]]

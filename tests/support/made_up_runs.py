@@ -189,4 +189,8 @@ def with_metrics(runs: list[Run]) -> list[Run]:
 CURVES = RateCurves(
     max_lag=np.array([8.0, 132.0]), pipeline=np.array([1.10, 16.90]), conventional=np.array([1.18, 10.69])
 )
-POINTS = [RatePoint("conventional", 133, 10.4), RatePoint("pipeline", 132, 16.2), RatePoint("pipeline", 64, 8.1)]
+POINTS = [
+    RatePoint("G=134", "conventional", 133, 10.4),
+    RatePoint("H=192", "pipeline", 132, 16.2),
+    RatePoint("H=64", "pipeline", 64, 8.1),
+]
