@@ -17,7 +17,7 @@ RUN := examples/qwen7b_128_h100.toml
 demo: $(VENV)/.demo
 	rm -rf runs/demo
 	$(BIN)/pipelinerl compare $(RUN) --set optimizer_steps=192 --set 'compare.scenarios=[{ name = "central" }]' --out runs/demo
-	@echo "Figures: runs/demo/figures"
+	@echo "What rests on evidence, and why the paper measured more: docs/main_run.md. The paper's figures: docs/paper_figures.md"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not real" --cov --cov-report=term:skip-covered

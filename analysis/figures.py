@@ -85,7 +85,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
     top = 1.05 * max(1.0, *(run.steps.lag_max.max() for run in runs))
     width = PAGE_IN if columns == 2 else COLUMN_IN
     same_steps = len({len(run.steps.step) for run in runs}) == 1
-    height, sharex = 0.55 + 0.95 * len(runs), "col" if same_steps else False
+    height, sharex = 0.7 + 0.95 * len(runs), "col" if same_steps else False
     top = max([top, *(1.05 * run.report.max_lag for run in runs if run.report.max_lag is not None)])
     figure, panels = make_panels(width, height, rows=len(runs), columns=columns, sharex=sharex, sharey=True)
     for row, (run, style) in zip(panels, styled(runs), strict=True):
@@ -268,7 +268,7 @@ def time_split(runs: Sequence[Run]) -> Figure:
         One panel; the share of the wall time in each part that is wide enough, and beside the bars the utilisation
         (busy fraction) of generation and training.
     """
-    figure, [[axes]] = make_panels(PAGE_IN, 0.75 + 0.3 * len(runs))
+    figure, [[axes]] = make_panels(PAGE_IN, 0.9 + 0.3 * len(runs))
     kinds = tuple(TrainerSeconds.model_fields)
     seconds = np.array([[getattr(run.report.seconds, what) for run in runs] for what in kinds])
     wall = seconds.sum(axis=0)

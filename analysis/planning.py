@@ -13,6 +13,7 @@ from analysis.style import (
     BLUE,
     COLUMN_IN,
     INK,
+    LIMIT,
     MUTED,
     add_legend,
     handy_scale,
@@ -56,6 +57,8 @@ def throughput_against_lag(report: PlanReport) -> Figure:
             band = "their bands" if one is report.recommended else None
             axes.vlines(one.lag_mean, low / scale, high / scale, color=INK, linewidth=0.7, label=band)
             axes.plot(one.lag_mean, one.tokens_per_s / scale, marker, color=INK, markersize=7, label=name)
+    if report.run.mean_lag_limit is not None:
+        axes.axvline(report.run.mean_lag_limit, label="mean_lag_limit", **LIMIT)
     axes.set(xlabel="mean lag (optimizer steps)", ylabel=f"throughput ({word}tokens/s)", xlim=(0, None), ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.grid()

@@ -61,7 +61,7 @@ def turns(run: Run) -> Figure:
     profile, report = run.figure_data.turns, run.report.environments
     assert profile is not None  # the caller has seen to it
     assert report is not None
-    figure, [[left, middle, right]] = make_panels(PAGE_IN, 2.3, columns=3)
+    figure, [[left, middle, right]] = make_panels(PAGE_IN, 2.45, columns=3)
     scale, unit = handy_time(profile.places.time_s[-1])
     tops = [getattr(profile.places, place) for place in PLACE_NAMES]
     left.stackplot(

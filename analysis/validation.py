@@ -1,4 +1,4 @@
-"""The folder of ``validate --out``: the report, its table, and the figure of predicted against measured."""
+"""The figure of a validation: predicted against measured."""
 
 from __future__ import annotations
 
@@ -21,30 +21,11 @@ from analysis.style import (
     house_style,
     make_panels,
 )
-from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, make_folder, write_json
 from pipelinerl.records.validation_report import ValidationReport
-from pipelinerl.records.validation_table import validation_markdown
 
-TABLE_FILE = "validation.md"
 COLORS = (BLUE, VERMILLION, GREEN, PURPLE, SKY, INK, MUTED)
 """One per system, in order of appearance; used again after seven."""
 FIGURE_FILE = "validation.png"
-
-
-def save_validation(report: ValidationReport, folder: Path) -> None:
-    """Write validation.json, the table as Markdown, and the figure.
-
-    Args:
-        report: The content of validation.json.
-        folder: Where they go; made if need be.
-
-    Raises:
-        ConfigError: If the folder cannot be made.
-    """
-    make_folder(folder)
-    write_json(folder / VALIDATION_FILE, report.to_dict())
-    (folder / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
-    save_validation_figure(report, folder / FIGURES_FOLDER)
 
 
 @house_style

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     JsonOption,
     MeasuredOption,
@@ -44,7 +45,5 @@ def compare(
         for failure in result.failures or ["interrupted; the runs that had ended are kept"]:
             complain(failure)
     if out is not None and result.arms:
-        from analysis.plot import draw
-
-        draw([out])
+        draw_kept(out, quiet=as_json)
     raise typer.Exit(0 if result.complete else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     JsonOption,
     MeasuredOption,
@@ -47,7 +48,5 @@ def environments(
         for failure in report.failures or ["interrupted; the runs that had ended are kept"]:
             complain(failure)
     if out is not None:
-        from analysis.plot import draw
-
-        draw([out])
+        draw_kept(out, quiet=as_json)
     raise typer.Exit(0 if report.complete else 1)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
     JsonOption,
     MeasuredOption,
@@ -56,10 +57,7 @@ def plan(
 
         print_plan(report, run.name)
     if out is not None:
-        from analysis.planning import save_plan
-        from pipelinerl.records.run_folder import FIGURES_FOLDER
-
-        save_plan(report, out / FIGURES_FOLDER)
+        draw_kept(out, quiet=as_json)
     if not report.search.complete:
         for failure in report.search.failures or ["interrupted; the simulations that had ended are kept"]:
             complain(failure)

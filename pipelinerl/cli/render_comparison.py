@@ -37,6 +37,7 @@ def print_comparison(comparison: ComparisonReport, name: str) -> None:
     console = Console()
     console.print(table)
     console.print(made.note, style="dim")
+    console.print(comparison.answer, markup=False, highlight=False)
 
 
 def comparison_table(comparison: ComparisonReport) -> PageTable:

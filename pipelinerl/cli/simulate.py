@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import JsonOption, MeasuredOption, OutOption, RunArgument, SeedOption, SetOption, print_json
 from pipelinerl.errors import ConfigError
 
@@ -45,6 +46,4 @@ def simulate(
 
         print_summary(report, run.name)
     if out is not None:
-        from analysis.plot import draw
-
-        draw([out])
+        draw_kept(out, quiet=as_json)

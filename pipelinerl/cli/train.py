@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli.interrupts import said_if_interrupted
+from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, needs_extra, print_json
 from pipelinerl.errors import ConfigError
 
@@ -29,7 +30,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
-    from analysis.plot import draw
     from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.run_file import load_run
 
@@ -51,7 +51,7 @@ def train(
         from pipelinerl.cli.render_run import print_summary
 
         print_summary(report, run.name)
-    draw([out])
+    draw_kept(out, quiet=as_json)
 
 
 def _check(config: RunConfig, name: str, out: Path | None, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.kept_figures import where_matplotlib_is
 from pipelinerl.cli.options import JsonOption, OutOption, print_json
 
 
@@ -20,7 +21,8 @@ def validate(
 ) -> None:
     """Predict published runs, each from its published inputs and from other rows, and print the errors."""
     from pipelinerl.cli.progress import stage_bars
-    from pipelinerl.records.run_folder import check_vacant
+    from pipelinerl.records.run_folder import FIGURES_FOLDER, VALIDATION_FILE, check_vacant, make_folder, write_json
+    from pipelinerl.records.validation_table import TABLE_FILE, validation_markdown
     from sim.validation.predict import shipped_runs
     from sim.validation.predict import validate as predict_runs
     from sim.validation.runs_file import read_published_runs
@@ -40,6 +42,10 @@ def validate(
 
         print_validation(report)
     if out is not None:
-        from analysis.validation import save_validation
+        make_folder(out)
+        write_json(out / VALIDATION_FILE, report.to_dict())
+        (out / TABLE_FILE).write_text(validation_markdown(report), encoding="utf-8")
+        with where_matplotlib_is(out):
+            from analysis.validation import save_validation_figure
 
-        save_validation(report, out)
+            save_validation_figure(report, out / FIGURES_FOLDER)

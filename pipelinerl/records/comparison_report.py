@@ -70,3 +70,18 @@ class ComparisonReport(Report):
     def arms(self) -> list[ArmReport]:
         """The arms of all scenarios."""
         return [arm for scenario in self.scenarios for arm in scenario.arms]
+
+    @property
+    def answer(self) -> str:
+        """What was seen, in a sentence: the fastest arm of the first scenario that has numbers, and its lag."""
+        arms = next((one.arms for one in self.scenarios if one.arms), [])
+        if not arms:
+            return "No run has ended."
+        fastest = max(arms, key=lambda arm: arm.summary.tokens_per_s)
+        base = next((arm for arm in arms if arm.name == self.baseline), None)
+        lag = f"tokens lag {fastest.summary.lag.max} optimizer steps at most"
+        if base is None or fastest is base:
+            return f"The fastest is {fastest.name}; its {lag}."
+        ratio = fastest.summary.tokens_per_s / base.summary.tokens_per_s
+        lag += f", those of {base.name} {base.summary.lag.max}"
+        return f"The fastest is {fastest.name}: {ratio:.2f} times the trained tokens per second of {base.name}; its {lag}."

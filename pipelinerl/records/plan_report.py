@@ -25,6 +25,8 @@ class PlannedRun(Report):
     """Price of a GPU-hour (USD), where known."""
     lag_limit: int | None
     """Largest lag allowed of any trained token (optimizer steps). None: unbounded."""
+    mean_lag_limit: float | None = None
+    """Mean lag allowed (optimizer steps). None: unbounded."""
 
 
 class NotTried(Report):

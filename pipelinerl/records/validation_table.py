@@ -5,6 +5,8 @@ from __future__ import annotations
 from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.records.validation_report import PredictedRow, SpeedUp, SpeedUpSummary, ValidationReport
 
+TABLE_FILE = "validation.md"
+"""The table as Markdown, in the folder of a validation."""
 COLUMNS = (
     "run", "unit", "measured", "predicted", "80 % band", "error", "alone", "inputs of the row itself", "assumed",
     "rows used",

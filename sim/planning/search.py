@@ -216,6 +216,7 @@ class _Search:
                 optimizer_steps=self.config.optimizer_steps,
                 price_per_gpu_hour=self.limits.price,
                 lag_limit=self.limits.lag,
+                mean_lag_limit=self.limits.mean_lag,
             ),
             search=self._search_report(outcomes, runner),
             warnings=[*self.space.measured.doubts, *self._warnings(families)],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tiny_plan import planned, priced_plan
 
-from analysis.planning import save_plan
+from analysis.planning import save_plan, throughput_against_lag
 
 
 def test_a_plan_is_drawn_against_lag_and_against_the_split(tmp_path: Path) -> None:
@@ -13,6 +13,20 @@ def test_a_plan_is_drawn_against_lag_and_against_the_split(tmp_path: Path) -> No
     names = {path.name for path in save_plan(report, tmp_path / "figures")}
     figures = ("plan_throughput_against_lag", "plan_throughput_against_split")
     assert names == {f"{figure}.{kind}" for figure in figures for kind in ("png", "pdf")}
+
+
+def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> None:
+    report = priced_plan()
+    limited = report.model_copy(update={"run": report.run.model_copy(update={"mean_lag_limit": 2.5})})
+    [axes] = throughput_against_lag(limited).axes
+    marks = {line.get_label(): line for line in axes.lines}
+    for family in {one.family for one in report.simulated}:
+        lags = [one.lag_mean for one in report.simulated if one.family == family]
+        assert list(marks[f"{family}, simulated"].get_xdata()) == lags
+        assert len(marks[f"{family}, screened"].get_xdata()) == report.screened.family.count(family)
+    assert list(marks["recommended"].get_xdata()) == [report.recommended.lag_mean]
+    assert list(marks["mean_lag_limit"].get_xdata()) == [2.5, 2.5]
+    assert "mean_lag_limit" not in [line.get_label() for line in throughput_against_lag(report).axes[0].lines]
 
 
 def test_a_colocated_recommendation_has_no_split(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_same_comparison_gives_the_same_bytes_in_every_file_and_figure(
     for name in ("first", "second"):
         assert command("compare", tiny, "--out", tmp_path / name).status == 0
     first = everything_in(tmp_path / "first")
-    assert {"comparison.json", "as_given/pipeline/steps.csv", "figures/speedup_by_scenario.png"} <= set(first)
+    assert {"comparison.json", "as_given/pipeline/steps.csv", "figures/time_split.png"} <= set(first)
     assert first == everything_in(tmp_path / "second")
 
 
@@ -97,11 +97,13 @@ def test_a_comparison_of_which_a_run_fails_shows_the_others_with_status_1(
     baseline = "pipeline" if has_baseline else "stalls"
     arms = f'[{{ name = "pipeline" }}, {{ name = "stalls", set = {json.dumps(STALLS)} }}]'
     tiny.write_text(f'{TINY}\n[compare]\nbaseline = "{baseline}"\narms = {arms}\n')
+    with tiny.open("a") as file:
+        file.write('scenarios = [{ name = "one" }, { name = "other", set = ["seed=5"] }]\n')
     result = command("compare", tiny, "--out", tmp_path / "out")
     assert result.status == 1
-    assert result.err.startswith("pipelinerl: scenario 'as given', arm 'stalls': stalled: more than ")
-    assert result.err.count("\n") == 1
-    (row,) = [line for line in result.out.splitlines() if line.startswith("pipeline")]
+    assert result.err.startswith("pipelinerl: scenario 'one', arm 'stalls': stalled: more than ")
+    assert result.err.count("\n") == 2
+    row, _ = [line for line in result.out.splitlines() if line.startswith("pipeline")]
     assert row.split()[1] == ("1.00" if has_baseline else "-")
     names = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
     assert "lag_by_step" in names

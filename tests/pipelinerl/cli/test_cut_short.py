@@ -112,7 +112,7 @@ def test_ctrl_c_while_the_program_is_still_being_loaded_is_one_line() -> None:
 INTERRUPTED = "interrupted; --resume goes on from the last checkpoint if there is one"
 
 
-@pytest.mark.parametrize("module", ["analysis.plot", "backends.run"])
+@pytest.mark.parametrize("module", ["pipelinerl.cli.progress", "backends.run"])
 def test_ctrl_c_while_train_is_being_loaded_is_one_line_and_nothing_is_written(tmp_path: Path, module: str) -> None:
     command = [*program(ctrl_c_at_import_of(module)), "train", str(ARITHMETIC), "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
