@@ -84,4 +84,5 @@ class ComparisonReport(Report):
             return f"The fastest is {fastest.name}; its {lag}."
         ratio = fastest.summary.tokens_per_s / base.summary.tokens_per_s
         lag += f", those of {base.name} {base.summary.lag.max}"
-        return f"The fastest is {fastest.name}: {ratio:.2f} times the trained tokens per second of {base.name}; its {lag}."
+        gain = f"{ratio:.2f} times the trained tokens per second of {base.name}"
+        return f"The fastest is {fastest.name}: {gain}; its {lag}."
