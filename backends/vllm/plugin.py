@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from backends.vllm.spawned import imported
 from backends.vllm.version import IN_PLACE, keep_parameters_in_place, register_transports
 
 ENGINES = {
@@ -20,6 +21,7 @@ ENGINES = {
 
 def register() -> None:
     """Make our transports known to this process's vLLM; a second call does nothing."""
+    imported()
     register_transports(ENGINES)
     if IN_PLACE in os.environ:
         keep_parameters_in_place()

@@ -23,6 +23,7 @@ import numpy as np
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
 from backends.vllm.process import VLLMSettings
+from backends.vllm.spawned import main_of_children
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from pipelinerl.util.explain import did_you_mean, shown
@@ -186,15 +187,16 @@ def start_client(settings: VLLMSettings) -> Client:
     on_device = CPU_ENVIRONMENT if settings.device == "cpu" else {}
     for name, value in (ENVIRONMENT | on_device | level).items():
         os.environ.setdefault(name, value)
-    try:
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
-    transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
-    arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
-    return Client(AsyncLLM.from_engine_args(arguments))
+    with main_of_children():
+        try:
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
+        transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
+        arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
+        return Client(AsyncLLM.from_engine_args(arguments))
 
 
 class Client:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
+from command_line import program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
-
-
+UNDRAWN = "import analysis.plot; analysis.plot.draw = lambda folders: []"
+"""A run draws its figures for five seconds; a test that wants them asks for them."""
 START_TIMEOUT_S = 300.0
-
-
 RUN_TIMEOUT_S = 600.0
 
 
@@ -35,7 +33,7 @@ class Process:
     """A run in a process of its own; all that it starts dies with the test."""
 
     def __init__(self, model, out, *sets, resume=False, check=False, env=None, example=EXAMPLE):
-        command = [str(Path(sys.executable).parent / "pipelinerl"), "train", str(example), "--out", str(out)]
+        command = [*program(UNDRAWN), "train", str(example), "--out", str(out)]
         command += [
             *options(model, *sets),
             "--json",
