@@ -24,6 +24,7 @@ from backends.event_loop import EventLoop
 from backends.interface import Parts
 from backends.preflight import evaluation_task_config
 from backends.preprocessing import Preprocessing
+from backends.rewards import RewardProcesses
 from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState, Keeper, fresh_state
@@ -40,6 +41,7 @@ from pipelinerl.errors import (
 )
 from pipelinerl.records.recording import Recorder
 from pipelinerl.records.reports import EvaluationReport, RunMeasurements
+from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.problems import Task
 from pipelinerl.scheduler.events import StopReason
 
@@ -48,6 +50,15 @@ LOST_POLL_S = 1.0
 """Seconds between two looks at what all parts need; what is gone twice running is lost."""
 TRAINER_POLL_S = 0.1
 """Seconds between two looks at whether the run has failed while the trainer is waited for."""
+ENVIRONMENTS_LOG, REWARDS_LOG = "environments.log", "rewards.log"
+"""Files of a run's logs that have what environments print, and what rewards do in processes of their own."""
+
+
+def _reward_processes(task: TaskConfig, parts: Parts, logs: Path | None) -> RewardProcesses | None:
+    if task.reward_workers is None:
+        return None
+    log = None if logs is None else logs / REWARDS_LOG
+    return RewardProcesses(task, number=task.reward_workers, log=log, launch=parts.launch)
 
 
 class Driver:
@@ -58,7 +69,7 @@ class Driver:
         parts: Engines, trainer and the rest, as many engines as ``config.num_engines``.
         task: Problems and rewards. None: these are the environments' of ``config.environment``.
         evaluation_task: Those of evaluations. None: the held-out ones of ``task``.
-        environments_log: File for what environments print. None: it goes where this process's goes.
+        logs: Folder for what environments and rewards print. None: it goes where this process's goes.
         samples: Where some answers are written; None: nowhere.
         recorder: Called with every event and command, in order.
         keeper: Where checkpoints go; None: nowhere.
@@ -76,7 +87,7 @@ class Driver:
         task: Task | None,
         recorder: Recorder,
         evaluation_task: Task | None = None,
-        environments_log: Path | None = None,
+        logs: Path | None = None,
         samples: SamplesLog | None = None,
         keeper: Keeper | None = None,
         state: DriverState | None = None,
@@ -96,7 +107,12 @@ class Driver:
         self._interrupted = False
         self._writing: asyncio.Task[None] | None = None  # the newest checkpoint
         self._tasks = RunTasks()
-        self._client = TaskClient(config, task, parts.codec)
+        self._client = TaskClient(config, task, parts.codec, _reward_processes(config.train.task, parts, logs))
+        evaluation_client = self._client
+        if evaluation_task not in (None, task):
+            processes = _reward_processes(evaluation_task_config(config.train), parts, logs)
+            evaluation_client = TaskClient(config, evaluation_task, parts.codec, processes)
+        self._clients = {self._client, evaluation_client}
         self._pool = EnginePool(
             parts.engines,
             restarts_per_hour=config.train.engine.restarts_per_hour,
@@ -114,13 +130,14 @@ class Driver:
         self._turns = self._evaluation_turns = None
         if config.environment is not None:
             count = config.environment.count
-            turns = partial(Turns, config, codec=parts.codec, log=environments_log)
+            log = None if logs is None else logs / ENVIRONMENTS_LOG
+            turns = partial(Turns, config, codec=parts.codec, log=log, launch=parts.launch)
             self._turns = turns(config.train.task, number=count)
             self._evaluation_turns = turns(evaluation_task_config(config.train), number=-(-count // SHARE_OF_SLOTS))
         self._evaluation = Evaluation(
             config,
             self._state,
-            client=TaskClient(config, evaluation_task or task, parts.codec),
+            client=evaluation_client,
             turns=self._evaluation_turns,
             pool=self._pool,
             tasks=self._tasks,
@@ -312,10 +329,12 @@ class Driver:
         self._pool.close()
         await self._tasks.cancel_all()
         environments = [one.environments for one in (self._turns, self._evaluation_turns) if one is not None]
-        parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments]
+        parts: list[Any] = [self._trainer, self._preprocessing, self._pool, *environments, *self._clients]
         for error in await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True):
             if error is not None:
-                LOG.warning("trainer, reference model or an environment could not be shut down: %s", error)
+                LOG.warning(
+                    "trainer, reference model, an environment or a reward's process could not be shut down: %s", error
+                )
 
     async def _keep(self) -> None:
         """Copy what a checkpoint holds, and have it written beside training; one that is being written is waited for.

@@ -9,7 +9,7 @@ task              waits for                        bounded by                   
 ================  ===============================  ==================================  =========================
 ``_generate``     room before training, its engine H per engine (scheduler)            (turn) finished, aborted, failed
 ``_act``          its environment                  its time-outs; so many (scheduler)  observation, finished, failed
-``_score``        a reward thread, the reference   their time-outs                     scored, failed
+``_score``        a reward, the reference          their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
 a transfer        the trainer beside training,     ``update_timeout_s``; one at a time an update of each engine
@@ -36,7 +36,6 @@ from typing import assert_never
 
 from backends.busy import busy_s
 from backends.engines import EnginePool
-from backends.environments import EnvironmentFailedError
 from backends.evaluation import Evaluation
 from backends.interface import Trainer
 from backends.preprocessing import Preprocessing
@@ -47,6 +46,7 @@ from backends.state import DriverState
 from backends.task_client import TaskClient
 from backends.turns import Turns
 from backends.weight_sync import WeightSync
+from backends.workers import WorkerFailedError
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.records.recording import Recorder
@@ -56,6 +56,7 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     EnvironmentFailed,
+    EnvironmentFault,
     Event,
     ObservationReady,
     OpenEnvironment,
@@ -276,11 +277,12 @@ class EventLoop:
         assert turns is not None
         try:
             goes_on = await act()
-        except EnvironmentFailedError as error:
+        except WorkerFailedError as error:
             if self.frozen or rollout_id not in state.acting:
                 return
-            self._deliver(EnvironmentFailed(rollout_id, error.fault, again=retries > 0))
-            if retries:
+            again = retries > 0 and error.fault is not EnvironmentFault.EXPIRED
+            self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
+            if again:
                 await self._act(rollout_id, act, retries=retries - 1)
             else:
                 self._failed(rollout_id, str(error))
@@ -339,7 +341,8 @@ class EventLoop:
         try:
             reward = await self._client.compute_reward(data) if self._turns is None else data.reward
         except (Exception, SystemExit) as error:
-            self._failed(rollout_id, f"its reward raised {kind_and_line(error)}")
+            known = isinstance(error, WorkerFailedError)
+            self._failed(rollout_id, str(error) if known else f"its reward raised {kind_and_line(error)}")
             return
         if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
             return

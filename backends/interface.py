@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.facts import SelfTest
+from backends.workers import Launch, LocalWorker
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
@@ -371,6 +372,8 @@ class Parts:
     """Says what all parts need and is gone, if something is; called again and again, in a thread. None: nothing."""
     self_test: Callable[[int, str | None], Awaitable[SelfTest]] | None = None
     """Measures, once all parts are up, links with so many bytes and whether all see a file. None: there is nothing."""
+    launch: Launch = LocalWorker.launched
+    """Starts processes of environments and of rewards, here or on other machines."""
 
 
 class Backend(Protocol):

@@ -49,6 +49,11 @@ def _check_environment(environment: EnvironmentConfig, train: TrainConfig) -> No
             "train.task.overlong_tokens must be 0 with an [environment], whose reward is taken as it is, got "
             f"{train.task.overlong_tokens}"
         )
+    if train.task.reward_workers is not None:
+        raise ConfigError(
+            "train.task.reward_workers must be left out with an [environment], whose processes give the rewards, got "
+            f"{train.task.reward_workers}"
+        )
 
 
 def task_of(config: RunConfig) -> Task | None:

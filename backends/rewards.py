@@ -1,4 +1,4 @@
-"""Calls of a user's reward function, in threads; a call is awaited until its time-out at most."""
+"""Calls of a user's reward function, in threads or in processes; a call is awaited until its time-out at most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from backends.worker_main import REWARDS
+from backends.workers import Launch, LocalWorker, WorkerPool, ask
+from pipelinerl.rl.config import TaskConfig
 
 
 class RewardThreads:
@@ -57,3 +62,39 @@ class RewardThreads:
                 return outcome.result()
             finally:
                 outcome.cancel()
+
+
+class RewardProcesses:
+    """Some processes, each with the task and one call at a time.
+
+    One that dies or hangs is killed, and a new one takes its place. They know a problem by its index.
+
+    Args:
+        task: The task.
+        number: Processes (count).
+        log: File for what they print. None: it goes where the driver's goes.
+        launch: Starts a process.
+    """
+
+    def __init__(
+        self, task: TaskConfig, *, number: int, log: Path | None = None, launch: Launch = LocalWorker.launched
+    ) -> None:
+        self._timeout_s = task.reward_timeout_s
+        self._workers = WorkerPool(REWARDS, task, number=number, log=log, launch=launch)
+
+    async def reward(self, index: int, answer: str, *, held_out: bool) -> float:
+        """Return the reward of an answer to a problem.
+
+        Raises:
+            WorkerFailedError: If there is none.
+        """
+        worker = await self._workers.take()
+        try:
+            request = {"index": index, "held_out": held_out, "answer": answer}
+            return float((await ask(worker, request, "reward", timeout_s=self._timeout_s))["reward"])
+        finally:
+            self._workers.give_back(worker)
+
+    async def shutdown(self) -> None:
+        """End all processes."""
+        await self._workers.shutdown()

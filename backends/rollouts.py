@@ -34,6 +34,12 @@ class RolloutData:
     reward: float = math.nan
     """Of an environment: the sum over its turns so far."""
     reference_logprob_T: NDArray[np.float32] | None = None
+    index: int = 0
+    """Of its problem, where a task has it."""
+    held_out: bool = False
+    """Whether that one is held out."""
+    expires_s: float = math.inf
+    """When it has lived too long, by ``time.monotonic`` (s)."""
 
     @property
     def tokens(self) -> list[int]:

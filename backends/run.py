@@ -28,8 +28,6 @@ from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.problems import Task
 
 LOG = logging.getLogger("pipelinerl")
-ENVIRONMENTS_LOG = "environments.log"
-"""File of a run's logs that has what environments print."""
 MODEL_FOLDER = "model"
 """Folder of a run's trained model."""
 
@@ -129,7 +127,7 @@ def _drive_on(
         parts=parts,
         task=task,
         evaluation_task=evaluation_task,
-        environments_log=out / LOGS_FOLDER / ENVIRONMENTS_LOG,
+        logs=out / LOGS_FOLDER,
         samples=SamplesLog(out, parts.codec, go_on_after=steps_done),
         recorder=recording.recorder,
         keeper=None if trial else CheckpointKeeper(out, config, recording),

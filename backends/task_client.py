@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from backends.interface import Codec, GenerateRequest
-from backends.rewards import RewardThreads
+from backends.rewards import RewardProcesses, RewardThreads
 from backends.rollouts import RolloutData
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
@@ -30,12 +30,15 @@ class TaskClient:
         config: The run file; ``config.train`` is there.
         task: Problems and rewards. None: these are an environment's.
         codec: Text to tokens and back.
+        processes: Compute rewards. None: threads of this process do.
     """
 
-    def __init__(self, config: RunConfig, task: Task | None, codec: Codec) -> None:
+    def __init__(
+        self, config: RunConfig, task: Task | None, codec: Codec, processes: RewardProcesses | None = None
+    ) -> None:
         assert config.train is not None
         self._config, self._train = config, config.train
-        self._task, self._codec = task, codec
+        self._task, self._codec, self._processes = task, codec, processes
         self._rewards = RewardThreads(REWARD_THREADS)
         self._num_failed = 0
 
@@ -48,7 +51,7 @@ class TaskClient:
         assert self._task is not None
         try:
             problem = self._task.problem(index, held_out=held_out)
-            return RolloutData(problem, self._codec.encode(problem.prompt))
+            return RolloutData(problem, self._codec.encode(problem.prompt), index=index, held_out=held_out)
         except Exception as error:  # the user's own task may raise anything
             what = f"problem({index}, held_out={held_out})"
             raise RunFailedError(f"train.task: {what} gives no prompt: {kind_and_line(error)}") from error
@@ -85,6 +88,7 @@ class TaskClient:
         Raises:
             ValueError: If the task's reward is not finite.
             TimeoutError: If it takes too long.
+            WorkerFailedError: If a process gives none.
             Exception: Whatever the task raises.
         """
         task, limit = self._train.task, self._config.workload.length.max
@@ -100,10 +104,17 @@ class TaskClient:
         if self._num_failed <= FAILURES_LOGGED:
             LOG.warning("%s", failure)
 
+    async def shutdown(self) -> None:
+        """End what computes rewards."""
+        if self._processes is not None:
+            await self._processes.shutdown()
+
     async def reward(self, data: RolloutData) -> float:
         """Return the reward of an answer as the task gives it; see ``compute_reward``."""
         assert self._task is not None
         answer, timeout_s = self._codec.decode(data.tokens), self._train.task.reward_timeout_s
+        if self._processes is not None:
+            return await self._processes.reward(data.index, answer, held_out=data.held_out)
         return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
 
 

@@ -90,8 +90,8 @@ class EnvironmentConfig(StrictModel):
     """Times that a reset that failed is made again before its rollout fails, and in simulated runs a step, too (count):
     in a real one it may have been half done. A recorded step takes as long again."""
     lifetime_s: PositiveSeconds | None = None
-    """Simulated runs only: longest time of a rollout from the start of its reset (s). What its environment does is cut
-    off there, what an engine does is not; the rollout fails. None: no limit."""
+    """Longest time of a rollout from the start of its reset (s). What its environment does is cut off there, what an
+    engine does is not; the rollout fails. None: no limit."""
     reset_timeout_s: PositiveSeconds = 600.0
     """Longest reset; it has failed then, and in a real run its environment's process is killed (s)."""
     step_timeout_s: PositiveSeconds = 60.0

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain
-from pipelinerl.util.limits import Tokens, TokensOrZero
+from pipelinerl.util.limits import Count, Tokens, TokensOrZero
 from pipelinerl.util.strict_model import StrictModel
 
 
@@ -25,6 +25,9 @@ class TaskConfig(StrictModel):
     """Longest prompt (tokens); rollouts of longer ones fail."""
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds after which the rollout whose reward is still missing fails."""
+    reward_workers: Count | None = None
+    """Processes that compute rewards, each with the task, one reward at a time (count). One that crashes or hangs costs
+    its rollout. None: eight threads of the driver."""
     overlong_tokens: TokensOrZero = 0
     """The reward falls linearly, by 1 in all, over the last so many tokens before ``workload.length.max`` (tokens)."""
 

@@ -29,7 +29,7 @@ import backends.engines
 from backends.fake import FakeEngine, FakeTrainer
 from pipelinerl.errors import BackendError, EngineLostError, RunFailedError
 from pipelinerl.rl.problems import Problem
-from pipelinerl.scheduler.events import RolloutFinished, WeightsLoaded
+from pipelinerl.scheduler.events import RolloutFailed, RolloutFinished, StartRollout, WeightsLoaded
 
 SETTINGS = [*({"weight_update": kind, "longest": 40, "slots": 16} for kind in KINDS), {"kind": "conventional"}]
 
@@ -237,3 +237,17 @@ def test_a_run_ends_when_what_all_parts_need_is_gone_and_not_at_the_first_doubt(
     parts.lost = lambda: next(answers, "the head is gone: refused")
     with pytest.raises(BackendError, match=r"^the head is gone: refused; --resume goes on from the last checkpoint"):
         run(config, out, parts)
+
+
+def test_rewards_in_processes_that_die_cost_their_groups_only(out):
+    """Every seventh problem's reward kills its process: neither the driver nor another rollout notices."""
+    task = {"name": "games:Judge", "settings": {"dies_every": 7}, "reward_workers": 2}
+    config = config_of(train={"task": task, "evaluation": {"problems": 1}}, steps=2, group=2)
+    summary = run_checked(config, out)
+    started = [row.command for row in records(out) if isinstance(row.command, StartRollout)]
+    prompts = {one.rollout_id: one.prompt_id for one in started}
+    failed = {prompts[row.event.rollout_id] for row in records(out) if isinstance(row.event, RolloutFailed)}
+    assert failed
+    assert all(one % 7 == 0 for one in failed)
+    assert summary.rollouts.failed >= len(failed)
+    assert summary.evaluation.success_after == 0.0  # held-out problems are asked there, too: that one dies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -10,7 +11,9 @@ import time
 
 import pytest
 
-from backends.rewards import RewardThreads
+from backends.rewards import RewardProcesses, RewardThreads
+from backends.workers import WorkerFailedError
+from pipelinerl.rl.config import TaskConfig
 
 
 def test_what_the_function_returns_comes_back_as_a_float():
@@ -75,3 +78,47 @@ asyncio.run(main())
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "given up\n"
+
+
+def processes(*, number=1, timeout_s=20.0, **settings):
+    task = TaskConfig(name="games:Judge", settings=settings, reward_timeout_s=timeout_s, reward_workers=number)
+    return RewardProcesses(task, number=number)
+
+
+def rewards(pool, *calls):
+    """Rewards of (index, answer), or what is said where there is none."""
+
+    async def one(index, answer):
+        try:
+            return await pool.reward(index, answer, held_out=False)
+        except WorkerFailedError as error:
+            return str(error)
+
+    async def all_of_them():
+        try:
+            return [await one(*call) for call in calls]
+        finally:
+            await pool.shutdown()
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_process_knows_a_problem_by_its_index_and_whatever_becomes_of_it_the_next_reward_is_there():
+    """The judge rewards an answer that is the index, and does what the answer says."""
+    calls = [(3, "3"), (4, "3"), (0, "raise"), (0, "die"), (5, "5"), (0, "nonsense"), (6, "6")]
+    assert rewards(processes(), *calls) == [
+        1.0, 0.0, "its reward raised KeyError: 'no key'", "its process ended in its reward", 1.0,
+        "its reward raised TypeError: float() argument must be a string or a real number, not 'object'", 1.0,
+    ]  # fmt: skip
+
+
+def test_a_process_that_hangs_is_killed_and_another_takes_its_place(tmp_path):
+    pool = processes(timeout_s=0.5, pids=str(tmp_path))
+    assert rewards(pool, (0, "hang"), (3, "3")) == ["its reward took more than 0.5 s", 1.0]
+    first, second = sorted(int(path.name) for path in tmp_path.iterdir())
+    for pid in (first, second):
+        assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_task_that_cannot_be_made_there_costs_the_reward():
+    assert rewards(processes(unknown=1), (0, "0")) == ["its process ended in its start"]

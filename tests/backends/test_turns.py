@@ -15,7 +15,7 @@ from games import Game
 from in_memory import KINDS, interrupted, parts_of, run, run_checked, turns_of
 from ledger_check import records
 
-from backends import environment_worker
+from backends import worker_main
 from backends.fake import DRIFT, FakeCodec, FakeEngine, FakeTrainer, logprob
 from backends.preflight import check_run, evaluation_task, task_of
 from backends.rollouts import lag_of_tokens
@@ -226,11 +226,34 @@ def test_each_failure_is_named(out, caplog, way):
 
 
 def test_a_reset_that_fails_is_made_again(out):
-    """Each environment fails at its first two resets: with two retries all rollouts come through."""
-    config = turns_of(name="Sleepy", settings={"turns": 1}, steps=2, count=4, limits={"retries": 2})
+    """Each of four environments fails at its first two resets: with eight retries all rollouts come through."""
+    config = turns_of(name="Sleepy", settings={"turns": 1}, steps=2, count=4, limits={"retries": 8})
     summary = run_checked(config, out)
     assert summary.rollouts.failed == 0
     assert summary.environments.retries == summary.environments.errors >= 2
+
+
+def test_a_rollout_that_lives_too_long_is_given_up_while_its_environment_acts_and_counted(out):
+    """Each of a thousand turns takes 0.05 s: no rollout gets through, and only its life ends it."""
+    config = turns_of(
+        settings={"turns": 1000, "delay_s": 0.05}, most=1000, context_max=100_000, steps=1, discard_limit=20,
+        limits={"lifetime_s": 0.4, "retries": 3},
+    )  # fmt: skip
+    with pytest.raises(RunFailedError, match="stalled"):
+        run(config, out, parts_of(config))
+    environments = json.loads((out / "summary.json").read_text())["environments"]
+    failed = [row.event.rollout_id for row in records(out) if isinstance(row.event, RolloutFailed)]
+    assert environments["expired"] == len(failed) > 0
+    assert environments["retries"] == environments["errors"] == environments["timeouts"] == 0
+
+
+def test_a_turn_that_an_engine_ends_after_the_rollouts_life_is_not_acted_on(out, caplog):
+    """A turn takes the engine 1 s or more; environments live for half a second, and answer at once."""
+    config = turns_of(settings={"turns": 1}, steps=1, longest=12, discard_limit=4, limits={"lifetime_s": 0.5}, count=2)
+    with pytest.raises(RunFailedError, match="stalled"):
+        run(config, out, parts_of(config, step_s=0.4))
+    assert "failed: it has lived for more than 0.5 s (environment.lifetime_s)" in caplog.text
+    assert not [row for row in records(out) if isinstance(row.event, RolloutFinished)]
 
 
 def test_environments_that_never_open_stall_the_run_in_one_line(out):
@@ -250,7 +273,7 @@ def test_no_process_is_left_and_environments_are_closed(out, tmp_path):
 def test_an_environment_that_hangs_does_not_outlive_its_driver():
     """However the driver has ended, standard input closes then."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, "-P", "-m", environment_worker.__name__]
+    command = [sys.executable, "-P", "-m", worker_main.__name__, worker_main.ENVIRONMENT]
     worker = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
     )
@@ -260,7 +283,7 @@ def test_an_environment_that_hangs_does_not_outlive_its_driver():
     assert worker.stdout.readline() == b"{}\n"
     worker.stdin.write(b'{"index": 0, "held_out": false}\n')
     worker.stdin.close()
-    assert worker.wait(environment_worker.CLOSE_LIMIT_S + 30) == 1
+    assert worker.wait(worker_main.CLOSE_LIMIT_S + 30) == 1
     worker.stdout.close()
 
 
@@ -315,5 +338,5 @@ def test_what_an_environment_may_answer(answer, says):
         async def step(self, turn):
             return answer
 
-    given = asyncio.run(environment_worker._answer(Says(), {"tokens": [3], "text": "a"}))
+    given = asyncio.run(worker_main._answer(Says(), {"tokens": [3], "text": "a"}))
     assert given == (says if isinstance(says, dict) else {"fault": f"gave no observation: {says}"})

@@ -1,4 +1,4 @@
-"""Environments for the tests of the driver, which play them in processes of their own."""
+"""Environments and a task for the tests of the driver, in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from pipelinerl.rl.environments import Content, Observation, Turn
+from pipelinerl.rl.problems import Problem
 
 
 class Game:
@@ -106,3 +107,33 @@ class Hostile(Game):
 
     async def step(self, turn: Turn) -> Observation:
         return self.fail() or await super().step(turn)
+
+
+class Judge:
+    """Rewards an answer that is the problem's index, and does what an answer says; or the share of the letter b."""
+
+    num_held_out = None
+
+    def __init__(self, *, pids: str | None = None, dies_every: int | None = None) -> None:
+        self.dies_every = dies_every
+        if pids is not None:
+            (Path(pids) / str(os.getpid())).touch()
+
+    def problem(self, index: int, *, held_out: bool) -> Problem:
+        return Problem(f"{'held out' if held_out else 'problem'} {index}", index)
+
+    def reward(self, problem: Problem, answer: str) -> object:
+        if self.dies_every is not None:
+            if problem.expected % self.dies_every == 0:
+                os.kill(os.getpid(), 9)
+            return answer.count("b") / max(1, len(answer))
+        match answer:
+            case "raise":
+                raise KeyError("no key")
+            case "die":
+                os.kill(os.getpid(), 9)
+            case "hang":
+                time.sleep(1000.0)
+            case "nonsense":
+                return object()
+        return answer == str(problem.expected)

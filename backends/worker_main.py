@@ -1,8 +1,8 @@
-"""An environment in a process of its own: requests come on standard input, answers go to standard output.
+"""An environment, or a task that gives rewards, in a process of its own: requests on standard input, answers on output.
 
-Both are lines of JSON. The first line is the table ``train.task``, answered when the environment is there; then each
-request is answered before the next one is read. When standard input closes, the environment is closed, and the process
-ends, also if the environment hangs.
+Both are lines of JSON. The first line is the table ``train.task``, answered when the environment or task is there; then
+each request is answered before the next one is read. When standard input closes, an environment is closed, and the
+process ends, also if what it serves hangs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
 from backends.process_log import log_to
 from pipelinerl.rl.config import TaskConfig
 from pipelinerl.rl.environments import Environment, Observation, Turn
-from pipelinerl.rl.tasks import load_environment
+from pipelinerl.rl.problems import Task
+from pipelinerl.rl.tasks import load_environment, load_task
 from pipelinerl.util.user_code import kind_and_line
 
+ENVIRONMENT, REWARDS = "environment", "rewards"
+"""What a process serves."""
 CLOSE_LIMIT_S = 5.0
 """Longest end of an environment (s)."""
 LONGEST_ANSWER = 1 << 20
@@ -30,21 +35,33 @@ LONGEST_ANSWER = 1 << 20
 
 
 def main() -> None:
-    """Serve until standard input closes; the argument is the file for what the environment prints."""
+    """Serve until standard input closes; arguments: what to serve, and perhaps the file for what that prints."""
+    kind, *log = sys.argv[1:]
     answers = os.dup(1)
-    os.dup2(2, 1)  # what an environment prints does not reach the answers
-    log_to(sys.argv[1] if len(sys.argv) > 1 else None)
-    environment = load_environment(TaskConfig.model_validate_json(sys.stdin.buffer.readline()))
-    _write(answers, {})
-    asyncio.run(_serve(environment, answers))
+    os.dup2(2, 1)  # what it prints does not reach the answers
+    log_to(log[0] if log else None)
+    config = TaskConfig.model_validate_json(sys.stdin.buffer.readline())
+    if kind == ENVIRONMENT:
+        environment = load_environment(config)
+        _write(answers, {})
+        asyncio.run(_serve(partial(_answer, environment), answers, environment.close))
+    else:
+        task = load_task(config)
+        _write(answers, {})
+        asyncio.run(_serve(partial(_reward, task), answers))
 
 
-async def _serve(environment: Environment, answers: int) -> None:
+async def _serve(
+    answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+    answers: int,
+    close: Callable[[], Awaitable[None]] | None = None,
+) -> None:
     requests: asyncio.Queue[bytes] = asyncio.Queue()
     threading.Thread(target=_read, args=(asyncio.get_running_loop(), requests), daemon=True).start()
     while line := await requests.get():
-        _write(answers, await _answer(environment, json.loads(line)))
-    await environment.close()
+        _write(answers, await answer(json.loads(line)))
+    if close is not None:
+        await close()
 
 
 def _read(loop: asyncio.AbstractEventLoop, requests: asyncio.Queue[bytes]) -> None:
@@ -75,6 +92,15 @@ async def _answer(environment: Environment, request: dict[str, Any]) -> dict[str
         return {"fault": f"gave no observation: {fault}"}
     content = answer.content if isinstance(answer.content, str) else [int(one) for one in answer.content]
     return {"content": content, "reward": float(answer.reward), "done": answer.done}
+
+
+async def _reward(task: Task, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reward of an answer, or what was wrong."""
+    try:
+        problem = task.problem(request["index"], held_out=request["held_out"])
+        return {"reward": float(task.reward(problem, request["answer"]))}
+    except (Exception, SystemExit) as error:
+        return {"fault": f"raised {kind_and_line(error)}"}
 
 
 def _fault(answer: object) -> str | None:
