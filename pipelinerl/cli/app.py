@@ -23,6 +23,7 @@ from pipelinerl.cli.options import complain
 from pipelinerl.cli.plan import plan
 from pipelinerl.cli.plot import plot
 from pipelinerl.cli.replay import replay
+from pipelinerl.cli.report import report
 from pipelinerl.cli.simulate import simulate
 from pipelinerl.cli.timeline import timeline
 from pipelinerl.cli.train import train
@@ -62,6 +63,7 @@ for command in (
     environments,
     train,
     plot,
+    report,
     timeline,
     replay,
     drift,

@@ -35,12 +35,12 @@ class Page:
     """The answer in a sentence."""
     facts: list[tuple[str, str]]
     """Band, cost and the like: a name and a text each."""
-    changes: list[str]
-    """What would change the decision, a line each."""
-    assumptions: list[str]
-    """What the numbers rest on, a line each."""
+    lists: dict[str, list[str]]
+    """Lines by the title above them: reasons, and what would change the answer."""
     tables: list[Table]
     """The numbers."""
+    assumptions: list[str]
+    """What the numbers rest on, a line each."""
     run_file: str | None
     """The run file to go on from. None: there is none."""
 
@@ -60,15 +60,19 @@ def page_markdown(page: Page) -> str:
     """Return a page for a pull request: tables in Markdown, the run file folded away."""
     lines = [f"# {page.title}", "", f"**{page.question}**", "", page.answer, ""]
     lines += [f"- {name}: {text}" for name, text in page.facts]
-    for title, texts in (("What would change it", page.changes), ("Assumptions", page.assumptions)):
-        if texts:
-            lines += ["", f"## {title}", "", *(f"- {text}" for text in texts)]
+    for title, texts in page.lists.items():
+        lines += _list(title, texts)
     for table in page.tables:
-        lines += ["", f"## {table.title}", ""]
+        lines += ["", f"## {table.title[:1].upper()}{table.title[1:]}", ""]
         for row in (list(table.columns), ["---"] * len(table.columns), *table.rows):
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |")
         lines += ["", table.note] if table.note else []
+    lines += _list("Assumptions", page.assumptions)
     if page.run_file is not None:
         fold = ["<details><summary>The run file</summary>", "", "```toml", page.run_file.rstrip(), "```", ""]
         lines += ["", *fold, "</details>"]
     return "\n".join(lines) + "\n"
+
+
+def _list(title: str, texts: list[str]) -> list[str]:
+    return ["", f"## {title}", "", *(f"- {text}" for text in texts)] if texts else []

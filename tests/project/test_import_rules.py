@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "pipelinerl": {"numpy", "pydantic", "pydantic_core", "typer", "rich", "tomli_w"},
     "sim": {"numpy", "simpy", "pydantic"},
     "backends": {"numpy"} | TRAINING,
-    "analysis": {"numpy", "matplotlib", "pydantic"},
+    "analysis": {"numpy", "matplotlib", "bokeh", "jinja2", "pydantic"},
 }
 """Packages from outside, by package; the modules below may import torch besides."""
 INSIDE_FUNCTIONS = {

@@ -1,0 +1,252 @@
+"""What a page says of the content of a folder: the question, the answer, what it rests on, what would change it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl.cli.render_comparison import comparison_table
+from pipelinerl.cli.render_plan import plan_reasons, plan_table, what_changes
+from pipelinerl.cli.render_run import duration, summary_rows
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import load_run
+from pipelinerl.records.bottleneck import Bottleneck
+from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
+from pipelinerl.records.page import Page, Table
+from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
+from pipelinerl.records.reports import RunReport
+from pipelinerl.records.run_folder import RECOMMENDED_FILE, RUN_FILE
+from pipelinerl.records.validation_report import ValidationReport
+from pipelinerl.records.validation_table import (
+    COLUMNS,
+    PAIRS_TITLE,
+    speed_up_words,
+    validation_cells,
+    validation_sentence,
+)
+
+_REMEDIES = {
+    Bottleneck.GENERATION: "Generation is the bottleneck: more accelerators that generate, larger engine batches or "
+    "shorter answers make it faster; a faster trainer does not.",
+    Bottleneck.TRAINING: "Training is the bottleneck: more accelerators that train make it faster; more engines only "
+    "add lag.",
+    Bottleneck.BALANCED: "Generation and training take the same time: only more of both makes it faster.",
+    Bottleneck.LAG: "The bound on lag is the bottleneck: a larger max_lag makes it faster, more accelerators do not.",
+    Bottleneck.ENVIRONMENT: "Environments are the bottleneck: more of them make it faster, more accelerators do not.",
+    Bottleneck.REWARD: "Rewards are the bottleneck: faster or more parallel scoring makes it faster.",
+}
+"""What would make a run faster, by its bottleneck."""
+CHANGES = "What would change it"
+"""Above what would change the answer."""
+_PARTS = ("decode", "prefill", "training", "weights", "switch")
+"""Tables of ``[hardware]`` that a run file gives, or that are derived from names."""
+_ONE_RUN = "none: one seed, and the hardware as the run file has it"
+
+
+def run_page(reports: dict[str, RunReport], folders: Sequence[Path]) -> Page:
+    """Return the page of one run, simulated or real, or of several side by side.
+
+    Args:
+        reports: The reports by the names of the runs, in the order of ``folders``.
+        folders: Their folders.
+    """
+    names, configs = list(reports), [load_run(folder / RUN_FILE) for folder in folders]
+    best = max(names, key=lambda name: reports[name].tokens_per_s)
+    place = names.index(best)
+    report, config = reports[best], configs[place]
+    facts = [("Kind", _kind(report)), ("Band", _ONE_RUN), ("Cost", _gpu_hours(report, config))]
+    sentence = f"{_speed(report)}, with a mean lag of {report.lag.mean:.2f} optimizer steps, at most {report.lag.max}."
+    if len(names) == 1:
+        question = f"How fast does {config.scheduler.kind} RL train {_setting(config)}, and on how old tokens?"
+        title, columns = f"{best}: {config.scheduler.kind} RL", ["", "value"]
+    else:
+        question, title, columns = "Which of these runs trains fastest?", ", ".join(names), ["", *names]
+        sentence = f"{best}: {sentence}"
+    cells = {name: dict(_joined(reports[name])) for name in names}
+    rows = [
+        [key, *(cells[name].get(key, "-") for name in names)]
+        for key in dict.fromkeys(k for c in cells.values() for k in c)
+    ]
+    return Page(
+        title=title,
+        question=question,
+        answer=sentence,
+        facts=facts,
+        lists={CHANGES: [_REMEDIES[report.bottleneck]]},
+        assumptions=_assumptions(config, real=report.updates is not None),
+        tables=[Table("The run in numbers" if len(names) == 1 else "The runs in numbers", tuple(columns), rows)],
+        run_file=(folders[place] / RUN_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def comparison_page(comparison: ComparisonReport, folder: Path) -> Page:
+    """Return the page of a comparison; its first scenario gives the answer, the others what would change it."""
+    first, *others = [one for one in comparison.scenarios if one.arms]
+    best, config = _fastest(first.arms), load_run(folder / _fastest(first.arms).folder / RUN_FILE)
+    report = best.summary
+    faster = best.speedup is not None and best.name != comparison.baseline
+    over = f"{best.speedup:.2f} times as fast as {comparison.baseline}; " if faster else ""
+    lag = f"a mean lag of {report.lag.mean:.2f} optimizer steps"
+    changes = []
+    for scenario in others:
+        winner = _fastest(scenario.arms)
+        same = "the same one is fastest" if winner.name == best.name else f"{winner.name} is fastest instead"
+        gain = "" if winner.speedup is None else f", {winner.speedup:.2f} times as fast as {comparison.baseline}"
+        changes.append(f"{scenario.name}: {same}{gain}.")
+    speedups = [one.speedup for one in best.repeats or () if one.speedup is not None]
+    seeds = f"speed-up {min(speedups):.2f} to {max(speedups):.2f}, {len(speedups)} seeds" if speedups else _ONE_RUN
+    tables = [comparison_table(comparison), _differences(first.arms, folder)]
+    return Page(
+        title=f"Schedules for {_setting(config)}",
+        question=f"Which schedule trains {_setting(config)} fastest?",
+        answer=f"{best.name} trains fastest: {over}{_speed(report)}, with {lag}.",
+        facts=[("Band", seeds), ("Cost", _gpu_hours(report, config))],
+        lists={CHANGES: [*changes, _REMEDIES[report.bottleneck]], "Failed": comparison.failures},
+        assumptions=_assumptions(config),
+        tables=[one for one in tables if one.rows],
+        run_file=(folder / best.folder / RUN_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def plan_page(report: PlanReport, folder: Path) -> Page:
+    """Return the page of a plan."""
+    best, config = report.recommended, load_run(folder / RECOMMENDED_FILE)
+    low, high = best.band_tokens_per_s
+    band = f"{low:,.0f} to {high:,.0f} tokens/s, pessimistic to optimistic" if low < high else "none: hardware as given"
+    cost = f"{best.gpu_hours:,.1f} GPU-hours, {best.hours:,.1f} h, for {report.run.optimizer_steps:,} optimizer steps"
+    if best.cost_per_1000_steps is not None:
+        cost += f"; {best.cost_per_1000_steps:,.0f} USD per 1000 optimizer steps"
+    limit = "" if report.run.lag_limit is None else f" with a lag of at most {report.run.lag_limit}"
+    unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
+    return Page(
+        title=f"A plan for {_setting(config)}",
+        question=f"How to train {_setting(config)} fastest{limit}?",
+        answer=_choice(best),
+        facts=[("Band", band), ("Cost", cost)],
+        lists={"Why": plan_reasons(report), CHANGES: what_changes(report)},
+        assumptions=[
+            *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
+            *_assumptions(config),
+        ],
+        tables=[plan_table(report)],
+        run_file=(folder / RECOMMENDED_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def validation_page(report: ValidationReport) -> Page:
+    """Return the page of a validation."""
+    assumed: dict[str, list[str]] = {}
+    for row in report.rows:
+        for words in row.assumed:
+            assumed.setdefault(words, []).append(row.id)
+    return Page(
+        title="Predictions beside published runs",
+        question="How far are predictions from what others have measured and published?",
+        answer=validation_sentence(report),
+        facts=[("Not usable", f"{one.id}: {one.reason}") for one in report.unusable],
+        lists={PAIRS_TITLE.rstrip(":"): [speed_up_words(pair) for pair in report.speed_ups]},
+        assumptions=[f"{words}: {', '.join(ids)}" for words, ids in assumed.items()],
+        tables=[Table("Predicted beside measured", COLUMNS, [validation_cells(row) for row in report.rows])],
+        run_file=None,
+    )
+
+
+def _kind(report: RunReport) -> str:
+    what = "a simulation" if report.updates is None else "a real run: everything is measured"
+    return f"{what}, seed {report.seed}, {report.optimizer_steps:,} optimizer steps" + (
+        "" if report.complete else "; it ended early"
+    )
+
+
+def _joined(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a summary; what belongs to the row above is named after it."""
+    above = ""
+    for key, text in summary_rows(report):
+        if key.strip() == key and key:
+            above = key
+        yield key if key == above else f"{above}: {key.strip() or 'besides'}", text
+
+
+def _speed(report: RunReport) -> str:
+    steps = max(1, report.optimizer_steps)
+    return f"{report.tokens_per_s:,.0f} tokens/s, an optimizer step every {duration(report.duration_s / steps)}"
+
+
+def _gpu_hours(report: RunReport, config: RunConfig) -> str:
+    hours = report.duration_s / 3600 * config.cluster.accelerators
+    each = f", {hours / report.tokens_trained * 1e6:,.3g} per million trained tokens" if report.tokens_trained else ""
+    return f"{hours:,.3g} GPU-hours{each}"
+
+
+def _setting(config: RunConfig) -> str:
+    """Return model and accelerators, by name where the run file has names."""
+    model = config.hardware.model or (config.train and Path(config.train.model.path).name) or "a model"
+    return f"{model} on {config.cluster.accelerators} {config.hardware.gpu or 'accelerators'}"
+
+
+def _fastest(arms: Sequence[ArmReport]) -> ArmReport:
+    return max(arms, key=lambda arm: arm.summary.tokens_per_s)
+
+
+def _choice(best: PlannedCandidate) -> str:
+    cluster, scheduler = best.cluster, best.scheduler
+    generate = cluster.generation_accelerators
+    split = f"all {cluster.accelerators} accelerators generate and train in turn"
+    if generate is not None:
+        split = f"{generate} accelerators generate and {cluster.accelerators - generate} train"
+    engine = "one accelerator" if cluster.tensor_parallel == 1 else f"{cluster.tensor_parallel} accelerators"
+    return (
+        f"With {scheduler.kind} RL, where {split}; each engine has {engine} and {scheduler.generation_batch_size} "
+        f"sequences in progress ({best.label}). That gives {best.tokens_per_s:,.0f} tokens/s, "
+        f"an optimizer step every {duration(best.step_s)}, with a mean lag of {best.lag_mean:.2f} optimizer steps, at "
+        f"most {best.lag_max}."
+    )
+
+
+def _assumptions(config: RunConfig, *, real: bool = False) -> list[str]:
+    """Return what the numbers of a simulation rest on, a line each."""
+    if real:
+        return []
+    work, length, hardware = config.workload, config.workload.length, config.hardware
+    mean = "" if length.mean is None else f" of {length.mean:g} tokens in the mean"
+    source = "" if length.source is None else f" of {length.source}"
+    cv = "" if length.cv is None else f", cv {length.cv:g}"
+    lines = [
+        f"answers: {length.kind}{source}{mean}{cv}, at most {length.max:,}; prompts of {work.prompt_tokens:,} tokens, "
+        f"groups of {work.group_size}"
+    ]
+    derived = []
+    for part in _PARTS:
+        given: Any = getattr(hardware, part, None)
+        if given is None:
+            derived.append(part)
+        else:
+            numbers = given.model_dump(mode="json", exclude_defaults=True)
+            said = ", ".join(
+                f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers.items()
+            )
+            lines.append(f"{part}, from the run file: {said or 'costs nothing'}")
+    if derived and hardware.gpu is not None:
+        names = ", ".join(derived)
+        lines.append(f"{names}: derived from {hardware.gpu} and {hardware.model}, {hardware.level} coefficients")
+    return lines
+
+
+def _differences(arms: Sequence[ArmReport], folder: Path) -> Table:
+    """Return the keys in which the run files of arms differ, a column per arm."""
+    flat = [_flat(tomllib.loads((folder / arm.folder / RUN_FILE).read_text(encoding="utf-8"))) for arm in arms]
+    keys = [
+        key for key in dict.fromkeys(key for one in flat for key in one) if len({str(one.get(key)) for one in flat}) > 1
+    ]
+    rows = [[key, *(str(one.get(key, "-")) for one in flat)] for key in keys]
+    return Table("What the arms differ in", ("key", *(arm.name for arm in arms)), rows)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a nested table with one key per value."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,84 @@
+"""``pipelinerl report``: a page to forward."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from analysis.interactive import Interactive
+    from pipelinerl.records.page import Page
+
+
+def report(
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="Folders of runs, simulated or real, or of one comparison, plan or validation.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", metavar="FILE", help="page.html, or page.md for a pull request.", show_default=False),
+    ],
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Write one page to forward: question, answer, figures to look around in, tables, the run file."""
+    if out.suffix not in (".html", ".md"):
+        raise ConfigError(f"--out must end in .html or .md, got {out}")
+    page, figures = _content(folders)
+    if out.suffix == ".md":
+        from pipelinerl.records.page import page_markdown
+
+        text = page_markdown(page)
+    else:
+        from analysis.page import page_html
+
+        text = page_html(page, figures)
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out must be a file that can be written, got {out}: {error.strerror}") from None
+    typer.echo(f"{out}: {len(text.encode()) / 1e6:.2f} MB")
+    if show:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def _content(folders: list[Path]) -> tuple[Page, list[Interactive]]:
+    """Return words and figures of what is in the folders."""
+    from analysis import interactive
+    from analysis.read import read_comparison, read_run, read_runs
+    from pipelinerl.cli import page_words
+    from pipelinerl.records.plan_report import PlanReport
+    from pipelinerl.records.run_folder import COMPARISON_FILE, PLAN_FILE, VALIDATION_FILE
+    from pipelinerl.records.validation_report import ValidationReport
+
+    for file in (PLAN_FILE, COMPARISON_FILE, VALIDATION_FILE):
+        found = [folder for folder in folders if os.path.exists(folder / file)]
+        if found and len(folders) > 1:
+            raise ConfigError(
+                f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {found[0]}"
+            )
+        if not found:
+            continue
+        folder = folders[0]
+        if file == PLAN_FILE:
+            plan = PlanReport.read(folder / file)
+            return page_words.plan_page(plan, folder), interactive.plan_figures(plan)
+        if file == VALIDATION_FILE:
+            validation = ValidationReport.read(folder / file)
+            return page_words.validation_page(validation), interactive.validation_figures(validation)
+        comparison = read_comparison(folder)
+        arms = next(one.arms for one in comparison.scenarios if one.arms)
+        drawn = interactive.run_figures([read_run(folder / arm.folder, arm.name) for arm in arms], comparison)
+        return page_words.comparison_page(comparison, folder), drawn
+    runs = read_runs(folders)
+    return page_words.run_page({run.name: run.report for run in runs}, folders), interactive.run_figures(runs)

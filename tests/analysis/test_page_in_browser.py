@@ -1,0 +1,135 @@
+"""A page in a headless Chromium: it draws, loads nothing, has no complaint; hover, switches, scales, tables work."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from needs import need
+
+need("playwright")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium"),
+]
+
+from playwright.sync_api import Page as Tab  # noqa: E402
+from playwright.sync_api import sync_playwright  # noqa: E402
+
+from analysis.interactive import run_figures  # noqa: E402
+from analysis.page import page_html  # noqa: E402
+from analysis.read import Run  # noqa: E402
+from pipelinerl.records.comparison_report import ComparisonReport  # noqa: E402
+from pipelinerl.records.page import Page, Table  # noqa: E402
+
+ROWS = [["pipeline", "9,500", "-"], ["conventional G=8", "70", "3%"], ["conventional G=32", "1,200", "20%"]]
+HOSTILE = "</script><script>document.title = 'taken'</script><%= 1 %>"
+
+VISIBLE = """name => {
+  const models = new Set(Bokeh.documents[0].roots().flatMap(root => [...root.references()]))
+  return [...models].filter(one => one.type === "LegendItem" && one.label.value === name)
+    .flatMap(item => item.renderers.map(one => one.visible))
+}"""
+"""Whether what belongs to a name in a legend is drawn, in every figure."""
+PLACE = """([x, y]) => {
+  const figure = Bokeh.documents[0].get_model_by_name("figure0").tabs[0].child
+  const view = [...Bokeh.index.query(one => one.model === figure)][0]
+  view.el.scrollIntoView()
+  const box = view.canvas_view.el.getBoundingClientRect()
+  return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)]
+}"""
+"""Where in the window a point of the first figure is."""
+SCALE = """() => {
+  const figure = Bokeh.documents[0].get_model_by_name("figure0")
+  return figure.tabs[figure.active].child.y_scale.type
+}"""
+"""How the part of the first figure that is on top measures upwards."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, runs: list[Run], comparison: ComparisonReport) -> Path:
+    tables = [Table("rates", ("scheduler", "tok/s", "wait"), ROWS), Table("names", ("name",), [[HOSTILE]])]
+    facts, lists = [("Band", HOSTILE)], {"What would change it": [HOSTILE]}
+    page = Page("A title", "Which?", "This one.", facts, lists, tables, [HOSTILE], "seed = 0\n")
+    path = tmp_path_factory.mktemp("page") / "page.html"
+    path.write_text(page_html(page, run_figures(runs, comparison)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tab(path: Path) -> Iterator[Tab]:
+    """The page, open; in the end it must have asked for no other file, and have had nothing to complain of."""
+    requests: list[str] = []
+    complaints: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1000, "height": 900})
+        tab.on("request", lambda one: requests.append(one.url))
+        tab.on("pageerror", lambda one: complaints.append(str(one)))
+        tab.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
+        tab.goto(path.as_uri())
+        tab.wait_for_function("window.Bokeh && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle")
+        yield tab
+        browser.close()
+    assert (requests, complaints) == ([path.as_uri()], [])
+
+
+def test_what_a_name_holds_is_text_wherever_it_stands(tab: Tab, path: Path) -> None:
+    assert tab.title() == "A title"
+    assert tab.get_by_text(HOSTILE).count() == 4  # as text, in a fact, a list, a table and the assumptions
+    assert path.stat().st_size < 3e6
+
+
+def test_a_name_in_a_legend_switches_a_run_off_in_every_figure(tab: Tab) -> None:
+    other, name = (tab.evaluate(VISIBLE, one) for one in ("pipeline", "conventional G=8"))
+    assert len(other) == len(name) == 10  # five figures, linear and logarithmic
+    assert all(other + name)
+    entry = tab.locator(".bk-Legend:visible").first.get_by_text("conventional G=8")
+    entry.click()
+    assert not any(tab.evaluate(VISIBLE, "conventional G=8"))
+    assert all(tab.evaluate(VISIBLE, "pipeline"))
+    entry.click()
+    assert all(tab.evaluate(VISIBLE, "conventional G=8"))
+
+
+def test_the_mouse_over_a_point_shows_its_numbers(tab: Tab, runs: list[Run]) -> None:
+    report = runs[0].report
+    tab.mouse.move(*tab.evaluate(PLACE, [report.lag.max, report.tokens_per_s]))
+    tooltip = tab.locator(".bk-Tooltip:visible")
+    for text in (runs[0].name, f"{report.tokens_per_s:,.0f} tokens/s", str(report.lag.max)):
+        tooltip.get_by_text(text, exact=True).wait_for(timeout=5000)
+
+
+def test_a_figure_has_a_linear_and_a_logarithmic_scale(tab: Tab) -> None:
+    for name, scale in (("logarithmic", "LogScale"), ("linear", "LinearScale")):
+        tab.get_by_text(name, exact=True).first.click()
+        assert tab.evaluate(SCALE) == scale
+
+
+def test_a_click_on_a_column_sorts_by_its_numbers(tab: Tab) -> None:
+    def first_column() -> list[str]:
+        rows = tab.locator(".drawn.table").first.locator(".slick-row")
+        return [row.split("\n")[0] for row in rows.all_inner_texts()]
+
+    assert first_column() == [row[0] for row in ROWS]
+    header = tab.locator(".slick-header-column", has_text="tok/s")
+    header.click()
+    assert first_column() == ["conventional G=8", "conventional G=32", "pipeline"]
+    header.click()
+    assert first_column() == ["pipeline", "conventional G=32", "conventional G=8"]
+
+
+def test_it_is_dark_where_the_reader_wants_it_and_fits_a_phone(tab: Tab) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
+    tab.emulate_media(color_scheme="dark")
+    assert tab.evaluate(paper) == "rgb(22, 24, 28)"
+    tab.emulate_media(media="print", color_scheme="dark")
+    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
+    tab.emulate_media(media="screen", color_scheme="light")
+    tab.set_viewport_size({"width": 390, "height": 800})
+    tab.wait_for_function("document.querySelector('.bk-Tabs').getBoundingClientRect().width <= 390")
+    assert tab.evaluate("document.documentElement.scrollWidth") == 390

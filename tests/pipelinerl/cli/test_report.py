@@ -1,0 +1,163 @@
+"""``pipelinerl report``: what a page says, for each kind of folder, and what is wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import webbrowser
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import in_memory
+import pytest
+from command_line import Command
+from tiny_comparison import CONVENTIONAL, PIPELINE, run
+from tiny_plan import in_this_process, planned
+
+from pipelinerl.cli.page_words import comparison_page
+from pipelinerl.cli.render_comparison import comparison_table
+from pipelinerl.cli.render_plan import plan_table
+from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.page import sort_values
+from sim.compare import compare
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison."""
+    folder = tmp_path_factory.mktemp("root") / "compared"
+    with in_this_process():
+        compare(run(arms=[PIPELINE, CONVENTIONAL], baseline="conventional"), out=folder)
+    return folder
+
+
+def written(command: Command, *folders: Path, kind: str = "md") -> str:
+    out = folders[0].parent / f"page.{kind}"
+    done = command("report", *folders, "--out", out)
+    assert (done.status, done.err) == (0, "")
+    return out.read_text()
+
+
+def answer(text: str) -> str:
+    """The line below the question."""
+    return text.split("\n")[4]
+
+
+@pytest.mark.parametrize(
+    ("cells", "values"),
+    [
+        (["1,250", "35%", "-1.5", "2e-3"], [1250.0, 35.0, -1.5, 0.002]),
+        (["9,500-12k", "12k", "-", ""], [9500.0, 12000.0, None, None]),
+        (["7", "seven"], ["7", "seven"]),
+        (["-", ""], ["-", ""]),
+        ([], []),
+    ],
+)
+def test_a_column_is_sorted_by_the_numbers_that_its_cells_begin_with(cells: list[str], values: list[Any]) -> None:
+    assert sort_values(cells) == values
+
+
+def test_the_page_of_a_run_has_its_numbers_and_its_run_file(command: Command, finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    text = written(command, finished)
+    assert f"{summary['tokens_per_s']:,.0f} tokens/s" in answer(text)
+    assert f"mean lag of {summary['lag']['mean']:.2f}" in answer(text)
+    hours = 4 * summary["duration_s"] / 3600
+    assert f"{hours:,.3g} GPU-hours, {hours / summary['tokens_trained'] * 1e6:,.3g} per million trained tokens" in text
+    assert (finished / "run.toml").read_text().rstrip() in text
+    assert "decode, from the run file: kind affine, step_s 0.01" in text
+
+
+def test_runs_side_by_side_have_a_column_each_and_the_fastest_answers(
+    command: Command, finished: Path, tiny: Path, no_figures: None
+) -> None:
+    slow = finished.with_name("slow")
+    assert command("simulate", tiny, "--set", "hardware.training.token_s=1e-2", "--out", slow).status == 0
+    text = written(command, slow, finished)
+    assert answer(text).startswith("run: ")
+    assert "|  | slow | run |" in text
+    assert (finished / "run.toml").read_text().rstrip() in text
+
+
+def test_the_page_of_a_comparison_names_the_fastest_arm_and_what_arms_differ_in(
+    command: Command, compared: Path
+) -> None:
+    comparison = ComparisonReport.read(compared / "comparison.json")
+    best = max(comparison.arms, key=lambda arm: arm.summary.tokens_per_s)
+    text = written(command, compared)
+    assert answer(text).startswith(f"{best.name} trains fastest: {best.speedup:.2f} times as fast as conventional")
+    for row in comparison_table(comparison).rows:
+        assert f"| {' | '.join(row)} |" in text
+    assert "| scheduler.kind | pipeline | conventional |" in text
+    assert (compared / best.folder / "run.toml").read_text().rstrip() in text
+
+
+def test_other_scenarios_say_whether_they_change_the_answer(compared: Path) -> None:
+    comparison = ComparisonReport.read(compared / "comparison.json")
+    [first] = comparison.scenarios
+    fast, slow = sorted(first.arms, key=lambda arm: -arm.summary.tokens_per_s)
+    swapped = [fast.model_copy(update={"summary": slow.summary}), slow.model_copy(update={"summary": fast.summary})]
+    others = [
+        first.model_copy(update={"name": "alike"}),
+        first.model_copy(update={"name": "unlike", "arms": swapped}),
+    ]
+    page = comparison_page(comparison.model_copy(update={"scenarios": [first, *others]}), compared)
+    alike, unlike, _ = page.lists["What would change it"]
+    assert alike.startswith("alike: the same one is fastest")
+    assert unlike.startswith(f"unlike: {slow.name} is fastest instead")
+
+
+def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, tmp_path: Path) -> None:
+    report = planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "plan")
+    best = report.recommended
+    text = written(command, tmp_path / "plan")
+    generate = best.cluster.generation_accelerators
+    split = "all 4" if generate is None else f"{generate} accelerators generate and {4 - generate} train"
+    assert split in answer(text)
+    assert f"{best.tokens_per_s:,.0f} tokens/s" in answer(text)
+    assert f"{best.cost_per_1000_steps:,.0f} USD per 1000 optimizer steps" in text
+    for row in plan_table(report).rows:
+        assert f"| {' | '.join(row)} |" in text
+    for title in ("Why", "What would change it", "Assumptions"):
+        assert f"\n## {title}\n\n- " in text
+    assert "pipeline" in written(command, tmp_path / "plan", kind="html")
+
+
+def test_the_page_of_a_real_run_says_that_it_is_measured(command: Command, tmp_path: Path) -> None:
+    config = in_memory.config_of()
+    in_memory.run_checked(config, tmp_path / "real", in_memory.parts_of(config))
+    text = written(command, tmp_path / "real")
+    assert "- Kind: a real run: everything is measured, seed 0, 6 optimizer steps\n" in text
+    assert "Assumptions" not in text
+    page = written(command, tmp_path / "real", kind="html")
+    assert "Mean reward" in page
+
+
+def test_a_page_is_small_and_holds_the_run_file_to_save(command: Command, compared: Path) -> None:
+    page = written(command, compared, kind="html")
+    assert len(page.encode()) < 3e6
+    link = re.search(r'href="data:text/plain;base64,([^"]+)"', page)
+    assert link is not None
+    assert tomllib.loads(b64decode(link[1]).decode())["scheduler"]["train_batch_size"] == 4
+
+
+def test_open_shows_the_page(command: Command, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    out = finished / "page.md"
+    assert command("report", finished, "--out", out, "--open").status == 0
+    assert opened == [out.as_uri()]
+
+
+def test_wrong_input_is_one_line(command: Command, finished: Path, compared: Path) -> None:
+    for arguments, said in (
+        ((finished, "--out", finished / "page.pdf"), "--out must end in .html or .md, got"),
+        ((finished, "--out", finished / "no" / "page.md"), "--out must be a file that can be written, got"),
+        ((finished, compared, "--out", finished / "page.md"), "must be runs or a single folder with a comparison.json"),
+        ((finished / "nothing", "--out", finished / "page.md"), "cannot read"),
+    ):
+        done = command("report", *arguments)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        assert said in done.err
