@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.cli.render_comparison import comparison_table
-from pipelinerl.cli.render_plan import plan_reasons, plan_table, what_changes
+from pipelinerl.cli.render_cost import cost_line
+from pipelinerl.cli.render_plan import plan_cost, plan_reasons, plan_table, what_changes
 from pipelinerl.cli.render_run import duration, summary_rows
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
@@ -56,7 +57,7 @@ def run_page(reports: dict[str, RunReport], folders: Sequence[Path]) -> Page:
     best = max(names, key=lambda name: reports[name].tokens_per_s)
     place = names.index(best)
     report, config = reports[best], configs[place]
-    facts = [("Kind", _kind(report)), ("Band", _ONE_RUN), ("Cost", _gpu_hours(report, config))]
+    facts = [("Kind", _kind(report)), ("Band", _ONE_RUN), *_cost(report)]
     sentence = f"{_speed(report)}, with a mean lag of {report.lag.mean:.2f} optimizer steps, at most {report.lag.max}."
     if len(names) == 1:
         question = f"How fast does {config.scheduler.kind} RL train {_setting(config)}, and on how old tokens?"
@@ -102,7 +103,7 @@ def comparison_page(comparison: ComparisonReport, folder: Path) -> Page:
         title=f"Schedules for {_setting(config)}",
         question=f"Which schedule trains {_setting(config)} fastest?",
         answer=f"{best.name} trains fastest: {over}{_speed(report)}, with {lag}.",
-        facts=[("Band", seeds), ("Cost", _gpu_hours(report, config))],
+        facts=[("Band", seeds), *_cost(report)],
         lists={CHANGES: [*changes, _REMEDIES[report.bottleneck]], "Failed": comparison.failures},
         assumptions=_assumptions(config),
         tables=[one for one in tables if one.rows],
@@ -115,16 +116,13 @@ def plan_page(report: PlanReport, folder: Path) -> Page:
     best, config = report.recommended, load_run(folder / RECOMMENDED_FILE)
     low, high = best.band_tokens_per_s
     band = f"{low:,.0f} to {high:,.0f} tokens/s, pessimistic to optimistic" if low < high else "none: hardware as given"
-    cost = f"{best.gpu_hours:,.1f} GPU-hours, {best.hours:,.1f} h, for {report.run.optimizer_steps:,} optimizer steps"
-    if best.cost_per_1000_steps is not None:
-        cost += f"; {best.cost_per_1000_steps:,.0f} USD per 1000 optimizer steps"
     limit = "" if report.run.lag_limit is None else f" with a lag of at most {report.run.lag_limit}"
     unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
     return Page(
         title=f"A plan for {_setting(config)}",
         question=f"How to train {_setting(config)} fastest{limit}?",
         answer=_choice(best),
-        facts=[("Band", band), ("Cost", cost)],
+        facts=[("Band", band), ("Cost", plan_cost(report))],
         lists={"Why": plan_reasons(report), CHANGES: what_changes(report)},
         assumptions=[
             *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
@@ -166,7 +164,7 @@ def _joined(report: RunReport) -> Iterator[tuple[str, str]]:
     for key, text in summary_rows(report):
         if key.strip() == key and key:
             above = key
-        yield key if key == above else f"{above}: {key.strip() or 'besides'}", text
+        yield key if key == above else f"{above}: {key.strip() or 'besides'}", text.replace("\n", " ")
 
 
 def _speed(report: RunReport) -> str:
@@ -174,10 +172,8 @@ def _speed(report: RunReport) -> str:
     return f"{report.tokens_per_s:,.0f} tokens/s, an optimizer step every {duration(report.duration_s / steps)}"
 
 
-def _gpu_hours(report: RunReport, config: RunConfig) -> str:
-    hours = report.duration_s / 3600 * config.cluster.accelerators
-    each = f", {hours / report.tokens_trained * 1e6:,.3g} per million trained tokens" if report.tokens_trained else ""
-    return f"{hours:,.3g} GPU-hours{each}"
+def _cost(report: RunReport) -> list[tuple[str, str]]:
+    return [] if report.cost is None else [("Cost", cost_line(report.cost))]
 
 
 def _setting(config: RunConfig) -> str:

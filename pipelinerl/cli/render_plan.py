@@ -32,7 +32,7 @@ def print_plan(report: PlanReport, name: str) -> None:
     console = Console()
     console.print(table)
     console.print(f"{made.note}\n", style="dim")
-    for line in [*plan_reasons(report), *what_changes(report)]:
+    for line in [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]:
         console.print(escape(line), soft_wrap=True)
 
 
@@ -74,12 +74,17 @@ def _row(place: str, one: PlannedCandidate) -> list[str]:
     ]
 
 
+def plan_cost(report: PlanReport) -> str:
+    """Return what the recommendation costs, with its band."""
+    best = report.recommended
+    return cost_line(best.cost, [one.cost for one in best.band.values()])
+
+
 def plan_reasons(report: PlanReport) -> list[str]:
     """Return a line per reason for the recommendation, and per thing to know of the search."""
     best, other, own = report.recommended, report.runner_up, report.own
     lines = [f"warning: {warning}" for warning in report.warnings]
     lines.append(f"bottleneck: {best.verdict}")
-    lines.append(f"cost: {cost_line(best.cost, [one.cost for one in best.band.values()])}")
     if other is not None:
         lines.append(f"runner-up ({other.label}): {other.why}")
     if own is not None:

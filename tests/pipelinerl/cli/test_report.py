@@ -18,10 +18,15 @@ from tiny_plan import in_this_process, planned
 
 from pipelinerl.cli.page_words import comparison_page
 from pipelinerl.cli.render_comparison import comparison_table
-from pipelinerl.cli.render_plan import plan_table
+from pipelinerl.cli.render_cost import cost_line
+from pipelinerl.cli.render_plan import plan_cost, plan_table
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.cost import CostReport
 from pipelinerl.records.page import sort_values
+from pipelinerl.records.run_folder import write_json
+from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from sim.compare import compare
+from sim.validation.report import validation_report
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +64,16 @@ def test_a_column_is_sorted_by_the_numbers_that_its_cells_begin_with(cells: list
     assert sort_values(cells) == values
 
 
-def test_the_page_of_a_run_has_its_numbers_and_its_run_file(command: Command, finished: Path) -> None:
+def test_the_page_of_a_run_has_its_numbers_and_its_run_file(
+    command: Command, tmp_path: Path, tiny: Path, no_figures: None
+) -> None:
+    finished = tmp_path / "run"
+    assert command("simulate", tiny, "--set", "price.gpu_hour=2.5", "--out", finished).status == 0
     summary = json.loads((finished / "summary.json").read_text())
     text = written(command, finished)
     assert f"{summary['tokens_per_s']:,.0f} tokens/s" in answer(text)
     assert f"mean lag of {summary['lag']['mean']:.2f}" in answer(text)
-    hours = 4 * summary["duration_s"] / 3600
-    assert f"{hours:,.3g} GPU-hours, {hours / summary['tokens_trained'] * 1e6:,.3g} per million trained tokens" in text
+    assert f"- Cost: {cost_line(CostReport.from_dict(summary['cost'], name='cost'))}\n" in text
     assert (finished / "run.toml").read_text().rstrip() in text
     assert "decode, from the run file: kind affine, step_s 0.01" in text
 
@@ -110,19 +118,36 @@ def test_other_scenarios_say_whether_they_change_the_answer(compared: Path) -> N
 
 
 def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, tmp_path: Path) -> None:
-    report = planned("plan.price_per_gpu_hour=2.0", out=tmp_path / "plan")
+    report = planned("price.gpu_hour=2.0", out=tmp_path / "plan")
     best = report.recommended
     text = written(command, tmp_path / "plan")
     generate = best.cluster.generation_accelerators
     split = "all 4" if generate is None else f"{generate} accelerators generate and {4 - generate} train"
     assert split in answer(text)
     assert f"{best.tokens_per_s:,.0f} tokens/s" in answer(text)
-    assert f"{best.cost_per_1000_steps:,.0f} USD per 1000 optimizer steps" in text
+    assert f"- Cost: {plan_cost(report)}\n" in text
     for row in plan_table(report).rows:
         assert f"| {' | '.join(row)} |" in text
     for title in ("Why", "What would change it", "Assumptions"):
         assert f"\n## {title}\n\n- " in text
     assert "pipeline" in written(command, tmp_path / "plan", kind="html")
+
+
+def test_the_page_of_a_validation_has_a_row_per_published_run(command: Command, tmp_path: Path) -> None:
+    parts = {"mode": "", "gpus": 8, "answer_tokens": None, "fitted_to": (), "inputs": (), "error": 0.1}
+    ends = {"measured": 10.0, "predicted": 11.0, "low": 9.0, "high": 13.0, "alone": None}
+    ends |= {"alone_low": None, "alone_high": None}
+    rows = [
+        PredictedRow(id=name, family=name, quantity=kind, assumed=("no cv",), **parts, **ends)
+        for name, kind in (("one", "s/step"), ("two", "staleness"))
+    ]
+    (tmp_path / "v").mkdir()
+    write_json(tmp_path / "v/validation.json", validation_report([*rows, UnusableRow(id="e", reason="no")]).to_dict())
+    text = written(command, tmp_path / "v")
+    assert answer(text).startswith("2 rows predicted, 1 not usable; median error 10%")
+    assert "- no cv: one, two\n" in text
+    assert "| one | s/step | 10 | 11 | 9-13 | +10% |" in text
+    assert "Predicted over measured" in written(command, tmp_path / "v", kind="html")
 
 
 def test_the_page_of_a_real_run_says_that_it_is_measured(command: Command, tmp_path: Path) -> None:
