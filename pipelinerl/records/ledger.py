@@ -14,16 +14,10 @@ over the seconds of the run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipelinerl.records.bottleneck import Admission, find_bottleneck
 from pipelinerl.records.figure_data import FigureRecorder
-from pipelinerl.records.lag_counts import LagCounts
 from pipelinerl.records.profile_report import FigureData
 from pipelinerl.records.reports import (
     LengthReport,
@@ -34,8 +28,8 @@ from pipelinerl.records.reports import (
     Utilisation,
 )
 from pipelinerl.records.rollout_buffer import FinishedRollouts
-from pipelinerl.records.step_ledger import OpenStep
 from pipelinerl.records.steps import StepRow
+from pipelinerl.records.training_ledger import TrainingLedger
 from pipelinerl.records.turn_ledger import Place, TurnLedger
 from pipelinerl.scheduler.events import (
     AbortRollout,
@@ -62,16 +56,6 @@ from pipelinerl.scheduler.events import (
 )
 
 
-class _MicroBatch(NamedTuple):
-    """The rewards and version spans of a micro-batch, kept until its optimizer step is done."""
-
-    reward: float  # sum
-    starts: NDArray[np.int64]  # first position of each span
-    ends: NDArray[np.int64]  # position after it
-    lags: NDArray[np.int64]
-    queue_lags: NDArray[np.int64]  # the part of the lag from after the rollout finished
-
-
 class RunLedger:
     """Keeps the ledger of one run.
 
@@ -84,42 +68,6 @@ class RunLedger:
         environments: Environments there are (count). None: rollouts have one turn.
     """
 
-    # Beyond 30 attributes an access would be a look-up in a dictionary.
-    __slots__ = (
-        "_aborting",
-        "_admission",
-        "_between_turns",
-        "_busy_s",
-        "_busy_since_s",
-        "_colocated",
-        "_ended",
-        "_engine_rollouts",
-        "_finished",
-        "_interrupted",
-        "_lag",
-        "_micro_batches",
-        "_num_finished",
-        "_num_interruptions",
-        "_num_preemptions",
-        "_num_started",
-        "_reasons",
-        "_scoring_sum",
-        "_seconds",
-        "_step",
-        "_stop",
-        "_time_s",
-        "_tokens",
-        "_tokens_cut_short",
-        "_tokens_finished",
-        "_training_since_s",
-        "_turns",
-        "_version",
-        "num_engines",
-        "on_step",
-        "profile",
-        "steps",
-    )
-
     def __init__(
         self,
         *,
@@ -131,7 +79,6 @@ class RunLedger:
         environments: int | None = None,
     ) -> None:
         self._admission = admission
-        self.steps: list[StepRow] = []
         self.profile = FigureRecorder(engine_ids=range(num_engines), colocated=colocated, longest=longest)
         self.num_engines = num_engines
         self._colocated = colocated
@@ -157,12 +104,12 @@ class RunLedger:
         self._busy_s = dict.fromkeys(range(num_engines), 0.0)
         # Colocated, in the training phase: since when the rollouts in progress stand still.
         self._training_since_s: float | None = None
-        # Trainer.
-        self._seconds = {"training": 0.0, "publishing": 0.0}
-        self._step = OpenStep()
-        self._scoring_sum = 0  # rollouts being scored at the ends of steps, added up
-        self._micro_batches: list[_MicroBatch] = []  # of the optimizer step that is under way
-        self._lag = LagCounts()
+        self._trainer = TrainingLedger()
+
+    @property
+    def steps(self) -> list[StepRow]:
+        """The row of every optimizer step that is done."""
+        return self._trainer.rows
 
     # --------------------------------------------------------------------------------------- events
 
@@ -180,7 +127,7 @@ class RunLedger:
             self._tokens_finished += num_tokens
             self._finished.add(rollout_id, event.spans, self._version, event.reward)
             if event.reward is None:
-                self._step.num_scoring += 1
+                self._trainer.open_step.num_scoring += 1
             if self._aborting:
                 self._aborting.discard(rollout_id)  # it was faster
             if self._turns is not None:
@@ -189,7 +136,7 @@ class RunLedger:
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
-            self._step.num_scoring -= 1
+            self._trainer.open_step.num_scoring -= 1
             if self._turns is not None:
                 self._turns.move(time_s, event.rollout_id, None)
             return
@@ -212,9 +159,7 @@ class RunLedger:
             case TrainingFinished():
                 self._trained(event)
             case WeightsPublished():
-                self._seconds["publishing"] += event.publish_s
-                self._step.publish_s += event.publish_s
-                self.profile.trainer_worked(time_s - event.publish_s, time_s, "publishing")
+                self._trainer.published(time_s, event.publish_s, self.profile)
             case WeightsLoaded():
                 self._loaded(event)
 
@@ -246,8 +191,6 @@ class RunLedger:
                 if self._turns is not None:
                     self._turns.open(time_s, command.rollout_id)
             case StartTraining():
-                if self._colocated and self._training_since_s is None:
-                    self._training_since_s = time_s
                 self._training_started(command)
             case PublishWeights():
                 self.profile.published(time_s, command.version)
@@ -305,7 +248,7 @@ class RunLedger:
         elif event.rollout_id in self._between_turns:
             self._tokens["failed"] += self._between_turns.pop(event.rollout_id)
         else:
-            self._step.num_scoring -= 1
+            self._trainer.open_step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
 
     def _discarded(self, command: DiscardRollouts) -> None:
@@ -331,57 +274,24 @@ class RunLedger:
     # ------------------------------------------------------------------------------------- training
 
     def _training_started(self, command: StartTraining) -> None:
+        if self._colocated and self._training_since_s is None:
+            self._training_since_s = self._time_s
         taken = self._finished.take(command.rollout_ids)
-        self._step.add(taken, command.version)
+        self._trainer.begin(taken, command.version)
         if self._turns is not None:
             self._turns.trained(command.rollout_ids, taken, command.version)
-        self._micro_batches.append(
-            _MicroBatch(
-                reward=math.fsum(taken.rewards_M),
-                starts=taken.starts_N,
-                ends=taken.ends_N,
-                lags=command.version - taken.versions_N,
-                queue_lags=command.version - taken.finish_versions_N,
-            )
-        )
 
     def _trained(self, event: TrainingFinished) -> None:
-        self._seconds["training"] += event.train_s
-        self._step.train_s += event.train_s
-        self.profile.trainer_worked(self._time_s - event.train_s, self._time_s, "training")
+        self._trainer.trained(self._time_s, event, self.profile)
         if event.version == self._version:
             return  # a micro-batch that did not complete its step
         self._version = event.version
         in_progress = sum(self._engine_rollouts.values())
-        step = self._step.close(self._time_s, in_progress=in_progress, ready=len(self._finished))
-        self._scoring_sum += step.scoring
-        rewards, *spans = zip(*self._micro_batches, strict=True)
-        self._micro_batches.clear()
-        start_N, end_N, lag_N, queue_N = (np.concatenate(one) for one in spans)
-        tokens_N = end_N - start_N
-        self._lag.add(lag_N, queue_N, tokens_N)
-        self.profile.trained(start_N, end_N, lag_N)
-        lag_tokens, queue_tokens = int((lag_N * tokens_N).sum()), int((queue_N * tokens_N).sum())
-        row = StepRow(
-            step=event.version,
-            time_s=step.time_s,
-            train_s=step.train_s,
-            publish_s=step.publish_s,
-            wait_s=step.wait_s,
-            samples=step.samples,
-            tokens=step.tokens,
-            lag_mean=step.lag_mean,
-            lag_max=step.lag_max,
-            lag_in_flight_mean=(lag_tokens - queue_tokens) / step.tokens,
-            lag_in_queue_mean=queue_tokens / step.tokens,
-            in_progress=step.in_progress,
-            ready=step.ready,
-            reward_mean=sum(rewards) / step.samples,
-            length_mean=step.tokens / step.samples,
+        row = self._trainer.end_step(
+            self._time_s, event.version, self.profile, in_progress=in_progress, ready=len(self._finished)
         )
-        self._ended["trained"] += step.samples
-        self._tokens["trained"] += step.tokens
-        self.steps.append(row)
+        self._ended["trained"] += row.samples
+        self._tokens["trained"] += row.tokens
         self.profile.step_done(self._time_s, event.version)
         if self.on_step is not None:
             self.on_step(row)
@@ -407,7 +317,7 @@ class RunLedger:
         """Return the numbers of the run so far that follow from its trace and its configuration."""
         duration_s, ended, tokens = self._time_s, self._ended, self._tokens
         generated = self._tokens_finished + self._tokens_cut_short
-        training_s, publishing_s = self._seconds["training"], self._seconds["publishing"]
+        training_s, publishing_s = self._trainer.training_s, self._trainer.publishing_s
         rest_s = max(0.0, duration_s - training_s - publishing_s)
         engine_s = duration_s * self.num_engines
         environments = None if self._turns is None else self._turns.report(duration_s, finished=self._num_finished)
@@ -418,7 +328,7 @@ class RunLedger:
             tokens_trained=tokens["trained"],
             samples_per_s=ended["trained"] / duration_s if duration_s else 0.0,
             tokens_per_s=tokens["trained"] / duration_s if duration_s else 0.0,
-            lag=self._lag.report(),
+            lag=self._trainer.lag.report(),
             rollouts=RolloutCounts(
                 started=self._num_started,
                 finished=self._num_finished,
@@ -450,7 +360,7 @@ class RunLedger:
                 training_s=training_s,
                 waiting_s=rest_s,
                 admission=self._admission,
-                scoring=self._scoring_sum / max(1, len(self.steps)),
+                scoring=self._trainer.scoring_mean,
                 in_use=environments.in_use_mean if environments is not None else 0.0,
             ),
             environments=environments,
@@ -459,8 +369,8 @@ class RunLedger:
 
     def tokens_by_lag(self) -> list[int]:
         """Return the trained tokens of lag 0, 1, 2, ... optimizer steps (counts)."""
-        return self._lag.by_lag()
+        return self._trainer.lag.by_lag()
 
     def figure_data(self) -> FigureData:
         """Return the data of figures, the rows of the steps excepted."""
-        return self.profile.data(self._lag.histogram(), None if self._turns is None else self._turns.profile())
+        return self.profile.data(self._trainer.lag.histogram(), None if self._turns is None else self._turns.profile())
