@@ -18,6 +18,7 @@ RUN := examples/qwen7b_128_h100.toml
 demo: $(VENV)/.demo
 	rm -rf runs/demo
 	$(BIN)/pipelinerl compare $(RUN) --set optimizer_steps=192 --set 'compare.scenarios=[{ name = "central" }]' --out runs/demo
+	$(BIN)/pipelinerl report runs/demo --out runs/demo/page.html
 	@echo "What rests on evidence, and why the paper measured more: docs/main_run.md. The paper's figures: docs/paper_figures.md"
 
 test: $(VENV)/.dev

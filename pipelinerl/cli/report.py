@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import webbrowser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,9 +43,10 @@ def report(
 
         text = page_markdown(page)
     else:
-        from analysis.page import page_html
+        with _where_it_is_installed():
+            from analysis.page import page_html
 
-        text = page_html(page, figures)
+            text = page_html(page, figures())
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -52,33 +56,49 @@ def report(
         webbrowser.open(out.resolve().as_uri())
 
 
-def _content(folders: list[Path]) -> tuple[Page, list[Interactive]]:
-    """Return words and figures of what is in the folders."""
-    from analysis import interactive
+@contextmanager
+def _where_it_is_installed() -> Iterator[None]:
+    """Draw inside this block; a package that is missing is one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; pip install {error.name}, or --out page.md") from None
+
+
+def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]]:
+    """Return the words of what is in the folders, and what draws its figures."""
     from analysis.read import read_comparison, read_run, read_runs
     from pipelinerl.cli import page_words
     from pipelinerl.records.plan_report import PlanReport
     from pipelinerl.records.run_folder import COMPARISON_FILE, PLAN_FILE, VALIDATION_FILE
     from pipelinerl.records.validation_report import ValidationReport
 
-    for file in (PLAN_FILE, COMPARISON_FILE, VALIDATION_FILE):
-        found = [folder for folder in folders if os.path.exists(folder / file)]
-        if found and len(folders) > 1:
-            raise ConfigError(
-                f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {found[0]}"
-            )
-        if not found:
-            continue
-        folder = folders[0]
-        if file == PLAN_FILE:
-            plan = PlanReport.read(folder / file)
-            return page_words.plan_page(plan, folder), interactive.plan_figures(plan)
-        if file == VALIDATION_FILE:
-            validation = ValidationReport.read(folder / file)
-            return page_words.validation_page(validation), interactive.validation_figures(validation)
-        comparison = read_comparison(folder)
-        arms = next(one.arms for one in comparison.scenarios if one.arms)
-        drawn = interactive.run_figures([read_run(folder / arm.folder, arm.name) for arm in arms], comparison)
-        return page_words.comparison_page(comparison, folder), drawn
-    runs = read_runs(folders)
-    return page_words.run_page({run.name: run.report for run in runs}, folders), interactive.run_figures(runs)
+    held = [
+        (one, name)
+        for one in folders
+        for name in (PLAN_FILE, COMPARISON_FILE, VALIDATION_FILE)
+        if os.path.exists(one / name)
+    ]
+    if not held:
+        runs = read_runs(folders)
+        page = page_words.run_page({run.name: run.report for run in runs}, folders)
+        return page, lambda: _drawn().run_figures(runs)
+    folder, file = held[0]
+    if len(folders) > 1:
+        raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
+    if file == PLAN_FILE:
+        plan = PlanReport.read(folder / file)
+        return page_words.plan_page(plan, folder), lambda: _drawn().plan_figures(plan)
+    if file == VALIDATION_FILE:
+        validation = ValidationReport.read(folder / file)
+        return page_words.validation_page(validation), lambda: _drawn().validation_figures(validation)
+    comparison = read_comparison(folder)
+    arms = next(one.arms for one in comparison.scenarios if one.arms)
+    shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
+    return page_words.comparison_page(comparison, folder), lambda: _drawn().run_figures(shown, comparison)
+
+
+def _drawn() -> ModuleType:
+    from analysis import interactive
+
+    return interactive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 import webbrowser
 from base64 import b64decode
@@ -174,6 +175,19 @@ def test_open_shows_the_page(command: Command, finished: Path, monkeypatch: pyte
     out = finished / "page.md"
     assert command("report", finished, "--out", out, "--open").status == 0
     assert opened == [out.as_uri()]
+
+
+def test_without_bokeh_a_page_is_one_line_and_markdown_is_written(
+    command: Command, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [one for one in sys.modules if one.startswith(("bokeh", "analysis.interactive", "analysis.page"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    done = command("report", finished, "--out", finished / "page.html")
+    assert (done.status, done.err.count("\n")) == (2, 1)
+    assert "is not installed; pip install bokeh" in done.err
+    assert command("report", finished, "--out", finished / "page.md").status == 0
 
 
 def test_wrong_input_is_one_line(command: Command, finished: Path, compared: Path) -> None:
