@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from backends.check.environment_rows import environment_rows
 from backends.check.expected import Expected
 from backends.check.machine_rows import WARM_UPS, longest_pack, machine_rows, pack_rows
 from backends.check.run_rows import run_rows
@@ -73,12 +74,7 @@ def check(
         backend.check(config)
     _check_vacant(out)
     codec, why_not = _codec(train.model.path)
-    if task is None:
-        rows = [
-            unchecked("task", "an environment is checked by its rollouts only", "look at samples.jsonl of a short run")
-        ]
-    else:
-        rows = task_rows(config, task, codec, why_not)
+    rows = environment_rows(config, codec, why_not) if task is None else task_rows(config, task, codec, why_not)
     if missing:
         advice = install(f"train-{train.device}")
         why = f"{', '.join(missing)} not installed"

@@ -101,18 +101,19 @@ def _length_rows(config: RunConfig, problems: Sequence[Problem], codec: Codec) -
     longest, cut = config.train.task.max_prompt_tokens, config.workload.length.max
     lengths = [len(codec.encode(one.prompt)) for one in problems]
     failing = sum(not 0 < length <= longest for length in lengths)
-    rows = [_lengths("prompt tokens", lengths, failing, f"1 to train.task.max_prompt_tokens = {longest}", "fail")]
+    rows = [lengths_row("prompt tokens", lengths, failing, f"1 to train.task.max_prompt_tokens = {longest}", "fail")]
     answers: list[Any] = [one.expected for one in problems if isinstance(one.expected, str)]
     if answers:
         lengths = [len(codec.encode(answer)) for answer in answers]
         too_long = sum(length >= cut for length in lengths)  # the end token comes on top
         rows.append(
-            _lengths("expected answer tokens", lengths, too_long, f"below workload.length.max = {cut}", "be cut")
+            lengths_row("expected answer tokens", lengths, too_long, f"below workload.length.max = {cut}", "be cut")
         )
     return rows
 
 
-def _lengths(what: str, lengths: Sequence[int], num_wrong: int, expected: str, fate: str) -> CheckRow:
+def lengths_row(what: str, lengths: Sequence[int], num_wrong: int, expected: str, fate: str) -> CheckRow:
+    """Return the row of some lengths (tokens), so many of which are not as expected."""
     text = f"mean {np.mean(lengths):.0f}, largest {max(lengths)}"
     if not num_wrong:
         return CheckRow(what=what, measured=text, expected=expected)

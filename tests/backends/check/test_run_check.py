@@ -100,13 +100,14 @@ def test_where_engines_and_trainer_take_turns_the_pack_is_trained_on_in_the_trai
     assert "a pack of 16384 tokens" in rows
 
 
-def test_a_run_with_environments_is_checked_but_for_its_task(out: Path) -> None:
+def test_a_run_with_environments_is_checked(out: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # TensorBoard's
         report = check(turns_of(settings={"turns": 2}, steps=50), out=out, backend=Machines())
     rows = {row.what.strip(): row for row in report.rows}
     assert not report.wrong
-    assert rows["task"].finding is Finding.UNCHECKED
+    assert rows["seconds of a step"].measured.startswith("mean ")
+    assert rows["rewards"].measured.startswith("0 of 8 episodes with empty answers")
     assert rows["optimizer steps"].measured.startswith("4, ")
 
 
@@ -156,18 +157,20 @@ HIDE = """
 import sys
 for name in ("torch", "vllm", "deepspeed", "ray", "transformers", "tokenizers", "tensorboard", "psutil", "safetensors"):
     sys.modules[name] = None
-sys.argv = ["pipelinerl", "train", "examples/tiny_arithmetic.toml", "--check", "--json"]
+sys.argv[1:] = ["train", f"examples/{sys.argv[1]}.toml", "--check", "--json"]
 from pipelinerl.cli import main
 main()
 """
 
 
 @pytest.mark.slow
-def test_without_the_packages_of_training_the_task_is_checked_and_the_rest_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", HIDE], cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("example", "right"), [("tiny_arithmetic", "64 of 64"), ("tiny_tools", "8 of 8 worked")])
+def test_without_the_packages_of_training_the_task_is_checked_and_the_rest_is_named(example: str, right: str) -> None:
+    command = [sys.executable, "-c", HIDE, example]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     rows = {row["what"]: row for row in json.loads(done.stdout)["rows"]}
-    assert rows["rewards"]["measured"].startswith("64 of 64")
+    assert rows["rewards"]["measured"].startswith(right)
     assert rows["lengths in tokens"]["finding"] == "not checked"
     for what in ("machines and links", "training", "engines and weights"):
         assert rows[what]["finding"] == "not checked"
