@@ -9,6 +9,7 @@ A run is one TOML file. Read it, simulate it, look at the report::
     print(report.tokens_per_s, report.lag.mean, report.bottleneck)
     report.steps           # a row per optimizer step, as a numpy record array
     report.to_dict()       # the content of summary.json
+    report.to_frame()      # the rows as a pandas data frame; in a notebook a report shows itself, table and figure
 
 =====================================  ==============================================================================
 ``load_run(path, overrides, seed)``    reads and checks a run file; a ``RunConfig``

@@ -9,12 +9,14 @@ from pathlib import Path
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.page import Table
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.trace import ReplayResult, Trace
 from pipelinerl.records.trace import replay as replay_trace
+from pipelinerl.util.report import Report
 
 Run = RunConfig | str | Path
 """A checked configuration, or the path of a run file."""
@@ -112,6 +114,28 @@ def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None =
 
     several = [folders] if isinstance(folders, str | Path) else folders
     return draw([Path(one) for one in several], _path(out))
+
+
+def _html(report: object) -> str | None:
+    """Return what a notebook shows of a report: its sentence, its table and a figure; None for other reports."""
+    from pipelinerl.cli import render_comparison, render_plan, render_run
+
+    match report:
+        case RunReport():
+            rows = [list(row) for row in render_run.summary_rows(report)]
+            table, answer = Table(title=report.scheduler, columns=("", ""), rows=rows), ""
+        case ComparisonReport():
+            table, answer = render_comparison.comparison_table(report), report.answer
+        case PlanReport():
+            table, answer = render_plan.plan_table(report), f"bottleneck: {report.recommended.verdict}"
+        case _:
+            return None
+    from analysis.notebook import html_of
+
+    return html_of(report, table, answer)
+
+
+Report.shown_by = _html
 
 
 def _config(run: Run) -> RunConfig:

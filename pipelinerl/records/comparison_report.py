@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import ConfigDict
 
 from pipelinerl.records.reports import RunReport
-from pipelinerl.util.report import Report
+from pipelinerl.util.report import Report, data_frame
 
 
 class RepeatReport(Report):
@@ -70,6 +72,29 @@ class ComparisonReport(Report):
     def arms(self) -> list[ArmReport]:
         """The arms of all scenarios."""
         return [arm for scenario in self.scenarios for arm in scenario.arms]
+
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with a row per scenario and arm.
+
+        Raises:
+            ConfigError: If pandas is not installed.
+        """
+        return data_frame(
+            [
+                {
+                    "scenario": scenario.name,
+                    "arm": arm.name,
+                    "speedup": arm.speedup,
+                    "tokens_per_s": arm.summary.tokens_per_s,
+                    "duration_s": arm.summary.duration_s,
+                    "lag_mean": arm.summary.lag.mean,
+                    "lag_max": arm.summary.lag.max,
+                    **{f"{what}_s": seconds for what, seconds in arm.summary.seconds},
+                }
+                for scenario in self.scenarios
+                for arm in scenario.arms
+            ]
+        )
 
     @property
     def answer(self) -> str:

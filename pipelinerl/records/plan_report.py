@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
@@ -11,7 +11,7 @@ from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.records.cost import CostReport
-from pipelinerl.util.report import Report
+from pipelinerl.util.report import Report, data_frame
 
 
 class PlannedRun(Report):
@@ -257,6 +257,14 @@ class PlanReport(Report):
     """The effect of each coefficient, the largest first."""
     splits: SplitCurve
     """Screened throughput of the recommendation at every split."""
+
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with a row per simulated candidate, the fastest first.
+
+        Raises:
+            ConfigError: If pandas is not installed.
+        """
+        return data_frame([one.to_dict() for one in self.simulated])
 
     @field_validator("front")
     @classmethod

@@ -18,7 +18,7 @@ from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
 from pipelinerl.scheduler.events import DiscardReason
-from pipelinerl.util.report import Report
+from pipelinerl.util.report import Report, data_frame
 
 
 class LagReport(Report):
@@ -330,12 +330,10 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
         """A record per optimizer step with the columns of steps.csv: ``report.steps.lag_mean`` is an array."""
         return as_records(self._steps)
 
-    def steps_frame(self) -> Any:
-        """Return the steps as a pandas data frame.
+    def to_frame(self) -> Any:
+        """Return a pandas data frame with a row per optimizer step, the columns of steps.csv.
 
         Raises:
-            ModuleNotFoundError: If pandas is not installed.
+            ConfigError: If pandas is not installed.
         """
-        import pandas as pd  # noqa: PLC0415 - optional, and slow to load
-
-        return pd.DataFrame(self.steps)
+        return data_frame(self.steps)

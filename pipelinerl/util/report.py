@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic_core import ErrorDetails
@@ -23,6 +23,13 @@ class Report(StrictModel):
     def _leave_out_absent_keys(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields = type(self).model_fields
         return {key: value for key, value in serialize(self).items() if value is not None or fields[key].is_required()}
+
+    shown_by: ClassVar[Callable[[Any], str | None] | None] = None
+    """What makes the HTML of a report; the front door (``pipelinerl.api``) brings it."""
+
+    def _repr_html_(self) -> str | None:
+        """Show itself in a notebook. None: as text."""
+        return None if Report.shown_by is None else Report.shown_by(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values as JSON has them, keys in the order of the file."""
@@ -91,3 +98,16 @@ def _complaint(fault: ErrorDetails, name: str) -> str:
         case _:
             return f"{name}: {key}: {fault['msg']}"
     return f"{name}: {key} must be {rule}, got {json.dumps(fault['input'])}"
+
+
+def data_frame(rows: Any) -> Any:
+    """Return records as a pandas data frame.
+
+    Raises:
+        ConfigError: If pandas is not installed; it comes with the extra ``math``.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415  # not everybody has it
+    except ModuleNotFoundError:
+        raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from None
+    return pd.DataFrame.from_records(rows)

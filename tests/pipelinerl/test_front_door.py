@@ -1,9 +1,11 @@
 """``import pipelinerl``: its names, their signatures, and what it does not load."""
 
 import ast
+import base64
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from pipelinerl.records.run_folder import SUMMARY_FILE
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
+ARMS = "compare={arms=[{name='one'}, {name='two', set=['scheduler.kind=conventional']}], baseline='two'}"
 SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
@@ -76,6 +79,22 @@ def test_a_run_file_is_simulated_kept_replayed_and_drawn(tmp_path: Path) -> None
     figures = prl.plot(tmp_path / "run", out=tmp_path / "figures")
     assert figures
     assert all(path.is_file() for path in figures)
+
+
+def test_reports_show_themselves_and_become_frames(tmp_path: Path) -> None:
+    run = prl.load_run(QUICKSTART, SMALL)
+    report = prl.simulate(run)
+    assert list(report.to_frame().tokens) == list(report.steps.tokens)
+    comparison = prl.compare(prl.load_run(QUICKSTART, [*SMALL, ARMS]), workers=1)
+    frame = comparison.to_frame()
+    assert list(frame.arm) == ["one", "two"]
+    assert frame.tokens_per_s[0] == comparison.arms[0].summary.tokens_per_s
+    for shown, words in ((report, f"{report.tokens_per_s:,.0f} tokens/s"), (comparison, comparison.answer)):
+        html = shown._repr_html_()
+        assert words in html
+        picture = re.search(r'src="data:image/png;base64,([^"]+)"', html)
+        assert base64.b64decode(picture[1]).startswith(b"\x89PNG")
+    assert report.lag._repr_html_() is None  # a part of a report is text
 
 
 def test_a_path_stands_for_its_run(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ LAYERS = (
     {"records"},
     {"theory"},
     {"calibration"},
-    {"cli", "api"},
+    {"cli"},
+    {"api"},
 )
 """Folders of the core, from the ground up: each imports from itself and from lower storeys only."""
 

@@ -39,7 +39,7 @@ def test_steps_are_arrays_of_the_rows_beside_the_summary(folder: Path) -> None:
 def test_steps_are_a_data_frame_with_the_columns_of_the_file(folder: Path) -> None:
     pytest.importorskip("pandas")
     report = RunReport.read(folder / "summary.json")
-    frame = report.steps_frame()
+    frame = report.to_frame()
     assert list(frame.columns) == list(COLUMNS)
     assert frame["step"].tolist() == [1, 2, 3]
     assert frame["lag_mean"].tolist() == report.steps.lag_mean.tolist()
