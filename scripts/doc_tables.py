@@ -21,6 +21,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pipelinerl.calibration.logs.record import LoggedStep
 from pipelinerl.config.plan import PlanConfig
 from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
@@ -56,6 +57,7 @@ REPORTS: dict[str, tuple[type[BaseModel], ...]] = {
     "plan.json": (PlanReport,),
     "environments.json": (EnvironmentsReport,),
     "validation.json": (ValidationReport,),
+    "logged step": (LoggedStep,),
 }
 """The models of each report."""
 

@@ -7,11 +7,14 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.hardware.costs import training_cost
 from pipelinerl.hardware.tables import PhaseSwitchConfig, TrainingConfig, WeightTransferConfig
+from pipelinerl.records.steps import StepRow
 from sim.run import simulate
 from sim.workload import Workload
 
 BATCHES = 4
 """Batches that are averaged over (count)."""
+STEADY_FROM, STEADY = 6, 16
+"""RL steps, or optimizer steps, of a short run that are its start, and that are averaged over (count)."""
 
 
 def rollout_batch_s(config: RunConfig) -> float:
@@ -62,3 +65,18 @@ def train_step_s(config: RunConfig) -> float:
     starts = range(0, len(lengths), micro_batch)
     work_s = sum(cost.seconds(lengths[start : start + micro_batch], completes_step=False) for start in starts)
     return cost.step_s + work_s / BATCHES
+
+
+def measured_steps(config: RunConfig) -> list[StepRow]:
+    """Return optimizer steps of a short run of its own, without its start; the first only tells when they begin.
+
+    Raises:
+        ConfigError: As ``simulate``.
+        RunFailedError: If the run could not reach its end.
+    """
+    schedule = config.scheduler.schedule
+    rl_step = config.scheduler.optimizer_steps_per_rl_step if schedule.has_rl_steps else 1
+    start = STEADY_FROM * rl_step
+    rows: list[StepRow] = []
+    simulate(config.model_copy(update={"optimizer_steps": start + STEADY * rl_step}), on_step=rows.append)
+    return rows[start - 1 :]

@@ -25,7 +25,7 @@ mean of the *rounded and cut* lengths is the one asked for, which leaves at most
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
@@ -40,6 +40,7 @@ from pipelinerl.config.workload import LengthConfig, WorkloadConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean
 from pipelinerl.util.limits import MOST_TOKENS
+from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
@@ -240,55 +241,19 @@ def grown_length(length_tokens: int, *, factor: float, max_tokens: int) -> int:
 
 
 def _lognormal_location(length: LengthConfig) -> float:
-    """Return the mean of log X for which the drawn lengths have the mean ``length.mean``.
-
-    Rounding at random keeps the mean, and the cuts at 1 and at L are whole numbers, so a drawn length has mean
-    E[max(1, min(X, L))] = 1 + E[min(X, L)] - E[min(X, 1)], which rises with the location.
-    """
+    """Return the mean of log X for which the drawn lengths have the mean ``length.mean``."""
     _check_mean(length)
     low, high = CV_RANGE
     assert length.mean is not None  # checked by the configuration
     assert length.cv is not None
     if not low <= length.cv <= high:
         raise ConfigError(f"workload.length.cv must be from {low:g} to {high:g}, got {length.cv}")
-    log_sd, longest = _log_sd(length), length.max
-
-    def mean_at(location: float) -> float:
-        cut_at_max = _mean_of_cut_lognormal(location, log_sd=log_sd, cut=longest)
-        return 1.0 + cut_at_max - _mean_of_cut_lognormal(location, log_sd=log_sd, cut=1)
-
-    # At 40 standard deviations below log 1 all lengths are 1, at 40 above log L all are L.
-    return _argument_nearest(mean_at, length.mean, low=-40 * log_sd, high=math.log(longest) + 40 * log_sd)
+    return location_of_mean(length.mean, log_sd=_log_sd(length), longest=length.max)
 
 
 def _log_sd(length: LengthConfig) -> float:
-    """Return the standard deviation of log X of a log-normal X with coefficient of variation ``length.cv``."""
     assert length.cv is not None
-    return math.sqrt(math.log1p(length.cv**2))
-
-
-def _mean_of_cut_lognormal(location: float, *, log_sd: float, cut: float) -> float:
-    """Return E[min(X, c)] = exp(m + s^2/2) Phi(a - s) + c Phi(-a) with a = (log c - m) / s, X log-normal(m, s)."""
-    a = (math.log(cut) - location) / log_sd
-    return math.exp(location + log_sd**2 / 2) * _normal_cdf(a - log_sd) + cut * _normal_cdf(-a)
-
-
-def _normal_cdf(z: float) -> float:
-    """Return the probability that a standard normal is below ``z``."""
-    return math.erfc(-z / math.sqrt(2)) / 2
-
-
-def _argument_nearest(function: Callable[[float], float], target: float, *, low: float, high: float) -> float:
-    """Return where a non-decreasing function comes nearest to a target between ``low`` and ``high``.
-
-    Bisection down to neighbouring floats; at a jump over the target, the side that is nearer.
-    """
-    while low < (middle := (low + high) / 2) < high:
-        if function(middle) < target:
-            low = middle
-        else:
-            high = middle
-    return min((high, low), key=lambda argument: abs(function(argument) - target))
+    return log_sd_of(length.cv)
 
 
 def _scaled(prompts: Sequence[SourcePrompt], length: LengthConfig) -> tuple[SourcePrompt, ...]:
@@ -309,7 +274,7 @@ def _scaled(prompts: Sequence[SourcePrompt], length: LengthConfig) -> tuple[Sour
             return math.fsum((totals / sizes).tolist()) / len(prompts)
 
         low, high = 0.5 / int(tokens.max()), length.max / int(tokens.min())
-        factor = _argument_nearest(mean_at, length.mean, low=low, high=high)
+        factor = argument_nearest(mean_at, length.mean, low=low, high=high)
     return tuple(
         SourcePrompt(p.prompt_tokens, _rounded_and_cut(p.lengths, factor, length.max), p.rewards) for p in prompts
     )

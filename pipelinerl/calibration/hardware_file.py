@@ -10,6 +10,7 @@ import tomli_w
 from pipelinerl.calibration.hardware_fit import HardwareFit, is_inverse
 from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.run_folder import RUN_FILE
 
 HARDWARE_FILE = "hardware.toml"
 """Name of the result in a folder."""
@@ -21,6 +22,8 @@ POOR = 0.2
 The hardware model without any measurement is 20 to 35 % off where it could be checked; a good fit is 2 %, one on a
 noisy machine 10 %.
 """
+FAR = 2.0
+"""Factor on the hardware model's times, or its inverse, from which on a warning asks whether the input is right."""
 
 
 def hardware_toml(result: HardwareFit, source: str) -> str:
@@ -33,19 +36,27 @@ def hardware_toml(result: HardwareFit, source: str) -> str:
     return "\n".join(lines) + "\n\n" + tomli_w.dumps({"hardware": result.table})
 
 
-def write_hardware(out: Path, text: str) -> None:
+def write_hardware(out: Path, text: str, *, run: str | None = None) -> None:
     """Write the table into a folder as ``hardware.toml``, or into a file whose name ends in ``.toml``.
+
+    Args:
+        out: The folder or the file.
+        text: The table.
+        run: A whole run file, for ``run.toml`` in the folder.
 
     Raises:
         ConfigError: If that cannot be done, or there is such a file.
     """
     path = out if out.suffix == ".toml" else out / HARDWARE_FILE
+    files = {path: text} if run is None else {path: text, out / RUN_FILE: run}
+    for one in files:
+        if one.exists():
+            raise ConfigError(f"--out must be a new file or a folder without one, got {one}, which exists")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"--out must be a new file or a folder without one, got {path}, which exists") from None
+        for one, content in files.items():
+            one.parent.mkdir(parents=True, exist_ok=True)
+            with one.open("x", encoding="utf-8") as file:
+                file.write(content)
     except OSError as error:
         raise ConfigError(f"--out must be a folder or file that can be written, got {out}: {error.strerror}") from None
 
@@ -57,11 +68,17 @@ def error_text(one: Fit) -> str:
 
 
 def doubts(result: HardwareFit) -> list[str]:
-    """Return a line for each fit that is poor, and for each share of a peak that came out at all of it.
+    """Return a line for each number just out of reach, factor far from 1, poor fit, and share of a peak at its bound.
 
     A time that comes out at its bound, 0, is no reason to doubt: there are systems without it.
     """
-    lines = []
+    lines = list(result.warnings)
+    lines += [
+        f"{what} lasts {factor:.2g} times as long as the hardware model says: check GPU, model, tensor_parallel and "
+        "batch, and what the seconds hold besides"
+        for what, factor in result.factors.items()
+        if not 1 / FAR <= factor <= FAR
+    ]
     for part in result.parts:
         one = part.fit
         if max(one.mean_error, one.held_out_error or 0.0) > POOR:

@@ -86,6 +86,8 @@ class HardwareFit:
         self.table: dict[str, Any] = hardware.model_dump(mode="json", exclude_none=True, exclude_unset=True)
         self.parts: list[Part] = []
         self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.factors: dict[str, float] = {}
         self.gpu: Gpu | None = None
         self.model: LanguageModel | None = None
         if (named := named_hardware(hardware)) is not None:
@@ -295,7 +297,7 @@ class HardwareFit:
         """
         if self.gpu is not None and self.model is not None and given_s > MOST_TIMES * expected_s:
             raise ConfigError(
-                f"--{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
+                f"{name}={given_s:g} is {given_s / expected_s:.2g} times what {self.model.name} on {self.gpu.name} "
                 f"needs by the hardware model, {expected_s:.3g} s: check unit, GPU and model"
             )
 

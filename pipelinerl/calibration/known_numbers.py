@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,22 @@ from pipelinerl.hardware.tables import HardwareConfig, TimedTable
 
 Slower = Callable[[RunConfig, float], dict[str, Any]]
 
+OPTIONS = {
+    "train_step_s": "--train-step-s", "rollout_batch_s": "--rollout-batch-s", "weight_sync_s": "--weight-sync-s",
+}  # fmt: skip
+"""What messages call the numbers on the command line."""
+TRIES = 12
+"""Simulations to find a factor, at most (count)."""
+CLOSE = 1e-3
+"""Share of the measured time at which they end (no unit)."""
+LEAST_SLOPE = 0.2
+"""Least slope, of the log of the time over that of the factor, by which the next factor is chosen (no unit)."""
+WITHIN = 0.01
+"""Share by which the model may miss a number and count as giving it (no unit)."""
+JUST_OUT = 0.05
+"""Share by which a number may be out of the model's reach and is taken with a warning: so far are logs rounded, and so
+far do steps differ (no unit)."""
+
 
 def calibrate_numbers(
     run: RunConfig,
@@ -30,6 +47,7 @@ def calibrate_numbers(
     weight_sync_s: float | None = None,
     model_train_s: Callable[[RunConfig], float],
     model_rollout_s: Callable[[RunConfig], float],
+    names: Mapping[str, str] = OPTIONS,
 ) -> HardwareFit:
     """Fit one speed factor of the trainer and one of generation to numbers that a user knows.
 
@@ -40,28 +58,38 @@ def calibrate_numbers(
         weight_sync_s: Seconds from the end of an optimizer step to engines with its weights.
         model_train_s: Seconds of an optimizer step of a configuration in the simulator.
         model_rollout_s: Seconds of such a batch in the simulator.
+        names: What messages call the numbers.
 
     Raises:
         ConfigError: If no number is given, one is not above 0, one is shorter than the hardware model allows, or one is
             so long that it must be in another unit.
     """
-    numbers = {"train-step-s": train_step_s, "rollout-batch-s": rollout_batch_s, "weight-sync-s": weight_sync_s}
+    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     if all(value is None for value in numbers.values()):
-        raise ConfigError(f"calibrate needs SOURCE, or some of --{', --'.join(numbers)} with --run RUN.toml")
+        raise ConfigError(f"calibrate needs SOURCE, or some of {', '.join(OPTIONS.values())} with --run RUN.toml")
     for name, value in numbers.items():
         if value is not None and not 0 < value < 1e7:
-            raise ConfigError(f"--{name} must be above 0 and in seconds, got {value:g}")
+            raise ConfigError(f"{names[name]} must be above 0 and in seconds, got {value:g}")
     result = HardwareFit(run.hardware, fixed_coefficients(run))
     if train_step_s is not None:
-        result.check_number("train-step-s", train_step_s, model_train_s(run))
-        factor = _solve(run, train_step_s, model_train_s, _slower_training, "--train-step-s")
+        result.check_number(names["train_step_s"], train_step_s, model_train_s(run))
+        factor = _solve(
+            run, train_step_s, model_train_s, _slower_training, name=names["train_step_s"], warnings=result.warnings
+        )
         _scale(result, _slower_training(run, factor), factor, "training")
     if rollout_batch_s is not None:
-        result.check_number("rollout-batch-s", rollout_batch_s, model_rollout_s(run))
-        factor = _solve(run, rollout_batch_s, model_rollout_s, _slower_generation, "--rollout-batch-s")
+        result.check_number(names["rollout_batch_s"], rollout_batch_s, model_rollout_s(run))
+        factor = _solve(
+            run,
+            rollout_batch_s,
+            model_rollout_s,
+            _slower_generation,
+            name=names["rollout_batch_s"],
+            warnings=result.warnings,
+        )
         _scale(result, _slower_generation(run, factor), factor, "generation")
     if weight_sync_s is not None:
-        result.check_number("weight-sync-s", weight_sync_s, resolved_hardware(run).weights.pause_s)
+        result.check_number(names["weight_sync_s"], weight_sync_s, resolved_hardware(run).weights.pause_s)
         result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
         result.notes.append(
             "weights: taken to stop trainer and engines all the time; one number does not say whether engines go on "
@@ -110,25 +138,40 @@ def _merged(table: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _solve(run: RunConfig, goal_s: float, model_s: Callable[[RunConfig], float], slower: Slower, option: str) -> float:
-    """Return the factor on the times of the model that gives a measured time."""
+def _solve(
+    run: RunConfig,
+    goal_s: float,
+    model_s: Callable[[RunConfig], float],
+    slower: Slower,
+    *,
+    name: str,
+    warnings: list[str],
+) -> float:
+    """Return the factor on the times of the model that gives a measured time; with a warning where it just misses."""
     table = run.hardware.model_dump(mode="json", exclude_none=True)
 
     def slowed_s(factor: float) -> float:
         hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
         return model_s(run.model_copy(update={"hardware": hardware}))
 
-    factor = 1.0
-    now_s = slowed_s(factor)
-    for _ in range(12):
-        if abs(now_s / goal_s - 1) < 1e-4:
+    factor, now_s, slope = 1.0, slowed_s(1.0), 1.0
+    for _ in range(TRIES):
+        if abs(now_s / goal_s - 1) < CLOSE:
             break
-        factor *= goal_s / now_s
+        last, last_s = factor, now_s
+        factor *= (goal_s / now_s) ** (1 / slope)
         now_s = slowed_s(factor)
-    if abs(now_s / goal_s - 1) > 0.01:
+        # Where other times stand beside these, a factor changes the sum by a smaller one.
+        slope = min(1.0, max(LEAST_SLOPE, math.log(now_s / last_s) / math.log(factor / last)))
+    missed = abs(now_s / goal_s - 1)
+    if missed > JUST_OUT:
         raise ConfigError(
-            f"{option}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
+            f"{name}={goal_s:g} is out of reach: the nearest that the hardware model gives is {now_s:.3g} s; check "
             "the unit, and the batch, lengths, latencies and accelerators of --run"
+        )
+    if missed > WITHIN:
+        warnings.append(
+            f"{name}={goal_s:g} is just out of reach: the nearest that the hardware model gives is {now_s:.3g} s, taken"
         )
     return factor
 
@@ -139,6 +182,7 @@ def _scale(result: HardwareFit, parts: Mapping[str, Any], factor: float, what: s
         for name, part in parts.items()
     }
     result.table = _merged(result.table, short)
+    result.factors[what] = factor
     result.notes.append(
         f"{what}: one number gives one factor, {factor:.3g} on all its times; how they divide among their parts is not "
         "determined and stays as it was"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
 from pipelinerl.calibration.hardware_file import HARDWARE_FILE, doubts
 from pipelinerl.calibration.hardware_fit import TRAINING_COEFFICIENTS, HardwareFit
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import load_run
+from pipelinerl.config.run_file import load_run, read_hardware
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import HardwareConfig, WeightTransferConfig
 from pipelinerl.records.run_folder import RUN_FILE, TRACE_FILE
@@ -85,7 +84,7 @@ def _with_one(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
             "--measured must be a folder of `measure` or `train --check`, a step_times.csv, or a hardware.toml, got "
             f"{source}"
         )
-    return _with_hardware(config, _hardware_table(file), file), measured
+    return _with_hardware(config, read_hardware(file, "--measured"), file), measured
 
 
 def _of_an_engine(table: Mapping[str, Any], config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -139,17 +138,6 @@ def _with_run(config: RunConfig, measured: Measured, source: Path) -> tuple[RunC
 
 def _doubted(measured: Measured, result: HardwareFit) -> Measured:
     return Measured(measured.weights, measured.answers, (*measured.doubts, *doubts(result)))
-
-
-def _hardware_table(file: Path) -> dict[str, Any]:
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--measured {file} cannot be read: {error}") from None
-    table = data.get("hardware")
-    if not isinstance(table, dict):
-        raise ConfigError(f"--measured {file} must hold a table [hardware], as `calibrate` writes it")
-    return table
 
 
 def _with_hardware(config: RunConfig, table: Mapping[str, Any], source: Path) -> RunConfig:

@@ -142,6 +142,10 @@ def read_step_times(path: Path, *, series: tuple[list[str], list[str]] | None = 
             few rows, or the seconds cannot be seconds.
     """
     table = read_table(path, "the table of step times")
+    if "_step" in table.header.cells:
+        raise ConfigError(
+            f"{path} is an export of W&B: say what logged it, --from verl, nemo-rl, prime-rl, slime or areal"
+        )
     found = None
     if KERNELS in table.header.cells:
         kernels = [row for _, row in table.rows(KernelRow)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,17 +12,30 @@ from pipelinerl.errors import ConfigError
 
 
 def calibrate(
-    source: Annotated[
-        Path | None,
+    sources: Annotated[
+        list[Path] | None,
         typer.Argument(
-            metavar="[SOURCE]",
-            help="Folder of a run with a trace, or a CSV table of step times. None: the numbers below.",
+            metavar="[SOURCE]...",
+            help="Folder of a run with a trace, a CSV table of step times, or with --from logs. None: numbers below.",
             show_default=False,
+        ),
+    ] = None,
+    format_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FORMAT",
+            help="The sources are logs of a job by verl, nemo-rl, prime-rl, slime or areal, or a csv of its steps.",
         ),
     ] = None,
     run: Annotated[
         Path | None,
         typer.Option("--run", metavar="RUN.toml", help="Its [hardware] says what is fitted: gpu and model, or tables."),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Of a log: its language model.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of a log: its accelerator.")] = None,
+    accelerators: Annotated[
+        int | None, typer.Option("--accelerators", metavar="N", help="Of a log: how many, if it does not tell.")
     ] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     train_step_s: Annotated[
@@ -36,11 +49,44 @@ def calibrate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Write hardware.toml into this folder, or this file NAME.toml."),
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Write hardware.toml, and run.toml of a log, into this folder; or the hardware into this NAME.toml.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fit the hardware model to a trace, a table of step times, or three numbers; print the [hardware] table."""
+    """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
+    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    named = {"model": model, "gpu": gpu, "accelerators": accelerators}
+    if format_ is not None:
+        if given:
+            raise ConfigError("calibrate takes --from with logs, or numbers, got both")
+        if run is not None and any(value is not None for value in named.values()):
+            raise ConfigError("--model, --gpu and --accelerators describe a job without --run RUN.toml, got both")
+        _calibrate_log(sources or [], format_, run, named, overrides, out, as_json=as_json)
+        return
+    if stray := [name for name, value in named.items() if value is not None]:
+        raise ConfigError(f"--{stray[0]} describes the job of a log: it needs --from FORMAT")
+    if run is None and overrides:
+        raise ConfigError("--set overrides keys of --run RUN.toml, which is missing")
+    if len(sources or []) > 1:
+        raise ConfigError("calibrate takes one SOURCE, or several logs with --from FORMAT")
+    _calibrate_source(sources[0] if sources else None, run, overrides, given, out, as_json=as_json)
+
+
+def _calibrate_source(
+    source: Path | None,
+    run: Path | None,
+    overrides: list[str],
+    numbers: dict[str, float],
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Calibrate from a trace, a table of step times, or numbers."""
     from pipelinerl.calibration.calibrate import calibrate_table, calibrate_trace
     from pipelinerl.calibration.hardware_file import as_json as result_as_json
     from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
@@ -48,18 +94,22 @@ def calibrate(
     from pipelinerl.config.run_file import load_run
 
     config = None if run is None else load_run(run, overrides)
-    numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
-    if config is None and overrides:
-        raise ConfigError("--set overrides keys of --run RUN.toml, which is missing")
     if source is None:
         if config is None:
             raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
         from sim.batch import rollout_batch_s as model_rollout_s
         from sim.batch import train_step_s as model_train_s
 
-        result = calibrate_numbers(config, **numbers, model_train_s=model_train_s, model_rollout_s=model_rollout_s)
-        name = ", ".join(f"{key}={value:g}" for key, value in numbers.items() if value is not None)
-    elif any(value is not None for value in numbers.values()):
+        result = calibrate_numbers(
+            config,
+            train_step_s=numbers.get("train_step_s"),
+            rollout_batch_s=numbers.get("rollout_batch_s"),
+            weight_sync_s=numbers.get("weight_sync_s"),
+            model_train_s=model_train_s,
+            model_rollout_s=model_rollout_s,
+        )
+        name = ", ".join(f"{key}={value:g}" for key, value in numbers.items())
+    elif numbers:
         raise ConfigError(f"calibrate takes SOURCE or numbers, got {source} and numbers")
     else:
         name = source.name
@@ -74,3 +124,44 @@ def calibrate(
         print_json(result_as_json(result))
     else:
         typer.echo(text, nl=False)
+
+
+def _calibrate_log(
+    sources: list[Path],
+    format_: str,
+    run: Path | None,
+    named: dict[str, Any],
+    overrides: list[str],
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Calibrate from the logs of a job."""
+    from pipelinerl.calibration.hardware_file import as_json as result_as_json
+    from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
+    from pipelinerl.calibration.logs.fit import Models, calibrate_log, described_run
+    from pipelinerl.calibration.logs.readers import read_log
+    from pipelinerl.calibration.logs.record import logged_run
+    from pipelinerl.cli.render_log import log_as_json, print_log
+    from pipelinerl.config.run_file import dump_run, load_run
+    from sim.batch import measured_steps, train_step_s
+
+    if not sources:
+        raise ConfigError(f"--from {format_} needs the log: calibrate --from {format_} FILE...")
+    log = logged_run(read_log(sources, format_))
+    config = None if run is None else load_run(run, overrides)
+    described, assumed = described_run(log, run=config, named=named, overrides=overrides)
+    result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
+    name = ", ".join(source.name for source in sources)
+    for doubt in doubts(result.fit):
+        complain(f"warning: {doubt}")
+    if out is not None:
+        lines = (f"Made from {name} by pipelinerl calibrate --from {format_}.", *result.assumed)
+        whole = "".join(f"# {line}\n" for line in lines) + "\n" + dump_run(result.run)
+        write_hardware(out, hardware_toml(result.fit, name), run=None if out.suffix == ".toml" else whole)
+    if as_json:
+        print_json({**result_as_json(result.fit), **log_as_json(result)})
+    else:
+        print_log(result, name)
+        if out is None:
+            typer.echo("\n" + hardware_toml(result.fit, name), nl=False)

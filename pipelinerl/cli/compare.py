@@ -6,6 +6,7 @@ import typer
 
 from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
+    HardwareOption,
     JsonOption,
     MeasuredOption,
     OutOption,
@@ -22,6 +23,7 @@ def compare(
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     seed: SeedOption = None,
     out: OutOption = None,
+    hardware: HardwareOption = None,
     measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
@@ -32,7 +34,7 @@ def compare(
     from sim.compare import compare as compare_runs
     from sim.compare import plan_cells
 
-    config, found = merged(load_run(run, overrides, seed), measured)
+    config, found = merged(load_run(run, overrides, seed, hardware=hardware), measured)
     with progress_bar("runs", len(plan_cells(config))) as advance:
         result = compare_runs(config, out=out, on_done=lambda _cell, _failure: advance(), weights=found.weights)
     if as_json:

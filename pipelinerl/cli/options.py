@@ -31,6 +31,10 @@ MeasuredOption = Annotated[
         help="Merge what measure, train --check or calibrate wrote; may be given several times.",
     ),
 ]
+HardwareOption = Annotated[
+    Path | None,
+    typer.Option("--hardware", metavar="FILE.toml", help="Take its table [hardware] in place of the run file's."),
+]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", min=1, help="Simulate in so many processes; default: one per core.")
 ]

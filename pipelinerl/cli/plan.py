@@ -10,6 +10,7 @@ import typer
 
 from pipelinerl.cli.kept_figures import draw_kept
 from pipelinerl.cli.options import (
+    HardwareOption,
     JsonOption,
     MeasuredOption,
     OutOption,
@@ -31,6 +32,7 @@ def plan(
     ray: Annotated[
         str | None, typer.Option("--ray", metavar="ADDRESS", help="Simulate on this Ray cluster, or 'auto'.")
     ] = None,
+    hardware: HardwareOption = None,
     measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
@@ -39,7 +41,7 @@ def plan(
     from pipelinerl.config.run_file import load_run
     from sim.planning.search import plan as search_plan
 
-    config = load_run(run, overrides, seed)
+    config = load_run(run, overrides, seed, hardware=hardware)
     with stage_bars() as on_progress:
         report = search_plan(
             config,

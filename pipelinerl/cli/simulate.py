@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.kept_figures import draw_kept
-from pipelinerl.cli.options import JsonOption, MeasuredOption, OutOption, RunArgument, SeedOption, SetOption, print_json
+from pipelinerl.cli.options import (
+    HardwareOption,
+    JsonOption,
+    MeasuredOption,
+    OutOption,
+    RunArgument,
+    SeedOption,
+    SetOption,
+    print_json,
+)
 from pipelinerl.errors import ConfigError
 
 
@@ -25,6 +34,7 @@ def simulate(
     seed: SeedOption = None,
     out: OutOption = None,
     trace: Annotated[TraceLevel, typer.Option(help="full: keep every event, for replay.")] = TraceLevel.NONE,
+    hardware: HardwareOption = None,
     measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
@@ -34,7 +44,7 @@ def simulate(
     from pipelinerl.config.run_file import load_run
     from sim.run import simulate as simulate_run
 
-    config = of_its_arm(load_run(run, overrides, seed), measured)
+    config = of_its_arm(load_run(run, overrides, seed, hardware=hardware), measured)
     if trace is TraceLevel.FULL and out is None:
         raise ConfigError("--trace full needs --out DIR to write the trace to")
     with progress_bar("optimizer steps", config.optimizer_steps) as advance:

@@ -22,13 +22,16 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import explain, read_text, shown
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None = None) -> RunConfig:
+def load_run(
+    path: str | Path, overrides: Sequence[str] = (), seed: int | None = None, *, hardware: Path | None = None
+) -> RunConfig:
     """Read a run file, apply overrides in order, and check everything.
 
     Args:
         path: The TOML file.
         overrides: ``a.b=value`` each; the value is read as TOML, and as a plain string where it is none.
         seed: Replaces ``seed`` of the file.
+        hardware: A file whose table ``[hardware]`` replaces that of the run file, before the overrides.
 
     Returns:
         The checked configuration; paths in it are absolute.
@@ -44,12 +47,35 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), seed: int | None =
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     if seed is not None:
         data["seed"] = seed
+    if hardware is not None:
+        data["hardware"] = read_hardware(hardware, "--hardware")
     data = with_overrides(data, overrides)
     _make_paths_absolute(data, path.parent)
     config = parse_run(data, name=path.name)
     if config.compare is None:
         return config
     return config.model_copy(update={"compare": _with_absolute_paths(config.compare, path.parent)})
+
+
+def read_hardware(path: Path, option: str) -> dict[str, Any]:
+    """Return the table ``[hardware]`` of a file; paths in it are absolute.
+
+    Args:
+        path: The TOML file.
+        option: What messages call it.
+
+    Raises:
+        ConfigError: If it cannot be read or holds no such table.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from None
+    table = data.get("hardware")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{option} {path} must hold a table [hardware], as `calibrate` writes it")
+    _make_paths_absolute({"hardware": table}, path.parent)
+    return table
 
 
 def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:

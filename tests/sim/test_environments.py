@@ -15,11 +15,11 @@ from played_run import Played, environment, fixed, play
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.scheduler.events import EnvironmentFailed, EnvironmentFault, VersionSpans
+from pipelinerl.util.lognormal import mean_of_cut
 from sim.clock import TICKS_PER_S, Clock
 from sim.environments import Environments
 from sim.episodes import Episode
 from sim.request import Request
-from sim.workload import _mean_of_cut_lognormal
 
 TIMEOUT, ERROR, EXPIRED = EnvironmentFault
 TURNS = {"kind": "lognormal", "mean": 1, "max": 1, "observation_max": 0, "context_max": 1}
@@ -101,7 +101,7 @@ def test_the_last_turn_must_end_within_the_lifetime(ends_s, finishes):
 
 def cut_mean(mean, cv, most):
     log_sd = math.sqrt(math.log1p(cv**2))
-    return _mean_of_cut_lognormal(math.log(mean) - log_sd**2 / 2, log_sd=log_sd, cut=most)
+    return mean_of_cut(math.log(mean) - log_sd**2 / 2, log_sd=log_sd, cut=most)
 
 
 def above(mean, cv, most):
