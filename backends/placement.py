@@ -34,6 +34,7 @@ from backends.place_facts import place_facts
 from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
+from backends.worker_hosts import Hosts
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -127,6 +128,7 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Pa
         reference=_make_reference(config, places, logs),
         group=None if config.train.chosen_transport(colocated=config.colocated) == "file" else members,
         self_test=partial(self_test, places, trainer),
+        launch=Hosts().launched,
     )
 
 

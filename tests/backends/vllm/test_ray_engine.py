@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, on a machine that is not the driver's: what is left there when it is killed."""
+"""An engine in a Ray actor, and processes of environments, on a machine that is not the driver's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import need
@@ -20,6 +21,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 import backends.vllm.ray_engine  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
 from backends.vllm.ray_engine import RayEngine  # noqa: E402
+from backends.worker_hosts import Hosts  # noqa: E402
+from backends.worker_main import ENVIRONMENT  # noqa: E402
+from backends.workers import LocalWorker, Worker, WorkerFailedError, WorkerPool, ask  # noqa: E402
+from pipelinerl.rl.config import TaskConfig  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 
@@ -48,15 +53,20 @@ def leaves() -> type:
     return Leaves
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[str]:
-    """A machine of the cluster, which the driver is not on."""
+@pytest.fixture(scope="module")
+def two_machines() -> Iterator[tuple[Cluster, Any]]:
+    """A cluster, and the machine of it which the driver is not on."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     other = cluster.add_node(num_cpus=1, resources={"elsewhere": 1})
     ray.init(address=cluster.address, log_to_driver=False)
-    yield other.node_id
+    yield cluster, other
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture
+def elsewhere(two_machines: tuple[Cluster, Any]) -> str:
+    return two_machines[1].node_id
 
 
 def test_what_a_killed_engine_leaves_is_removed_on_its_machine(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +91,41 @@ def test_what_a_killed_engine_leaves_is_removed_on_its_machine(elsewhere: str, m
         assert left.read_text() == elsewhere
         left.unlink()
         assert told.read_text() == f"{elsewhere} {{'{left}'}}"
+
+
+def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_its_own(
+    two_machines: tuple[Cluster, Any],
+) -> None:
+    cluster, other = two_machines
+    hosts = Hosts()
+    pool = WorkerPool(ENVIRONMENT, TaskConfig(name="calculator"), number=3, log=None, launch=hosts.launched)
+    reset, step = {"index": 0, "held_out": False}, {"tokens": (), "text": "3+4"}
+
+    async def asked(worker: Worker, request: dict[str, Any]) -> Any:
+        return (await ask(worker, request, "step", timeout_s=30))["content"]
+
+    async def asked_for_ever(worker: Worker) -> None:
+        while True:
+            await asked(worker, step)
+
+    async def scenario() -> None:
+        first, second = await pool.take(), await pool.take()
+        assert len(hosts._hosts) == 2
+        for worker in (first, second):
+            assert (await asked(worker, reset)).endswith("=")
+            assert await asked(worker, step) == "7,"
+        here, there = (second, first) if first._host is hosts._hosts[other.node_id] else (first, second)
+        here.kill()
+        assert (here.alive, there.alive) == (False, True)
+        pool.give_back(here)
+        cluster.remove_node(other, allow_graceful=False)
+        with pytest.raises(WorkerFailedError, match="its process ended in its step"):
+            await asked_for_ever(there)
+        while len([node for node in ray.nodes() if node["Alive"]]) > 1:
+            await asyncio.sleep(0.1)
+        alone = await pool.take()
+        assert await asked(alone, step) == "7,"
+        assert isinstance(alone, LocalWorker)
+        await pool.shutdown()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
