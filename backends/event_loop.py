@@ -43,7 +43,7 @@ from backends.rollouts import RolloutData, samples_of
 from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState
-from backends.task_client import TaskClient
+from backends.task_client import TaskClient, why_no_reward
 from backends.turns import Turns
 from backends.weight_sync import WeightSync
 from backends.workers import WorkerFailedError
@@ -56,7 +56,6 @@ from pipelinerl.scheduler.events import (
     Command,
     DiscardRollouts,
     EnvironmentFailed,
-    EnvironmentFault,
     Event,
     ObservationReady,
     OpenEnvironment,
@@ -74,7 +73,6 @@ from pipelinerl.scheduler.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from pipelinerl.util.user_code import kind_and_line
 
 ITS_ENVIRONMENT_ENDED = "its environment ended with the run before"
 STOP_TIMEOUT_S = 30.0
@@ -280,7 +278,7 @@ class EventLoop:
         except WorkerFailedError as error:
             if self.frozen or rollout_id not in state.acting:
                 return
-            again = retries > 0 and error.fault is not EnvironmentFault.EXPIRED
+            again = retries > 0 and error.can_be_tried_again
             self._deliver(EnvironmentFailed(rollout_id, error.fault, again))
             if again:
                 await self._act(rollout_id, act, retries=retries - 1)
@@ -341,8 +339,7 @@ class EventLoop:
         try:
             reward = await self._client.compute_reward(data) if self._turns is None else data.reward
         except (Exception, SystemExit) as error:
-            known = isinstance(error, WorkerFailedError)
-            self._failed(rollout_id, str(error) if known else f"its reward raised {kind_and_line(error)}")
+            self._failed(rollout_id, why_no_reward(error))
             return
         if self.frozen:  # a cancellation that comes with the reward is lost, so the next call would not be ended
             return

@@ -2,7 +2,8 @@
 
 A *backend* makes the parts of a real run: engines, a trainer, a reference model and a codec. The driver knows nothing
 else of them. ``contract/`` checks every promise made here; what passes it is a backend. ``vllm/`` and ``deepspeed/``
-keep the promises for real (``vllm_deepspeed.py`` puts them together), ``fake.py`` keeps them in memory.
+keep the promises for real (``vllm_deepspeed.py`` puts them together), ``fake.py`` keeps them in memory. All calls on
+engines, trainer and reference model are coroutines: the driver waits for many at a time.
 
 ======================  ==================================================================================
 ``Backend``             checks a run file, then makes the parts of the run
@@ -12,8 +13,6 @@ keep the promises for real (``vllm_deepspeed.py`` puts them together), ``fake.py
 ``Reference``           log-probabilities of finished answers under the model at the start
 ``Sender, Receiver``    only where weights are sent through a group of processes: the trainer's and an engine's part
 ======================  ==================================================================================
-
-All calls on engines, trainer and reference model are coroutines: the driver waits for many at a time.
 """
 
 from __future__ import annotations

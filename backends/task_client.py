@@ -10,6 +10,7 @@ import numpy as np
 from backends.interface import Codec, GenerateRequest
 from backends.rewards import RewardProcesses, RewardThreads
 from backends.rollouts import RolloutData
+from backends.workers import WorkerFailedError
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunFailedError
 from pipelinerl.rl.problems import Task
@@ -116,6 +117,11 @@ class TaskClient:
         if self._processes is not None:
             return await self._processes.reward(data.index, answer, held_out=data.held_out)
         return await self._rewards.call(self._task.reward, data.problem, answer, timeout_s=timeout_s)
+
+
+def why_no_reward(error: BaseException) -> str:
+    """Return what a reward's error says of its rollout."""
+    return str(error) if isinstance(error, WorkerFailedError) else f"its reward raised {kind_and_line(error)}"
 
 
 def request_seed(seed: int, rollout_id: int, num_tokens: int) -> int:

@@ -46,6 +46,11 @@ class WorkerFailedError(BackendError):
         super().__init__(message)
         self.fault = fault
 
+    @property
+    def can_be_tried_again(self) -> bool:
+        """Whether another try may end otherwise."""
+        return self.fault is not EnvironmentFault.EXPIRED
+
 
 class Worker(Protocol):
     """A process; one request at a time."""
