@@ -292,7 +292,9 @@ class EventLoop:
             return
         state.acting.discard(rollout_id)
         if goes_on:
-            self._deliver(ObservationReady(rollout_id))
+            data = state.rollouts[rollout_id]
+            read_tokens = len(data.prompt_tokens) + data.num_tokens - data.spans.num_tokens
+            self._deliver(ObservationReady(rollout_id, read_tokens))
             return
         turns.environments.release(rollout_id)
         self._finished(rollout_id, engine=None)

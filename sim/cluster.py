@@ -102,6 +102,7 @@ class SimulatedCluster:
         else:
             self._policy_prompt_tokens = checked_task(config).prompt_tokens
             longest = self._policy_prompt_tokens + config.workload.length.max
+            longest = longest if config.environment is None else config.longest_rollout_tokens
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
         self._scheduler: Scheduler = config.new_scheduler()
@@ -150,7 +151,8 @@ class SimulatedCluster:
 
     def _new_environments(self, config: EnvironmentConfig) -> Environments:
         episodes = Episodes(self._config, self._workload)
-        return Environments(self._clock, config, episodes, deliver=self._deliver, forget=self._forget)
+        answers = None if self._policy is None else self._policy.answers
+        return Environments(self._clock, config, episodes, answers=answers, deliver=self._deliver, forget=self._forget)
 
     def run(self, recorder: Recorder) -> None:
         """Run until the scheduler stops; rollouts still in progress then are recorded as aborted.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipelinerl.config.environment import EnvironmentConfig
+from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import (
@@ -21,7 +21,7 @@ from pipelinerl.scheduler.events import (
 )
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake, to_ticks
 from sim.episodes import NEVER, Episode, Episodes
-from sim.request import Request
+from sim.request import PolicyAnswers, Request
 
 
 class Environments:
@@ -30,7 +30,8 @@ class Environments:
     Args:
         clock: The clock of the run.
         config: What they are like.
-        episodes: What each rollout generates and observes.
+        episodes: What each rollout generates and observes, and how long its environment acts.
+        answers: Those of a policy, which decides what is generated and observed. None: ``episodes`` does.
         deliver: Reports an event to the scheduler.
         forget: Called with a rollout that has failed, before it is reported.
     """
@@ -41,6 +42,7 @@ class Environments:
         config: EnvironmentConfig,
         episodes: Episodes,
         *,
+        answers: PolicyAnswers | None = None,
         deliver: Callable[[Event], None],
         forget: Callable[[int], None],
     ) -> None:
@@ -48,6 +50,7 @@ class Environments:
         self._retries = config.retries
         self._lifetime_ticks = NEVER if config.lifetime_s is None else to_ticks(config.lifetime_s)
         self._episodes = episodes
+        self._answers = answers
         self._deliver = deliver
         self._forget_rollout = forget
         self._open: dict[int, tuple[Request, Episode]] = {}
@@ -56,10 +59,13 @@ class Environments:
         """Draw the episode of a rollout, and have its environment made ready."""
         episode = self._episodes.episode(request.rollout_id, prompt_id)
         episode.expires_at = self._clock.now + self._lifetime_ticks
-        request.prompt_tokens = episode.prompt_tokens
-        request.finish_at(episode.ends[0])
+        if self._answers is None:
+            request.prompt_tokens = episode.prompt_tokens
+            request.finish_at(episode.ends[0])
+            request.goes_on = not episode.is_last_turn
+        else:
+            self._answers.ask(request.rollout_id, prompt_id)
         request.keep(request.spans)
-        request.goes_on = not episode.is_last_turn
         self._open[request.rollout_id] = (request, episode)
         self._act(request, episode)
 
@@ -78,6 +84,9 @@ class Environments:
         """
         rollout_id = request.rollout_id
         episode = self._open[rollout_id][1]
+        if self._answers is not None and (observed := self._answers.end_turn(rollout_id)) is not None:
+            episode.observed += (observed,)
+            episode.ends += (spans.num_tokens + 1,)  # or later: the policy decides when the turn begins
         if episode.is_last_turn and self._clock.now <= episode.expires_at:
             del self._open[rollout_id]
             return False
@@ -114,7 +123,7 @@ class Environments:
             self._failed(request, episode, episode.fault)
             return
         request.observe(episode.observed[episode.turn], episode.ends[episode.turn])
-        self._deliver(ObservationReady(rollout_id))
+        self._deliver(ObservationReady(rollout_id, request.prompt_tokens))
 
     def _failed(self, request: Request, episode: Episode, fault: EnvironmentFault) -> None:
         """Report that an environment has failed, and have it act again, or report that its rollout has failed."""
@@ -133,8 +142,11 @@ def check_turns(config: RunConfig) -> None:
     """Raise ConfigError if rollouts are to have turns where they cannot."""
     if config.environment is None:
         return
-    if config.policy is not None:
-        raise ConfigError("[environment] is not simulated with [policy] so far: remove one of the tables")
+    if config.policy is not None and config.environment.prefix_cache is PrefixCaching.KEPT:
+        raise ConfigError(
+            "environment.prefix_cache must be 'salted' or 'off' with a [policy], which begins every turn on keys and "
+            "values of the weights that it has then, got 'kept'"
+        )
     if config.workload.length.growth != 1.0:
         raise ConfigError(
             f"workload.length.growth must be 1 with an [environment], got {config.workload.length.growth:g}"

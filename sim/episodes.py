@@ -5,7 +5,8 @@ random numbers). Each rollout has a random stream of its own, ``episodes``, as n
 
 Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation, turns have lengths
 as ``workload.length`` says: those of a group for each. *recorded*: whole episodes of a source,
-with their prompts; those that begin beyond the context are left out.
+with their prompts; those that begin beyond the context are left out. Where a policy learns it decides the turns, and
+only times and failures are drawn here.
 """
 
 from __future__ import annotations
@@ -126,10 +127,11 @@ class Episodes:
             tuple[int, ...]
         ] = []  # of that group: of each turn so far, the length of each member (tokens)
         turns = self._environment.turns
+        self._policy_decides = config.policy is not None
         self._most_turns = turns.max
         self._usual_turns = min(turns.max, math.ceil(8 * (turns.mean or 1)))
         self._recorded: Sequence[RecordedEpisode] = ()
-        if turns.kind == "recorded":
+        if turns.kind == "recorded" and not self._policy_decides:
             assert turns.source is not None  # checked by the configuration
             self._recorded = _within(read_turns(turns.source), turns.context_max)
         groups: dict[int | str, list[RecordedEpisode]] = {}
@@ -141,7 +143,9 @@ class Episodes:
         """Return the episode of a rollout."""
         stream = named_stream(self._seed, "episodes", rollout_id)
         config, turns = self._environment, self._environment.turns
-        if self._recorded:
+        if self._policy_decides:
+            seconds = _drawn(stream, config.step_s, config.step_cv, turns.max)
+        elif self._recorded:
             one = self._choose(stream, rollout_id, prompt_id)
             prompt_tokens, num_turns = one.prompt_len, min(len(one.out_lens), turns.max)
             generated = np.clip(one.out_lens[:num_turns], 1, self._longest_turn)
@@ -157,6 +161,8 @@ class Episodes:
         seconds[0] = _drawn(stream, config.reset_s, config.reset_cv, 1)[0]
         seconds = seconds.clip(0.0, config.step_max_s)
         faults = self._faults(stream, seconds)
+        if self._policy_decides:
+            return Episode(0, (1,), (0,), _ticks(seconds), faults)
         observed = observed.clip(0, turns.observation_max).astype(np.int64)
         return _cut(prompt_tokens, generated, observed, seconds, context_max=turns.context_max, faults=faults)
 
@@ -251,9 +257,13 @@ def _cut(
         prompt_tokens=prompt_tokens,
         ends=tuple(ends[:num_turns].tolist()),
         observed=tuple(observed[:num_turns].tolist()),
-        acting_ticks=tuple(np.rint(seconds[:num_turns] * TICKS_PER_S).astype(np.int64).tolist()),
+        acting_ticks=_ticks(seconds[:num_turns]),
         faults=faults,
     )
+
+
+def _ticks(seconds: NDArray[np.float64]) -> tuple[int, ...]:
+    return tuple(np.rint(seconds * TICKS_PER_S).astype(np.int64).tolist())
 
 
 def _drawn(stream: np.random.Generator, mean: float, cv: float, count: int) -> NDArray[np.float64]:

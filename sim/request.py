@@ -66,7 +66,10 @@ class Request:
 
 
 class TokenSource(Protocol):
-    """Decides the lengths of rollouts while they are generated, as a policy does. Without one they are known before."""
+    """Decides the lengths of rollouts while they are generated, as a policy does. Without one they are known before.
+
+    With the length of a rollout it sets whether another turn follows.
+    """
 
     def begin(self, request: Request, version: int) -> None:
         """Set the length of a rollout that joins a batch now; the same again if it is asked again."""
@@ -80,6 +83,9 @@ class PolicyAnswers(TokenSource, Protocol):
 
     def ask(self, rollout_id: int, prompt_id: int) -> None:
         """Note a rollout that is on its way to an engine."""
+
+    def end_turn(self, rollout_id: int) -> int | None:
+        """Have the environment answer a turn; return the tokens of its answer. None: the rollout has finished."""
 
 
 class LearningPolicy(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,12 +23,16 @@ DRAIN_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A rollout on an engine, from the command to its end."""
+    """A rollout on an engine, from the command to its end, or one turn of it."""
 
     start_s: float
     end_s: float
+    read: int
+    """Tokens of its prompt and of what it had observed."""
     kept: int
-    """Tokens that it had before."""
+    """Tokens that it had generated before."""
+    cached: int
+    """Tokens of both whose keys and values the engine still had."""
     pieces: list[tuple[int, int, int]]
     """Version, first and end position of the tokens sampled in this life."""
     number: int
@@ -59,7 +63,7 @@ class EngineLog:
             numbers.append(int((reports_L2[first:last, 1] < version).sum()))
         return numbers
 
-    def windows(self, prompt_tokens: int, *, recompute: bool) -> list[list[float]]:
+    def windows(self, *, recompute: bool) -> list[list[float]]:
         """Return the rows between two updates during all of which a rollout was in progress."""
         sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 6)
         for life in self.lived:
@@ -68,38 +72,41 @@ class EngineLog:
                 if 0 < number < len(life.pieces) - 1:
                     row[0] = max(row[0], tokens)
                 row[1] += tokens
-                row[2] += tokens * prompt_tokens + (begin + end - 1) * tokens / 2
+                row[2] += tokens * life.read + (begin + end - 1) * tokens / 2
                 if number == 0 or recompute:
-                    filled = prompt_tokens + (life.kept if number == 0 else begin)
-                    row[3] += 1 if filled else 0
-                    row[4] += filled
-                    row[5] += filled**2
+                    until, cached = life.read + begin, life.cached if number == 0 else 0
+                    row[3] += 1 if until > cached else 0
+                    row[4] += until - cached
+                    row[5] += until**2 - cached**2
         rows = []
         for (begin_s, _, version), (end_s, pause_s, _) in pairwise(self.loads):
             if sums[version][0] > 0 and end_s - pause_s > begin_s:
                 rows.append([*sums[version], end_s - pause_s - begin_s])
         return rows
 
-    def drains(self, prompt_tokens: int) -> list[list[float]]:
+    def drains(self) -> list[list[float]]:
         """Return rows between ends of rollouts that began together and had the engine to themselves."""
         rows: list[list[float]] = []
         cohorts: dict[float, list[Life]] = defaultdict(list)
         for life in self.lived:
             cohorts[life.start_s].append(life)
+        starts_s = sorted(life.start_s for life in self.lived)
         ends_s = sorted(life.end_s for life in self.lived)
         for start_s, next_s in pairwise([*sorted(cohorts), math.inf]):
             cohort = sorted(cohorts[start_s], key=lambda life: (life.tokens, life.end_s))
             last_s = max(life.end_s for life in cohort)
-            others = bisect_right(ends_s, last_s) - bisect_right(ends_s, start_s) - len(cohort)
+            others = bisect_left(starts_s, start_s) - bisect_right(ends_s, start_s)
             paused = any(start_s < loaded_s <= last_s for loaded_s, _, _ in self.loads)
             if others or next_s < last_s or paused or any(life.kept for life in cohort):
                 continue
             row = [0.0] * 7
+            read = sum(life.read for life in cohort)
             for left, (one, two) in zip(range(len(cohort) - 1, 0, -1), pairwise(cohort), strict=True):
                 begin, steps = one.tokens, two.tokens - one.tokens
+                read -= one.read
                 row[0] += steps
                 row[1] += steps * left
-                row[2] += left * steps * (prompt_tokens + begin + (steps - 1) / 2)
+                row[2] += steps * (read + left * (begin + (steps - 1) / 2))
                 row[6] += two.end_s - one.end_s
                 if row[0] >= DRAIN_STEPS and row[6] > 0:
                     rows.append(row)
@@ -114,9 +121,7 @@ class EngineLog:
             taken_s.append(free_s)
         return np.array([taken_s[life.number] - life.start_s for life in self.lived])
 
-    def lives(
-        self, prompt_tokens: int, dispatch_s: float, step_s: StepSeconds | None, front_end_L: FloatArray
-    ) -> FloatArray:
+    def lives(self, dispatch_s: float, step_s: StepSeconds | None, front_end_L: FloatArray) -> FloatArray:
         """Return the rows of all lives, shape [lives, columns]."""
         lived = self.lived
         start_L = np.array([life.start_s for life in lived])
@@ -132,27 +137,28 @@ class EngineLog:
             times = [join_s, *(loaded_s.get(version, join_s) for version, _, _ in life.pieces[1:]), life.end_s]
             for (begin_s, stop_s), (_, begin, end) in zip(pairwise(times), life.pieces, strict=True):
                 if stop_s > begin_s:
-                    pieces.append((begin_s, stop_s, begin, end))
-        piece_P4 = np.array(pieces)
-        from_P, to_P = (np.searchsorted(time_T, piece_P4[:, column]) for column in (0, 1))
+                    pieces.append((begin_s, stop_s, begin, end, life.read))
+        piece_P5 = np.array(pieces)
+        from_P, to_P = (np.searchsorted(time_T, piece_P5[:, column]) for column in (0, 1))
         clock_T = time_T - paused_T
         first_L, last_L = np.searchsorted(time_T, join_L), np.searchsorted(time_T, end_L)
         batch_I = _overlaps(len(time_T), first_L, last_L)
         for _ in range(1 if step_s is None else 3):
-            tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P4[:, 2:], prompt_tokens)
+            tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P5[:, 2:])
             if step_s is not None:
                 context_I = batch_I * _ratio(np.diff(context_T), np.diff(tokens_T))
                 second_I = np.diff(time_T - paused_T)
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
-        filled_L = np.array([prompt_tokens + life.kept for life in lived], dtype=np.float64)
+        until_L, cached_L = np.array([(life.read + life.kept, life.cached) for life in lived], dtype=np.float64).T
         order = np.argsort(join_L, kind="stable")
         joins_L = join_L[order]
         sums = [
-            np.concatenate([[0.0], np.cumsum(filled_L[order] ** power * (filled_L[order] > 0))]) for power in (0, 1, 2)
+            np.concatenate([[0.0], np.cumsum(filled_L[order])])
+            for filled_L in (until_L > cached_L, until_L - cached_L, until_L**2 - cached_L**2)
         ]
         before_L = np.searchsorted(joins_L, join_L, side="left")
-        until_L = np.searchsorted(joins_L, end_L, side="left")
+        after_L = np.searchsorted(joins_L, end_L, side="left")
         waits_L = (first_L > 0) & (batch_I[first_L - 1] > 0)
         steps_L = np.array([life.tokens for life in lived], dtype=np.float64)
         # A rollout that meets a busy engine waits for its running step to end: half a step in the mean.
@@ -161,7 +167,7 @@ class EngineLog:
             steps_L * longer_L,
             (tokens_T[last_L] - tokens_T[first_L]) * longer_L,
             (context_T[last_L] - context_T[first_L]) * longer_L,
-            *(total[until_L] - total[before_L] for total in sums),
+            *(total[after_L] - total[before_L] for total in sums),
             end_L - start_L - (paused_T[last_L] - paused_T[first_L]),
             np.ones(len(lived)),
             front_end_L,
@@ -190,18 +196,17 @@ def _sampled(
     clock_T: FloatArray,
     from_P: NDArray[np.intp],
     to_P: NDArray[np.intp],
-    tokens_P2: FloatArray,
-    prompt_tokens: int,
+    tokens_P3: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
     """Return tokens sampled, and context of the steps that did so, up to each time: every piece at a steady speed.
 
-    While a piece goes from ``begin`` to ``end`` at speed m, tokens grow by m and context by m (prompt + position) per
+    While a piece goes from ``begin`` to ``end`` at speed m, tokens grow by m and context by m (read + position) per
     unit of the clock: linear and quadratic between two times, so sums over all pieces are sums of differences.
     """
-    begin_P, end_P = tokens_P2.T
+    begin_P, end_P, read_P = tokens_P3.T
     ticks_P = clock_T[to_P] - clock_T[from_P]
     speed_P = _ratio(end_P - begin_P, ticks_P)
-    level_P = speed_P * (prompt_tokens + begin_P - 0.5 - speed_P * clock_T[from_P])
+    level_P = speed_P * (read_P + begin_P - 0.5 - speed_P * clock_T[from_P])
     tokens_I, level_I, growth_I = (
         _overlap_sums(len(clock_T), from_P, to_P, weight_P) for weight_P in (speed_P, level_P, speed_P**2)
     )

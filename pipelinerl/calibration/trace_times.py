@@ -15,14 +15,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelinerl.calibration.engine_log import EngineLog, Life, StepSeconds
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import TrainingCost
 from pipelinerl.records.trace import Trace
 from pipelinerl.scheduler.events import (
+    ObservationReady,
     PublishWeights,
     RolloutAborted,
     RolloutFailed,
@@ -166,13 +169,8 @@ class TraceTimes:
             request_s: Seconds of an engine's front end per rollout.
             together: Whether rows hold several lives.
         """
-        prompt_tokens = self.config.workload.prompt_tokens
         rows_LC = np.concatenate(
-            [
-                log.lives(prompt_tokens, dispatch_s, step_s, log.front_end_s(request_s))
-                for log in self.engines
-                if log.lived
-            ]
+            [log.lives(dispatch_s, step_s, log.front_end_s(request_s)) for log in self.engines if log.lived]
         )
         rows_LC = np.random.default_rng(0).permutation(rows_LC)  # else a row would hold lives of one slow period
         rows_LC = rows_LC[np.argsort(rows_LC[:, 0], kind="stable")]
@@ -185,15 +183,18 @@ class TraceTimes:
 def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     """Read the times of a run from its trace.
 
-    Prompts are taken to have ``workload.prompt_tokens`` tokens each: a trace does not hold their lengths.
+    Prompts are taken to have ``workload.prompt_tokens`` tokens each where rollouts have one turn: the trace does not
+    hold their lengths then. An engine is taken to have room for the caches that it keeps between two turns.
 
     Raises:
         TraceError: If the trace is broken.
     """
     config = trace.config
-    prompt_tokens = config.workload.prompt_tokens
     logs: dict[int, EngineLog] = defaultdict(EngineLog)
-    started: dict[int, tuple[int, float, int]] = {}
+    started: dict[int, _Start] = {}
+    read: dict[int, int] = defaultdict(lambda: config.workload.prompt_tokens)
+    caches = _Caches(config)
+    turn_end_s: dict[int, float] = {}
     finished_s: dict[int, float] = {}
     length: dict[int, int] = {}
     training: list[tuple[float, ...]] = []
@@ -206,21 +207,25 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
         now_s = record.time_s
         match record.event or record.command:
             case StartRollout(rollout_id=one, engine=engine, kept_tokens=kept):
-                started[one] = (len(logs[engine].sent_s), now_s, kept)
+                started[one] = _Start(len(logs[engine].sent_s), now_s, read[one], kept, *caches.take(one, engine))
                 logs[engine].sent_s.append(now_s)
             case RolloutFinished(rollout_id=one, engine=engine, spans=spans) as event:
+                generated_s = now_s if engine is not None else turn_end_s.get(one, now_s)
                 if event.reward is None:
-                    finished_s[one] = now_s
+                    finished_s[one] = generated_s
                 else:
-                    result.score_s.append(0.0)
+                    result.score_s.append(now_s - generated_s)
                 length[one] = spans.num_tokens
                 if engine is not None:
                     _end_life(logs[engine], started.pop(one, None), now_s, spans)
-            case (
-                RolloutAborted(rollout_id=one, engine=engine, spans=spans)
-                | TurnFinished(rollout_id=one, engine=engine, spans=spans)
-            ):
+            case RolloutAborted(rollout_id=one, engine=engine, spans=spans):
                 _end_life(logs[engine], started.pop(one, None), now_s, spans)
+            case TurnFinished(rollout_id=one, engine=engine, spans=spans):
+                _end_life(logs[engine], started.pop(one, None), now_s, spans)
+                turn_end_s[one] = now_s
+                caches.keep(one, engine, read[one] + spans.num_tokens)
+            case ObservationReady(rollout_id=one, read_tokens=int(tokens)):
+                read[one] = tokens
             case RolloutFailed(rollout_id=one):
                 started.pop(one, None)
             case RolloutScored(rollout_id=one) if one in finished_s:
@@ -228,7 +233,7 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
             case StartTraining() as batch:
                 batch_s = now_s
             case TrainingFinished(train_s=seconds) if batch is not None:
-                sizes = [prompt_tokens + length.pop(one) for one in batch.rollout_ids]
+                sizes = [read[one] + length.pop(one) for one in batch.rollout_ids]
                 squares, ends = sum(size**2 for size in sizes), (max(sizes), min(sizes))
                 if phase_begins:
                     result.to_training_s.append(now_s - batch_s - seconds)
@@ -244,6 +249,7 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
                 phase_begins = config.colocated
             case WeightsLoaded(engine=engine, version=version, pause_s=pause_s):
                 logs[engine].loads.append((now_s, pause_s, version))
+                caches.loaded(engine, version)
                 result.pause_s.append(pause_s)
                 if config.colocated:
                     result.to_generation_s.append(now_s - pause_s - max(published_s - pause_s, command_s))
@@ -252,17 +258,56 @@ def read_times(trace: Trace) -> TraceTimes:  # noqa: PLR0915 - a case per event
     result.training = TrainingTimes(*np.array(training).reshape(-1, 7).T)
     result.engines = [logs[engine] for engine in sorted(logs)]
     recompute = weight_update is WeightUpdate.RECOMPUTE
-    windows = [row for log in result.engines for row in log.windows(prompt_tokens, recompute=recompute)]
-    windows += [row for log in result.engines for row in log.drains(prompt_tokens)]
+    windows = [row for log in result.engines for row in log.windows(recompute=recompute)]
+    windows += [row for log in result.engines for row in log.drains()]
     if len(windows) >= MIN_WINDOWS:
         result.windows = _decode_times(windows)
     return result
 
 
-def _end_life(log: EngineLog, started: tuple[int, float, int] | None, end_s: float, spans: VersionSpans) -> None:
-    if started is None or end_s <= started[1]:
+class _Start(NamedTuple):
+    """A rollout that has been sent to an engine; the fields are those of its ``Life``, but for one."""
+
+    number: int
+    start_s: float
+    read: int
+    kept: int
+    cached: int
+    salt: int | None
+    """Version for which that is so, if it goes on with that; None: for all."""
+
+
+class _Caches:
+    """The KV caches that engines keep of rollouts between two turns (mutable)."""
+
+    def __init__(self, config: RunConfig) -> None:
+        environment = config.environment
+        self._prefix_cache = PrefixCaching.OFF if environment is None else environment.prefix_cache
+        recompute = config.scheduler.weight_update is WeightUpdate.RECOMPUTE
+        self._drops_old = recompute or self._prefix_cache is PrefixCaching.SALTED
+        self._tokens: dict[int, dict[int, int]] = defaultdict(dict)  # by engine and rollout
+        self._version: dict[int, int] = defaultdict(int)  # by engine
+
+    def keep(self, rollout_id: int, engine: int, num_tokens: int) -> None:
+        """Keep the cache of a rollout whose turn has ended."""
+        if self._prefix_cache is not PrefixCaching.OFF:
+            self._tokens[engine][rollout_id] = num_tokens
+
+    def take(self, rollout_id: int, engine: int) -> tuple[int, int | None]:
+        """Return the tokens that an engine has of a rollout that goes on there, and ``salt`` of its ``_Start``."""
+        return self._tokens[engine].pop(rollout_id, 0), self._version[engine] if self._drops_old else None
+
+    def loaded(self, engine: int, version: int) -> None:
+        """Drop what an engine with new weights does not keep."""
+        self._version[engine] = version
+        if self._drops_old:
+            self._tokens[engine].clear()
+
+
+def _end_life(log: EngineLog, started: _Start | None, end_s: float, spans: VersionSpans) -> None:
+    if started is None or end_s <= started.start_s:
         return
-    number, start_s, kept = started
+    number, start_s, read, kept, cached, salt = started
     pieces = []
     begin = 0
     for version, end in zip(spans.versions, spans.ends, strict=True):
@@ -270,7 +315,8 @@ def _end_life(log: EngineLog, started: tuple[int, float, int] | None, end_s: flo
             pieces.append((version, max(begin, kept), end))
         begin = end
     if pieces:
-        log.lived.append(Life(start_s, end_s, kept, pieces, number))
+        cached = cached if salt in (None, pieces[0][0]) else 0
+        log.lived.append(Life(start_s, end_s, read, kept, cached, pieces, number))
 
 
 def _decode_times(rows: Iterable[Iterable[float]]) -> DecodeTimes:

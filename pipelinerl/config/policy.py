@@ -28,8 +28,9 @@ class WarmStartConfig(StrictModel):
 class PolicyConfig(StrictModel):
     """A small transformer, trained by the simulated schedule on a task that checks its answers."""
 
-    task: Literal["addition", "reverse", "chain"]
-    """``addition``: of two numbers. ``reverse``: a word, backwards. ``chain``: a long sum, step by step or at once."""
+    task: Literal["addition", "reverse", "chain", "calculator"]
+    """``addition``: of two numbers. ``reverse``: a word, backwards. ``chain``: a long sum, step by step or at once.
+    ``calculator``: the same in turns, by an ``[environment]`` that adds two digits, or at once."""
     size: int = Field(ge=1, le=1000)
     """Longest problem: digits of a number, letters of a word, or terms of a sum (count)."""
     layers: int = Field(default=2, ge=1, le=32)

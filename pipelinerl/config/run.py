@@ -53,7 +53,8 @@ class RunConfig(StrictModel):
     """Speed of the cluster."""
     policy: PolicyConfig | None = None
     """A small policy that gives the answers and learns. With it the simulator reads no key of ``workload`` but
-    ``group_size`` and ``length.max``: prompts, lengths and rewards are those of the policy and its task."""
+    ``group_size`` and ``length.max``, and of ``environment.turns`` only ``max`` and ``context_max``: prompts, lengths,
+    turns and rewards are those of the policy and its task."""
     drift: DriftModel | None = None
     """How fast importance weights spread with lag (``pipelinerl drift`` fits it): the summary then has a band of the
     effective sample size, labelled as modelled."""

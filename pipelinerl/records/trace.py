@@ -44,6 +44,9 @@ FORMAT_VERSION = 4
 """Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
 an old trace would not replay. 4: rollouts being scored take places in the ready queue."""
 
+ADDED = {"read_tokens"}
+"""Fields that older traces of this version lack."""
+
 T = TypeVar("T")
 
 _EVENTS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -283,7 +286,8 @@ def _encoded(content: Event | Command) -> dict[str, object]:
 
 
 def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:
-    return kind(**{name: _DECODERS[hint](data[name]) for name, hint in _FIELDS[kind].items()})
+    hints = {name: hint for name, hint in _FIELDS[kind].items() if name not in ADDED or name in data}
+    return kind(**{name: _DECODERS[hint](data[name]) for name, hint in hints.items()})
 
 
 def _decoded_ids(ids: Any) -> tuple[int, ...]:

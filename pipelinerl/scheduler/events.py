@@ -179,6 +179,8 @@ class ObservationReady:
     """The environment of a rollout has answered: an engine can go on with it."""
 
     rollout_id: int
+    read_tokens: int | None = None
+    """Tokens of its prompt and of all that it has observed so far (count). None: an older trace, which has no such."""
 
 
 @value

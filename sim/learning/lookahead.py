@@ -10,6 +10,9 @@ again), its weights compute them again.
 Rollouts start in the order of their numbers, so a whole batch of those to come is generated with the first that is
 missing, once per version. Answers are functions of their rollout, prompt and weights (``sampling``), so none of this
 can be seen in them.
+
+Where rollouts have turns, each is such a piece: generated to its end when it joins a batch, on keys and values that the
+weights it begins with have computed. Turns of other rollouts whose environments act are generated with it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from pipelinerl.config.environment import TurnsConfig
 from pipelinerl.scheduler.events import VersionSpans
 from sim.learning.policy import Weights
 from sim.learning.sampling import ROWS, Draft, Sampler
-from sim.learning.tasks import TokenTask, problem
+from sim.learning.tasks import Calculator, TokenTask, problem
 from sim.request import Request
 
 JOINED_BEFORE = -1
@@ -60,7 +61,9 @@ class LookaheadAnswers:
         task: Draws prompts.
         seed: Seed of the run.
         group_size: Rollouts per prompt (count).
-        max_tokens: Longest answer (tokens).
+        max_tokens: Longest answer, with all its turns and what is observed (tokens).
+        longest_turn: Longest turn (tokens).
+        turns: Limits of the turns; ``task`` is a ``Calculator`` then. None: an answer has one turn.
         look_ahead: Rollouts that usually start between two weight updates (count).
         weights: Weights of version 0.
     """
@@ -73,6 +76,8 @@ class LookaheadAnswers:
         seed: int,
         group_size: int,
         max_tokens: int,
+        longest_turn: int,
+        turns: TurnsConfig | None,
         look_ahead: int,
         weights: Weights,
     ) -> None:
@@ -81,6 +86,8 @@ class LookaheadAnswers:
         self._seed = seed
         self._group_size = group_size
         self._max_tokens = max_tokens
+        self._longest_turn = longest_turn
+        self._turns = turns
         self._look_ahead = -(-look_ahead // ROWS) * ROWS  # a sampler's rows cost the same, used or not
         self._weights = {0: weights}
         self._prompts: dict[int, tuple[int, ...]] = {}  # by number; any may be missing
@@ -88,6 +95,7 @@ class LookaheadAnswers:
         self._drafts: dict[int, Draft] = {}  # of rollouts that have joined a batch
         self._made_by: dict[int, tuple[int, int]] = {}  # version that made the last tokens of each, and its tokens then
         self._ahead: dict[int, dict[int, Draft]] = {0: {}}  # by version, of those that may join next
+        self._between: dict[int, Draft] = {}  # of rollouts between two turns
 
     # ------------------------------------------------------------------------------------ from the simulated cluster
 
@@ -110,17 +118,38 @@ class LookaheadAnswers:
         """Versions whose weights are kept."""
         return set(self._weights)
 
-    def answer(self, rollout_id: int) -> tuple[tuple[int, ...], NDArray[np.int64], NDArray[np.float32]]:
-        """Return prompt, words and log-probabilities (nats) of a finished rollout, and free its cache."""
+    def answer(self, rollout_id: int) -> Draft:
+        """Return a finished rollout, and free its cache."""
         draft = self._drafts[rollout_id]
         draft.cache = None
-        return draft.prompt, draft.word_L[: draft.length], draft.logprob_L[: draft.length]
+        return draft
 
     def forget(self, rollout_id: int) -> None:
         """Forget a rollout that will not be trained on, or has been."""
         self._prompt_ids.pop(rollout_id, None)
         self._drafts.pop(rollout_id, None)
         self._made_by.pop(rollout_id, None)
+        self._between.pop(rollout_id, None)
+
+    def end_turn(self, rollout_id: int) -> int | None:
+        """Have the environment answer a turn; return the tokens of its answer. None: the rollout has finished."""
+        draft = self._drafts[rollout_id]
+        words = self._observation(draft)
+        if words is None:
+            return None
+        draft.observe(words, longest_turn=self._longest_turn)
+        self._between[rollout_id] = draft
+        return len(words)
+
+    def _observation(self, draft: Draft) -> list[int] | None:
+        """Return what the environment answers to the turn of a draft; None: that turn is its last."""
+        if self._turns is None or draft.num_turns == self._turns.max:
+            return None
+        assert isinstance(self._task, Calculator)
+        words = self._task.observe(draft.word_L[draft.turn_start : draft.length].tolist())
+        if words is None or draft.length + len(words) >= self._max_tokens:
+            return None
+        return words
 
     # ----------------------------------------------------------------------------------- from the engines
 
@@ -129,13 +158,12 @@ class LookaheadAnswers:
         rollout_id, num_tokens = request.rollout_id, request.spans.num_tokens
         if self._made_by.get(rollout_id) != (version, num_tokens):
             if num_tokens:
-                draft = self._cut(rollout_id, num_tokens)
-                draft.cache = None
-                self._sampler.complete(self._weights[version], [draft])
+                self._go_on_anew(rollout_id, num_tokens, version)
             else:
-                draft = self._fresh(rollout_id, version)
-            self._drafts[rollout_id], self._made_by[rollout_id] = draft, (version, num_tokens)
-        request.finish_at(self._drafts[rollout_id].length)
+                self._drafts[rollout_id] = self._fresh(rollout_id, version)
+                self._made_by[rollout_id] = (version, 0)
+        self._between.pop(rollout_id, None)
+        self._finish(request)
 
     def go_on(self, requests: Sequence[Request], num_tokens: Sequence[int], version: int, *, recompute: bool) -> None:
         """Set the lengths of the rollouts of a batch that has other weights from now on.
@@ -151,9 +179,9 @@ class LookaheadAnswers:
             assert recompute or draft.cache is not None  # the sampler keeps caches wherever engines do
             draft.cache = None if recompute else draft.cache
         self._sampler.complete(self._weights[version], drafts)
-        for request, draft in zip(requests, drafts, strict=True):
-            request.finish_at(draft.length)
-            self._made_by[draft.rollout_id] = (version, JOINED_BEFORE)
+        for request in requests:
+            self._finish(request)
+            self._made_by[request.rollout_id] = (version, JOINED_BEFORE)
 
     # -------------------------------------------------------------------------------------- from a trace
 
@@ -167,13 +195,14 @@ class LookaheadAnswers:
         """
         pieces = {rollout_id: _pieces(one, refills[rollout_id], recompute) for rollout_id, one in spans.items()}
         for rollout_id in spans:
-            prompt = self._prompt(self._prompt_ids[rollout_id])
-            self._drafts[rollout_id] = Draft(rollout_id, prompt, self._max_tokens)
+            self._drafts[rollout_id] = self._draft(rollout_id, self._prompt_ids[rollout_id])
         for place in range(max(len(one) for one in pieces.values())):
             by_version: dict[int, list[Draft]] = {}
             for rollout_id, one in pieces.items():
                 if place < len(one):
                     piece = one[place]
+                    if place and piece.num_before == self._drafts[rollout_id].num_generated:
+                        self.end_turn(rollout_id)  # else it would have finished before
                     draft = self._cut(rollout_id, piece.num_before)
                     draft.cache = None if piece.anew else draft.cache
                     by_version.setdefault(piece.version, []).append(draft)
@@ -184,23 +213,44 @@ class LookaheadAnswers:
 
     def _cut(self, rollout_id: int, num_tokens: int) -> Draft:
         draft = self._drafts[rollout_id]
-        draft.num_kept = num_tokens
+        draft.num_kept = draft.num_observed + num_tokens
         return draft
+
+    def _draft(self, rollout_id: int, prompt_id: int) -> Draft:
+        return Draft(rollout_id, self._prompt(prompt_id), self._max_tokens, self._longest_turn)
+
+    def _finish(self, request: Request) -> None:
+        """Have a request finish with its turn, and say whether another follows."""
+        draft = self._drafts[request.rollout_id]
+        request.finish_at(draft.num_generated)
+        request.goes_on = self._observation(draft) is not None
+
+    def _go_on_anew(self, rollout_id: int, num_tokens: int, version: int) -> None:
+        """Generate the turn of a rollout on a new cache, and the next turns of some whose environments act."""
+        drafts = [self._cut(rollout_id, num_tokens)]
+        self._made_by[rollout_id] = (version, num_tokens)
+        for number, draft in self._between.items():
+            made_by = (version, draft.turn_start - draft.num_observed)
+            if len(drafts) < ROWS and number != rollout_id and self._made_by[number] != made_by:
+                drafts.append(self._cut(number, made_by[1]))
+                self._made_by[number] = made_by
+        for draft in drafts:
+            draft.cache = None
+        self._sampler.complete(self._weights[version], drafts)
 
     def _fresh(self, rollout_id: int, version: int) -> Draft:
         """Return the answer of a rollout that starts; generate those that will probably start next with it."""
         ahead, prompt_id = self._ahead[version], self._prompt_ids[rollout_id]
-        prompt = self._prompt(prompt_id)
+        draft = self._draft(rollout_id, prompt_id)
         found = ahead.pop(rollout_id, None)
-        if found is not None and found.prompt == prompt:
+        if found is not None and found.prompt == draft.prompt:
             return found
-        draft = Draft(rollout_id, prompt, self._max_tokens)
         drafts = [draft]
         group = rollout_id // self._group_size
         for number in range(rollout_id + 1, rollout_id + self._look_ahead):
             if number not in ahead and number not in self._drafts:
                 probable = self._prompt_ids.get(number, prompt_id + number // self._group_size - group)
-                ahead[number] = Draft(number, self._prompt(probable), self._max_tokens)
+                ahead[number] = self._draft(number, probable)
                 drafts.append(ahead[number])
         self._sampler.complete(self._weights[version], drafts)
         return draft

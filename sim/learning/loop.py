@@ -57,8 +57,9 @@ class Learner:
         self._group_size = config.workload.group_size
         self._batch_size = config.scheduler.train_batch_size
         self.prompt_tokens = self._task.prompt_tokens
-        max_tokens = config.workload.length.max
-        positions = self.prompt_tokens + max_tokens
+        longest_turn = config.workload.length.max
+        turns = None if config.environment is None else config.environment.turns
+        positions = self.prompt_tokens + longest_turn if turns is None else turns.context_max
         self._shape = policy_shape(policy, positions=positions)
         self._weights: Weights = base_model(policy, positions=positions)
         if not all(bool(torch.isfinite(one).all()) for one in self._weights.values()):
@@ -82,7 +83,9 @@ class Learner:
             task=self._task,
             seed=config.seed,
             group_size=self._group_size,
-            max_tokens=max_tokens,
+            max_tokens=positions - self.prompt_tokens,
+            longest_turn=longest_turn,
+            turns=turns,
             look_ahead=steps * self._batch_size,
             weights=self._snapshot(),
         )
@@ -98,10 +101,10 @@ class Learner:
 
     def finished(self, rollout_id: int, spans: VersionSpans) -> float:
         """Return the reward of a rollout that has its last token."""
-        prompt, word_L, _ = self.answers.answer(rollout_id)
-        assert len(word_L) == spans.num_tokens  # engine and policy agree
+        answer = self.answers.answer(rollout_id)
+        assert answer.num_generated == spans.num_tokens  # engine and policy agree
         self._spans[rollout_id] = spans
-        self._rewards[rollout_id] = float(self._task.is_right(prompt, word_L.tolist()))
+        self._rewards[rollout_id] = float(self._task.is_right(answer.prompt, answer.word_L[: answer.length].tolist()))
         return self._rewards[rollout_id]
 
     def forget(self, rollout_id: int) -> None:
@@ -192,20 +195,22 @@ class Learner:
     def _loss(self, rollout_ids: Sequence[int], version: int) -> torch.Tensor:
         """Return the loss of a micro-batch, and take note of its importance weights."""
         answers = [self.answers.answer(rollout_id) for rollout_id in rollout_ids]
-        lengths = [len(words) for _, words, _ in answers]
-        first = self.prompt_tokens
-        word_BT = torch.zeros(len(answers), first + max(lengths), dtype=torch.int64)
-        for place, (prompt, words, _) in enumerate(answers):
-            word_BT[place, :first] = torch.tensor(prompt)
-            word_BT[place, first : first + len(words)] = torch.from_numpy(words)
+        first, longest = self.prompt_tokens, max(answer.length for answer in answers)
+        word_BT = torch.zeros(len(answers), first + longest, dtype=torch.int64)
+        is_token_BT = torch.zeros(len(answers), longest, dtype=torch.bool)  # what was observed is none
+        for place, answer in enumerate(answers):
+            word_BT[place, :first] = torch.tensor(answer.prompt)
+            word_BT[place, first : first + answer.length] = torch.from_numpy(answer.word_L[: answer.length])
+            is_token_BT[place, : answer.length] = torch.from_numpy(answer.generated_L[: answer.length])
         logit_BTV, _ = forward(self._weights, self._shape, word_BT[:, :-1])
         logprob_BTV = (logit_BTV[:, first - 1 :] / self._policy.temperature).log_softmax(-1)
         logprob_BT = logprob_BTV.gather(2, word_BT[:, first:, None])[..., 0]
-        length_B = torch.tensor(lengths)
-        is_token_BT = torch.arange(max(lengths)) < length_B[:, None]
         logprob_N = logprob_BT[is_token_BT]
-        behaviour_logprob_N = torch.from_numpy(np.concatenate([logprobs for _, _, logprobs in answers]))
-        sequence_N = torch.repeat_interleave(torch.arange(len(answers)), length_B)
+        behaviour_logprob_N = torch.from_numpy(
+            np.concatenate([one.logprob_L[: one.length][one.generated_L[: one.length]] for one in answers])
+        )
+        lengths = [answer.num_generated for answer in answers]
+        sequence_N = torch.repeat_interleave(torch.arange(len(answers)), torch.tensor(lengths))
         log_ratio_N = logprob_N.detach() - behaviour_logprob_N
         if not bool(torch.isfinite(log_ratio_N).all()):
             raise self._diverged("an importance weight", float("nan"), version)

@@ -11,6 +11,7 @@ from pipelinerl.scheduler.events import (
     RolloutPreempted,
     StartRollout,
     StartTraining,
+    TurnFinished,
     VersionSpans,
     WeightUpdate,
 )
@@ -21,8 +22,8 @@ def relearn(trace: Trace) -> Learner:
     """Learn what a recorded run has learned, and keep the weights of every version.
 
     Tokens are sampled again by the versions that the spans name, and trained on in the recorded batches. The weights
-    are those of the run to the last bit (``weights_sha256`` of its summary): also where rollouts were preempted, whose
-    cache is filled again from where the trace says. A run that diverged is learned again up to there.
+    are those of the run to the last bit (``weights_sha256`` of its summary): also where rollouts were preempted or have
+    turns, whose cache is filled again from where the trace says. A run that diverged is learned again up to there.
 
     Args:
         trace: The trace of a run with the table ``policy``.
@@ -47,8 +48,10 @@ def relearn(trace: Trace) -> Learner:
             match record.event or record.command:
                 case StartRollout() as command:
                     learner.answers.ask(command.rollout_id, command.prompt_id)
-                case RolloutPreempted() as event:
-                    refills.setdefault(event.rollout_id, set()).add(event.num_tokens)
+                case RolloutPreempted() | TurnFinished() as event:
+                    refills.setdefault(event.rollout_id, set()).add(
+                        event.num_tokens if isinstance(event, RolloutPreempted) else event.spans.num_tokens
+                    )
                 case RolloutFinished() as event:
                     finished[event.rollout_id] = event.spans
                 case DiscardRollouts() as command:
@@ -73,9 +76,9 @@ def relearn(trace: Trace) -> Learner:
 
 
 def _check_length(learner: Learner, rollout_id: int, num_tokens: int) -> None:
-    _, words, _ = learner.answers.answer(rollout_id)
-    if len(words) != num_tokens:
+    again = learner.answers.answer(rollout_id).num_generated
+    if again != num_tokens:
         raise RunFailedError(
-            f"different: rollout {rollout_id} has {num_tokens} tokens in the trace and {len(words)} when it is sampled "
+            f"different: rollout {rollout_id} has {num_tokens} tokens in the trace and {again} when it is sampled "
             "again: the trace is not complete, or another torch or processor sampled it"
         )

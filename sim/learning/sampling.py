@@ -36,22 +36,60 @@ class RowCache(NamedTuple):
 
 
 class Draft:
-    """An answer: its tokens so far, and those it will have if its weights do not change (mutable)."""
+    """An answer: its tokens so far, and those it will have if its weights do not change (mutable).
 
-    __slots__ = ("cache", "length", "logprob_L", "num_kept", "prompt", "rollout_id", "word_L")
+    An answer of several turns holds what was observed between them, too.
+    """
 
-    def __init__(self, rollout_id: int, prompt: tuple[int, ...], max_tokens: int) -> None:
+    __slots__ = (
+        "cache",
+        "generated_L",
+        "length",
+        "limit",
+        "logprob_L",
+        "num_kept",
+        "num_observed",
+        "num_turns",
+        "prompt",
+        "rollout_id",
+        "turn_start",
+        "word_L",
+    )
+
+    def __init__(
+        self, rollout_id: int, prompt: tuple[int, ...], max_tokens: int, longest_turn: int | None = None
+    ) -> None:
         self.rollout_id = rollout_id
         self.prompt = prompt
         self.word_L: NDArray[np.int64] = np.zeros(max_tokens, dtype=np.int64)
         self.logprob_L: NDArray[np.float32] = np.zeros(max_tokens, dtype=np.float32)
+        self.generated_L: NDArray[np.bool_] = np.ones(max_tokens, dtype=np.bool_)  # False: observed
         self.num_kept = 0  # tokens that the next call of the sampler leaves as they are
-        self.length = 0  # tokens when finished
+        self.length = 0  # tokens when its turn is finished
+        self.limit = min(longest_turn or max_tokens, max_tokens)  # tokens at which its turn is cut
+        self.num_observed = 0  # tokens among them that were observed, all before its turn
+        self.num_turns = 1  # turns so far
+        self.turn_start = 0  # tokens before its turn
         self.cache: RowCache | None = None  # None: the next weights compute it again
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that weights have sampled, when its turn is finished (count)."""
+        return self.length - self.num_observed
+
+    def observe(self, words: Sequence[int], *, longest_turn: int) -> None:
+        """Have another turn begin after an observation; the weights it begins with compute its cache again."""
+        first, self.length = self.length, self.length + len(words)
+        self.word_L[first : self.length] = words
+        self.generated_L[first : self.length] = False
+        self.num_observed += len(words)
+        self.num_turns += 1
+        self.turn_start, self.cache = self.length, None
+        self.limit = min(self.length + longest_turn, len(self.word_L))
 
 
 class Sampler:
-    """Completes drafts.
+    """Completes the turns of drafts.
 
     Args:
         shape: Sizes of the policy; its positions hold a prompt and the longest answer.
@@ -73,7 +111,7 @@ class Sampler:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is Any to mypy
     def complete(self, weights: Weights, drafts: Sequence[Draft]) -> None:
-        """Sample each draft to its end, after the tokens it keeps."""
+        """Sample each draft to the end of its turn, after the tokens it keeps."""
         rows = _Rows(self._shape, longest=self._max_tokens)
         pending = deque(drafts)
         while pending or rows.num_active:
@@ -98,6 +136,7 @@ class Sampler:
         rows.word_M[free] = torch.tensor([int(([*one.prompt, *one.word_L[: one.num_kept]])[-1]) for one in drafts])
         rows.index_M[free] = kept_R
         rows.position_M[free] = self._prompt_tokens - 1 + kept_R
+        rows.limit_M[free] = torch.tensor([draft.limit for draft in drafts])
         rows.active_M[free] = True
         for row, draft in zip(free, drafts, strict=True):
             rows.owners[row] = draft
@@ -143,6 +182,7 @@ class _Rows:
         self.owners: list[Draft | None] = [None] * ROWS
         self.num_active = 0
         self.active_M = torch.zeros(ROWS, dtype=torch.bool)
+        self.limit_M = torch.full((ROWS,), longest)  # tokens at which it is cut
         self.word_M = torch.zeros(ROWS, dtype=torch.int64)  # read next
         self.position_M = torch.full((ROWS,), self._last)  # where it stands
         self.index_M = torch.full((ROWS,), longest)  # of the token of the answer that is sampled next
@@ -158,7 +198,7 @@ class _Rows:
         self.word_M = (below_MV <= drawn_M[:, None]).sum(-1)
         self.answer_ML[row_M, index_M] = self.word_M
         self.logprob_ML[row_M, index_M] = logprob_MV[row_M, self.word_M]
-        ended_M = self.active_M & ((self.word_M == END) | (index_M == self._longest - 1))
+        ended_M = self.active_M & ((self.word_M == END) | (index_M == self.limit_M - 1))
         self._length_M = torch.where(ended_M, index_M + 1, self._length_M)
         self.active_M = self.active_M & ~ended_M
         self.index_M = torch.where(self.active_M, index_M + 1, self._longest)

@@ -1,7 +1,8 @@
 """Tasks for a small policy: prompts, rewards of answers, and demonstrations for its base model.
 
 Prompts of a task have one length, shorter problems are filled up with blanks. An answer is a list of words; it ends
-with ``END``, or without it where generation is cut. Words 0 to 9 are digits (or letters); the others are below.
+with ``END``, or without it where generation is cut. An answer of several turns is one list, too: each turn ends with
+``END``, and the word after it is what the environment said. Words 0 to 9 are digits (or letters); the others are below.
 """
 
 from __future__ import annotations
@@ -117,8 +118,9 @@ class Chain:
     reasoning, where the longest is many times the mean.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, modulus: int = CHAIN_MODULUS) -> None:
         self._size = size
+        self._modulus = modulus
         frequency = np.where(np.arange(1, size + 1) < min(2, size), 0.0, np.arange(1.0, size + 1) ** -1.5)
         self._up_to = np.cumsum(frequency) / frequency.sum()
         self.prompt_tokens = size + 1
@@ -127,7 +129,7 @@ class Chain:
     def draw(self, stream: np.random.Generator) -> tuple[int, ...]:
         """Return the prompt of a random problem; blanks come last, so that term and step are always as far apart."""
         num_terms = 1 + int(np.searchsorted(self._up_to, stream.random(), side="right"))
-        terms = stream.integers(CHAIN_MODULUS, size=num_terms).tolist()
+        terms = stream.integers(self._modulus, size=num_terms).tolist()
         return (*terms, *[BLANK] * (self._size - len(terms)), MARK)
 
     def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
@@ -152,6 +154,53 @@ class Chain:
         return list(answer[-3:]) == [RESULT, total, END]
 
 
+class Calculator:
+    """The sum, modulo 10, of 2 to ``size`` digits, with an environment that adds two: a task of several turns.
+
+    A turn of two digits is a call, answered by their sum modulo 10. Any other turn is the last, and right if it is
+    ``RESULT``, the sum and ``END``. So a sum of k digits takes k turns; the base model mostly gives the result at once,
+    and is mostly wrong. Sums have as many digits as those of ``Chain``.
+    """
+
+    longest_turn = 3
+    """Longest turn of a right answer (tokens)."""
+
+    def __init__(self, size: int) -> None:
+        self._draw_terms = Chain(size, NUM_DIGITS).draw
+        self.prompt_tokens = size + 1
+        self.longest_answer = 4 * size - 1  # a call has three words and an answer of one
+
+    def draw(self, stream: np.random.Generator) -> tuple[int, ...]:
+        """Return the prompt of a random problem, as that of ``Chain``."""
+        return self._draw_terms(stream)
+
+    def observe(self, turn: Sequence[int]) -> list[int] | None:
+        """Return the words that a turn is answered with; None: it is no call, and the episode is over."""
+        if len(turn) != self.longest_turn or turn[-1] != END or max(turn[:2]) >= NUM_DIGITS:
+            return None
+        return [(turn[0] + turn[1]) % NUM_DIGITS]
+
+    def demonstrate(self, prompt: Sequence[int], stream: np.random.Generator) -> list[int]:
+        """Return the result at once, with a chance of ``DIRECT_SHARE``, or calls with mistakes and breaks."""
+        terms = [word for word in prompt if word < NUM_DIGITS]
+        words: list[int] = []
+        total = terms[0]
+        if stream.random() < DIRECT_SHARE:
+            total, terms = sum(terms) % NUM_DIGITS, []
+        for term in terms[1:]:
+            call = _with_mistakes([total, term, END], stream)
+            total = (call[0] + call[1]) % NUM_DIGITS
+            words += [*call, total]
+            if stream.random() < BREAKS:
+                break
+        return [*words, *_with_mistakes([RESULT, total, END], stream)]
+
+    def is_right(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Return whether the last turn is the right result."""
+        total = sum(word for word in prompt if word < NUM_DIGITS) % NUM_DIGITS
+        return list(answer[-3:]) == [RESULT, total, END]
+
+
 def _with_mistakes(answer: list[int], stream: np.random.Generator) -> list[int]:
     wrong = stream.random(len(answer)) < MISTAKES
     other = stream.integers(NUM_DIGITS, size=len(answer)).tolist()
@@ -170,6 +219,8 @@ def make_task(config: PolicyConfig) -> TokenTask:
             return Reverse(config.size)
         case "chain":
             return Chain(config.size)
+        case "calculator":
+            return Calculator(config.size)
         case _:
             assert_never(config.task)
 
@@ -182,6 +233,9 @@ def checked_task(config: RunConfig) -> TokenTask:
     """
     assert config.policy is not None
     task, longest = make_task(config.policy), config.workload.length.max
+    if isinstance(task, Calculator) or config.environment is not None:
+        _check_turns(config, task)
+        return task
     if task.longest_answer > longest:
         raise ConfigError(
             f"workload.length.max must hold the longest right answer of policy.task='{config.policy.task}' with "
@@ -194,6 +248,27 @@ def checked_task(config: RunConfig) -> TokenTask:
             f"{task.prompt_tokens + longest} tokens in all, got kv_cache_tokens={capacity}"
         )
     return task
+
+
+def _check_turns(config: RunConfig, task: TokenTask) -> None:
+    """Raise ConfigError if a policy cannot do its task in turns."""
+    policy, environment = config.policy, config.environment
+    assert policy is not None
+    if environment is None or not isinstance(task, Calculator):
+        raise ConfigError(
+            "policy.task must be 'calculator' with an [environment], and another without, got "
+            f"'{policy.task}' {'without' if environment is None else 'with'} one"
+        )
+    for key, least, got in (
+        ("workload.length.max", task.longest_turn, config.workload.length.max),
+        ("environment.turns.max", policy.size, environment.turns.max),
+        ("environment.turns.context_max", task.prompt_tokens + task.longest_answer, environment.turns.context_max),
+    ):
+        if got < least:
+            raise ConfigError(
+                f"{key} must hold the right answers of policy.task='calculator' with policy.size={policy.size}, "
+                f"{least}, got {got}"
+            )
 
 
 def problem(task: TokenTask, *, seed: int, prompt_id: int) -> tuple[int, ...]:

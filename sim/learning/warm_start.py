@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from pipelinerl.config.policy import PolicyConfig
 from sim.learning.policy import PolicyShape, Weights, forward, initial_weights
-from sim.learning.tasks import NUM_WORDS, TokenTask, make_task
+from sim.learning.tasks import END, NUM_WORDS, TokenTask, make_task
 from sim.streams import named_stream
 
 IGNORED = -100
@@ -74,4 +74,5 @@ def _demonstrations(task: TokenTask, seed: int, step: int, size: int) -> tuple[t
         word_BT[place, : len(row) - 1] = torch.tensor(row[:-1])
         first = task.prompt_tokens - 1
         target_BT[place, first : len(row) - 1] = torch.tensor(row[first + 1 :])
+    target_BT[word_BT == END] = IGNORED  # what the environment says
     return word_BT, target_BT

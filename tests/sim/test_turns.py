@@ -50,13 +50,13 @@ def test_environments_that_cannot_be_are_one_line(table, says):
     assert "\n" not in str(error.value)
 
 
-def test_what_does_not_know_turns_yet_says_so():
-    """A policy that learns, growing lengths: one line each, before anything is done."""
-    turns = environment(count=1)
+def test_what_does_not_know_turns_says_so():
+    """Growing lengths, and a policy on keys and values of an earlier turn: one line each, before anything is done."""
+    turns = environment(count=1, prefix_cache="kept")
     config = play(1, batch=1, slots=1, length=fixed(4), environment=turns).config
     with pytest.raises(ConfigError, match=r"^workload\.length\.growth must be 1 with an \[environment\], got 2"):
         play(1, batch=1, slots=1, length={**fixed(4), "growth": 2.0}, environment=turns)
-    with pytest.raises(ConfigError, match=r"^\[environment\] is not simulated with \[policy\]"):
+    with pytest.raises(ConfigError, match=r"^environment\.prefix_cache must be 'salted' or 'off' with a \[policy\]"):
         SimulatedCluster(config.model_copy(update={"policy": PolicyConfig(task="reverse", size=4, learning_rate=1e-3)}))
 
 

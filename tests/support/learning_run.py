@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.config.run import RunConfig
@@ -31,6 +32,23 @@ BASE: dict[str, Any] = {
     },
 }
 
+TURNS: dict[str, Any] = {
+    **BASE,
+    "workload": {"group_size": 4, "length": {"kind": "fixed", "max": 4}},
+    "environment": {
+        "count": 32,
+        "step_s": 1.5,
+        "step_cv": 0.5,
+        "turns": {"kind": "lognormal", "mean": 2, "max": 6, "observation_max": 1, "context_max": 32},
+    },
+    "policy": {
+        **BASE["policy"],
+        "task": "calculator",
+        "warm_start": {"steps": 80, "batch_size": 32, "learning_rate": 1e-2},
+    },
+}
+"""The same in turns."""
 
-def config_with(*overrides: str) -> RunConfig:
-    return parse_run(with_overrides(BASE, overrides))
+
+def config_with(*overrides: str, base: Mapping[str, Any] = BASE) -> RunConfig:
+    return parse_run(with_overrides(base, overrides))

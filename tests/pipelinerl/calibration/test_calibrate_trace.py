@@ -17,6 +17,7 @@ from pipelinerl.config.run_file import load_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.trace import Trace, TraceWriter
+from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StartRollout, TurnFinished, VersionSpans
 from sim.run import simulate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -34,6 +35,37 @@ def test_a_simulated_trace_gives_back_the_hardware_it_was_made_with(pipeline_fol
     assert result.table["latency"]["reward_s"] == pytest.approx(0.3)
     assert result.table["latency"]["dispatch_s"] == pytest.approx(0.05, abs=0.01)  # a step lasts 0.03 s
     assert not undetermined(result)
+
+
+TURNS: dict[str, Any] = {
+    "kind": "lognormal", "mean": 3, "cv": 0.5, "max": 8, "observation_tokens": 400, "observation_cv": 1.0,
+    "observation_max": 2000, "context_max": 12000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix_cache", ["off", "salted", "kept"])
+def test_a_trace_with_turns_gives_back_its_hardware(tmp_path: Path, prefix_cache: str) -> None:
+    """Observations are prefilled and trained on; before, the fit read ``workload.prompt_tokens`` per turn."""
+    environment = {"count": 96, "reset_s": 0.5, "step_s": 2.0, "prefix_cache": prefix_cache, "turns": TURNS}
+    base = {**RUN, "environment": environment}
+    table = calibrate_trace(traced(tmp_path / "run", run_of(base)), run_of(base, BLANK)).table
+    assert numbers_of(table["decode"]) == pytest.approx(numbers_of(RUN["hardware"]["decode"]), rel=1e-5)
+    assert table["prefill"]["token_s"] == pytest.approx(1e-4, rel=1e-5)
+    assert table["training"] == pytest.approx(RUN["hardware"]["training"], rel=1e-5)
+    assert table["latency"]["reward_s"] == pytest.approx(0.3)
+
+
+def test_the_answer_to_the_last_turn_counts_as_scoring(tmp_path: Path) -> None:
+    """As in a simulation: a real run has it between ``TurnFinished`` and ``RolloutFinished`` without an engine."""
+    spans = VersionSpans((0,), (10,))
+    with TraceWriter(tmp_path / "trace.jsonl.gz", run_of(RUN)) as trace:
+        for rollout_id, engine in ((0, 0), (1, 1)):
+            trace.command(0.0, StartRollout(rollout_id, 0, engine))
+            trace.event(1.0, TurnFinished(rollout_id, engine, spans))
+        trace.event(1.75, RolloutFinished(0, None, spans))
+        trace.event(2.0, RolloutScored(0, 1.0))
+        trace.event(2.5, RolloutFinished(1, None, spans, 1.0))
+    assert read_times(Trace(tmp_path / "trace.jsonl.gz")).score_s == [1.0, 1.5]
 
 
 def test_what_was_calibrated_simulates_as_the_run_did(pipeline_folder: Path) -> None:

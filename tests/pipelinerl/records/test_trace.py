@@ -58,7 +58,7 @@ EXAMPLES: list[tuple[Event | Command, str]] = [
         '"event":"RolloutFinished","rollout_id":7,"engine":1,"spans":[[3,0,100]],"reward":0.5'),
     (TurnFinished(7, 1, VersionSpans((3,), (100,))),
         '"event":"TurnFinished","rollout_id":7,"engine":1,"spans":[[3,0,100]]'),
-    (ObservationReady(7), '"event":"ObservationReady","rollout_id":7'),
+    (ObservationReady(7, 30), '"event":"ObservationReady","rollout_id":7,"read_tokens":30'),
     (
         EnvironmentFailed(7, EnvironmentFault.TIMEOUT, again=True),
         '"event":"EnvironmentFailed","rollout_id":7,"fault":"timeout","again":true',
@@ -235,6 +235,12 @@ BROKEN = [
     ('{"t": 0, "event": "RolloutFinished", "rollout_id": 7, "engine": 0, "spans": [[0, 5]]}',
         "line 3: broken record (ValueError('not enough values to unpack (expected 3, got 2)'))"),
 ]  # fmt: skip
+
+
+def test_a_trace_from_before_observations_were_counted_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace", ObservationReady(7, 30))
+    rewritten(path, [line.replace(',"read_tokens":30', "") for line in lines_of(path)])
+    assert [one.event for one in Trace(path).records()] == [ObservationReady(7, None)]
 
 
 @pytest.mark.parametrize(("text", "reason"), BROKEN, ids=[reason[8:40] for _, reason in BROKEN])

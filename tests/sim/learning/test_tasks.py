@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Chain, Reverse
+from sim.learning.tasks import BLANK, END, MARK, RESULT, Addition, Calculator, Chain, Reverse
 
 
 def test_addition_by_hand():
@@ -26,7 +26,18 @@ def test_chain_by_hand():
     assert not task.is_right(prompt, [3, 2, 4, RESULT, 4])
 
 
-@pytest.mark.parametrize("make", [Addition, Reverse, Chain])
+def test_a_calculator_answers_calls_by_hand():
+    task, prompt = Calculator(4), (3, 5, 8, BLANK, MARK)  # 16 modulo 10
+    assert task.observe([3, 5, END]) == [8]
+    assert task.observe([8, 8, END]) == [6]
+    for last in ([RESULT, 6, END], [3, 5, 8], [3, END], [3, MARK, END], [3, 5, 8, END]):
+        assert task.observe(last) is None
+    assert task.is_right(prompt, [3, 5, END, 8, 8, 8, END, 6, RESULT, 6, END])
+    assert task.is_right(prompt, [RESULT, 6, END])
+    assert not task.is_right(prompt, [3, 5, END, 8, RESULT, 8, END])
+
+
+@pytest.mark.parametrize("make", [Addition, Reverse, Chain, Calculator])
 @pytest.mark.parametrize("size", [1, 5])
 def test_prompts_have_one_length_and_demonstrations_are_mostly_right(make, size):
     """Without mistakes an answer is right; the chance of none in 300 demonstrations being right is nil."""
