@@ -4,9 +4,9 @@ An episode is a pure function of configuration, seed, rollout and prompt: two sc
 random numbers). Each rollout has a random stream of its own, ``episodes``, as numbers of turns differ.
 
 Two kinds. *lognormal*: turns, observations and times are drawn by mean and coefficient of variation, turns have lengths
-as ``workload.length`` says: those of a group for each. *recorded*: whole episodes of a source,
-with their prompts; those that begin beyond the context are left out. Where a policy learns it decides the turns, and
-only times and failures are drawn here.
+as ``workload.length`` says: those of a group for each. *recorded*: whole episodes of a source with their prompts; those
+that begin beyond the context are left out. Those of a run come in their order. Where a policy learns it decides the
+turns, and only times and failures are drawn here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from pipelinerl.config.environment import EnvironmentConfig
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import EnvironmentFault
 from pipelinerl.util.explain import did_you_mean, explain, read_text
-from pipelinerl.util.limits import LONGEST_S, MOST_TOKENS
-from pipelinerl.util.strict_model import StrictModel
 from sim.clock import TICKS_PER_S, to_ticks
+from sim.recorded import RecordedEpisode, is_trace, read_trace
 from sim.streams import named_stream
 from sim.workload import Workload
 
@@ -72,39 +70,6 @@ class Episode:
         return self.turn + 1 == len(self.ends)
 
 
-class RecordedEpisode(StrictModel):
-    """A line of a source of turns: one episode."""
-
-    group: int | str
-    """Episodes of one task are a group."""
-    stream: int | str
-    """Number or name of the episode in its group; not read."""
-    prompt_len: int = Field(ge=0, le=MOST_TOKENS)
-    """Length of the prompt (tokens)."""
-    out_lens: list[int] = Field(min_length=1)
-    """Tokens generated in each turn, at least 1; 0 counts as 1."""
-    obs_lens: list[int]
-    """Tokens observed after each turn but the last."""
-    tool_times: list[float]
-    """Time that the environment acted after each turn but the last (s)."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        turns = len(self.out_lens)
-        for name, values in (("obs_lens", self.obs_lens), ("tool_times", self.tool_times)):
-            if len(values) != turns - 1:
-                raise ValueError(f"{name} must have one value less than out_lens, {turns - 1}, got {len(values)}")
-        for name, values, most in (
-            ("out_lens", self.out_lens, MOST_TOKENS),
-            ("obs_lens", self.obs_lens, MOST_TOKENS),
-            ("tool_times", self.tool_times, LONGEST_S),
-        ):
-            for value in values:
-                if not 0 <= value <= most:
-                    raise ValueError(f"{name} must be from 0 to {most:g}, got {value:g}")
-        return self
-
-
 class Episodes:
     """The episodes of a run, by random access.
 
@@ -131,9 +96,11 @@ class Episodes:
         self._most_turns = turns.max
         self._usual_turns = min(turns.max, math.ceil(8 * (turns.mean or 1)))
         self._recorded: Sequence[RecordedEpisode] = ()
+        self._in_order = False
         if turns.kind == "recorded" and not self._policy_decides:
             assert turns.source is not None  # checked by the configuration
-            self._recorded = _within(read_turns(turns.source), turns.context_max)
+            self._in_order = turns.source not in shipped_turns() and is_trace(turns.source)
+            self._recorded = _within(read_turns(turns.source, group_size=self._group_size), turns.context_max)
         groups: dict[int | str, list[RecordedEpisode]] = {}
         for episode in self._recorded:
             groups.setdefault(episode.group, []).append(episode)
@@ -202,7 +169,13 @@ class Episodes:
         return min(float(_drawn(stream, mean, cv, 1)[0]), config.step_max_s)
 
     def _choose(self, stream: np.random.Generator, rollout_id: int, prompt_id: int) -> RecordedEpisode:
-        """Return a recorded episode: siblings are different ones of one task, where that has enough; else any."""
+        """Return a recorded episode: siblings are different ones of one task, where that has enough; else any.
+
+        Of a run, the tasks come in their order, again and again, and their episodes in theirs.
+        """
+        if self._in_order:
+            group = self._groups[prompt_id % len(self._groups)]
+            return group[rollout_id % self._group_size % len(group)]
         chosen = named_stream(self._seed, "episode_tasks", prompt_id)
         group = self._groups[int(chosen.integers(len(self._groups)))]
         if len(group) >= self._group_size:
@@ -277,19 +250,24 @@ def shipped_turns() -> tuple[str, ...]:
     return tuple(sorted(path.name.removesuffix(SUFFIX) for path in SHIPPED_FOLDER.glob(f"*{SUFFIX}")))
 
 
-def read_turns(source: str) -> Sequence[RecordedEpisode]:
+def read_turns(source: str, *, group_size: int = 1) -> Sequence[RecordedEpisode]:
     """Read recorded episodes.
 
     Args:
-        source: The name of a shipped set, or the path of a JSONL file (``.jsonl``), a ``RecordedEpisode`` a line.
+        source: The name of a shipped set, the path of a JSONL file (``.jsonl``), a ``RecordedEpisode`` a line, or the
+            folder or the trace of a run.
+        group_size: Episodes of a group that a run must have, at least (count).
 
     Raises:
         ConfigError: At the first fault: file, line, what is allowed, value.
     """
     key, shipped = "environment.turns.source", shipped_turns()
+    if source not in shipped and is_trace(source):
+        groups = read_trace(source, key=key, group_size=group_size)
+        return [rollout.episode for group in groups for rollout in group]
     if source not in shipped and not source.endswith(".jsonl"):
         hint = did_you_mean(source, shipped) + f"shipped sets: {', '.join(shipped)}"
-        raise ConfigError(f"{key} must be a shipped set or the path of a .jsonl file, got {source!r}; {hint}")
+        raise ConfigError(f"{key} must be a shipped set, the path of a .jsonl file or a run, got {source!r}; {hint}")
     path = SHIPPED_FOLDER / f"{source}{SUFFIX}" if source in shipped else Path(source)
     text = gzip.decompress(path.read_bytes()).decode() if source in shipped else read_text(path, key)
     episodes = []

@@ -20,6 +20,8 @@ stream         indexed by           decides
 A length is a whole number of tokens from 1 to ``max``, and rounding does not move its mean: a log-normal
 length x becomes floor(x) or floor(x) + 1 at random with mean x; an empirical source is scaled so that the
 mean of the *rounded and cut* lengths is the one asked for, which leaves at most half a token.
+
+Of a run as the source nothing is drawn: the prompts are its whole groups in their order, again and again.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from pipelinerl.util.limits import MOST_TOKENS
 from pipelinerl.util.lognormal import argument_nearest, location_of_mean, log_sd_of
 from pipelinerl.util.strict_model import StrictModel
 from pipelinerl.util.table import read_table
+from sim.recorded import is_trace, read_trace
 from sim.streams import BLOCKS_KEPT, DRAWS_PER_BLOCK, named_stream
 
 CV_RANGE = (1e-6, 1e3)
@@ -106,10 +109,14 @@ class Workload:
         self._groups_per_block = max(1, DRAWS_PER_BLOCK // config.group_size)
         self._shape = (self._groups_per_block, config.group_size)
         self._prompts: tuple[SourcePrompt, ...] = ()
+        self._in_order = False
         self._location = 0.0
         if config.length.kind == "empirical":
             assert config.length.source is not None  # checked by the configuration
-            prompts = read_source(config.length.source, prompt_tokens=config.prompt_tokens)
+            self._in_order = config.length.source not in shipped_sets() and is_trace(config.length.source)
+            prompts = read_source(
+                config.length.source, prompt_tokens=config.prompt_tokens, group_size=config.group_size
+            )
             self._prompts = _scaled(prompts, config.length)
         elif config.length.kind == "lognormal":
             self._location = _lognormal_location(config.length)
@@ -142,6 +149,12 @@ class Workload:
         block, row = divmod(group_id, self._groups_per_block)
         if not self._prompts:
             return self._made(block)[row]
+        if self._in_order:
+            prompt, size = self._prompts[prompt_id % len(self._prompts)], self._config.group_size
+            assert prompt.rewards is not None  # a run has them
+            return DrawnGroup(
+                prompt.prompt_tokens, tuple(prompt.lengths[:size].tolist()), tuple(prompt.rewards[:size].tolist())
+            )
         prompt_block, prompt_row = divmod(prompt_id, DRAWS_PER_BLOCK)
         prompt = self._prompts[self._chosen_prompts(prompt_block)[prompt_row]]
         answers = self._chosen_answers(block, len(prompt.lengths))[row]
@@ -303,14 +316,15 @@ def shipped_sets() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in SHIPPED_FOLDER.glob("*.csv")))
 
 
-def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, ...]:
+def read_source(source: str, *, prompt_tokens: int = 0, group_size: int = 1) -> tuple[SourcePrompt, ...]:
     """Read a length source: a CSV file with a row per answer; equal ``prompt_id`` makes a group.
 
     Args:
         source: The name of a shipped set, or the path of a file that ends in ``.csv``: UTF-8, commas, a header
             with ``prompt_id, response_tokens`` and, if known, ``prompt_tokens, correct``; every cell filled.
-            0 ``response_tokens`` count as 1.
+            0 ``response_tokens`` count as 1. Or the folder or the trace of a run without turns.
         prompt_tokens: Length of every prompt if the source does not say (tokens).
+        group_size: Answers of a prompt that a run must have, at least (count).
 
     Returns:
         The prompts in the order of the file, unscaled.
@@ -319,10 +333,12 @@ def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, .
         ConfigError: At the first fault: file, line, column, what is allowed, value.
     """
     shipped = shipped_sets()
+    if source not in shipped and is_trace(source):
+        return _read_run(source, group_size=group_size)
     hint = did_you_mean(Path(source).stem, shipped) + f"shipped sets: {', '.join(shipped)}"
     if source not in shipped and not source.endswith(".csv"):
         raise ConfigError(
-            f"workload.length.source must be a shipped set or the path of a .csv file, got {source!r}; {hint}"
+            f"workload.length.source must be a shipped set, the path of a .csv file or a run, got {source!r}; {hint}"
         )
     path = SHIPPED_FOLDER / f"{source}.csv" if source in shipped else Path(source)
     try:
@@ -339,6 +355,22 @@ def read_source(source: str, *, prompt_tokens: int = 0) -> tuple[SourcePrompt, .
                 f"{siblings[0].prompt_tokens}, got {answer.prompt_tokens}"
             )
     return tuple(_prompt_of(group, prompt_tokens=prompt_tokens) for group in answers.values())
+
+
+def _read_run(source: str, *, group_size: int) -> tuple[SourcePrompt, ...]:
+    """Return the prompts of a run without turns, in their order."""
+    key = "workload.length.source"
+    groups = read_trace(source, key=key, group_size=group_size)
+    if any(len(rollout.episode.out_lens) > 1 for group in groups for rollout in group):
+        raise ConfigError(f"{key} must be a run without turns, got {source!r}: environment.turns.source reads it")
+    return tuple(
+        SourcePrompt(
+            group[0].episode.prompt_len,
+            np.array([max(1, one.episode.out_lens[0]) for one in group], dtype=np.int64),
+            np.array([one.reward for one in group], dtype=np.float64),
+        )
+        for group in groups
+    )
 
 
 def _prompt_of(answers: Sequence[AnswerRow], *, prompt_tokens: int) -> SourcePrompt:

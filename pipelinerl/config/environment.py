@@ -30,7 +30,8 @@ class TurnsConfig(StrictModel):
     ``source`` with their prompts, lengths and times, but for those that begin beyond ``context_max``;
     ``workload.length.max`` cuts each turn."""
     source: str | None = None
-    """Recorded only: the name of a shipped set, or the path of a JSONL file (relative to the run file)."""
+    """Recorded only: the name of a shipped set, the path of a JSONL file, or of a run, its folder or its
+    trace.jsonl.gz, whose groups come in their order (paths are relative to the run file)."""
     mean: float | None = Field(default=None, ge=1)
     """Lognormal only: mean number of turns of a rollout, before the cuts (count)."""
     cv: float = Field(default=0.0, ge=0, le=100)

@@ -180,7 +180,9 @@ def _is_path(value: str, folder: Path) -> bool:
     """Return whether a name or path is a path: by its ending, or because that folder is there."""
     if "\0" in value:
         return True  # and one that is refused
-    return value.endswith((".csv", ".toml", ".json")) or ("/" in value and (folder / value).is_dir())
+    return value.endswith((".csv", ".toml", ".json", ".jsonl", ".jsonl.gz")) or (
+        "/" in value and (folder / value).is_dir()
+    )
 
 
 def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:

@@ -23,7 +23,8 @@ class LengthConfig(StrictModel):
     cv: float | None = Field(default=None, gt=0)
     """Standard deviation over mean before the cut (no unit), lognormal only."""
     source: str | None = None
-    """Empirical only: the name of a shipped set, or the path of a CSV file (relative to the run file)."""
+    """Empirical only: the name of a shipped set, the path of a CSV file, or of a run without turns, its folder or its
+    trace.jsonl.gz, whose groups come in their order (paths are relative to the run file)."""
     growth: float = Field(default=1.0, gt=0, le=MOST)
     """Factor on all lengths at the last optimizer step, reached linearly from 1 at the first (no unit)."""
 

@@ -93,7 +93,7 @@ def test_a_wrong_line_of_a_source_is_named(tmp_path, change, says):
     [
         (
             "agent_turn",
-            "must be a shipped set or the path of a .jsonl file, got 'agent_turn'; did you mean agent_turns? ",
+            "must be a shipped set, the path of a .jsonl file or a run, got 'agent_turn'; did you mean agent_turns? ",
         ),
         ("missing.jsonl", "missing.jsonl: No such file or directory"),
     ],

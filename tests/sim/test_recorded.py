@@ -1,0 +1,138 @@
+"""A run as the workload of another: its episodes come again, whole and in their order."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelinerl.config.run_file import load_run, parse_run, with_overrides
+from pipelinerl.errors import ConfigError
+from pipelinerl.records.trace import Trace, TraceWriter
+from pipelinerl.scheduler.events import ObservationReady, StartRollout
+from sim.recorded import read_trace
+from sim.run import simulate
+
+RUN: dict[str, Any] = {
+    "optimizer_steps": 6,
+    "cluster": {"accelerators": 4, "generation_accelerators": 2},
+    "scheduler": {"train_batch_size": 16, "generation_batch_size": 12},
+    "workload": {
+        "group_size": 4,
+        "prompt_tokens": 30,
+        "length": {"kind": "lognormal", "mean": 40, "cv": 0.8, "max": 200},
+    },
+    "hardware": {
+        "decode": {"kind": "affine", "step_s": 0.1},
+        "training": {"token_s": 3e-4, "step_s": 0.3},
+        "latency": {"reward_s": 0.2, "report_s": 0.05},
+    },
+}
+TURNS = {
+    "kind": "lognormal", "mean": 3, "cv": 0.6, "max": 9, "observation_tokens": 20, "observation_cv": 1.0,
+    "observation_max": 200, "context_max": 4000,
+}  # fmt: skip
+IN_TURNS = {**RUN, "environment": {"count": 40, "reset_s": 1.0, "step_s": 2.0, "step_cv": 1.0, "turns": TURNS}}
+CONVENTIONAL = "scheduler.kind=conventional"
+
+
+def played(data: dict[str, Any], folder: Path, *overrides: str) -> Path:
+    simulate(parse_run(with_overrides(data, overrides)), out=folder, trace=True)
+    return folder
+
+
+def again(data: dict[str, Any], before: Path, folder: Path, *overrides: str) -> Path:
+    """Play a run with another as its workload."""
+    if "environment" in data:
+        source = [f"environment.turns.source={before}", "environment.turns.kind=recorded"]
+    else:
+        source = [f"workload.length={{ kind = 'empirical', source = '{before}', max = 200 }}"]
+    return played(data, folder, *overrides, *source)
+
+
+def rollouts(folder: Path, *, rewards: bool) -> list[tuple[Any, ...]]:
+    """What was generated, observed and waited for, in each rollout of whole groups; times to the microsecond."""
+    groups = read_trace(str(folder), key="source", group_size=4)
+    return [
+        (
+            one.episode.prompt_len,
+            tuple(one.episode.out_lens),
+            tuple(one.episode.obs_lens),
+            tuple(round(time_s, 6) for time_s in one.episode.tool_times),
+            one.reward if rewards else None,  # a source of turns has none
+        )
+        for group in groups
+        for one in group
+    ]
+
+
+@pytest.mark.parametrize("data", [RUN, IN_TURNS], ids=["one turn", "turns"])
+def test_a_run_of_whole_batches_comes_again_rollout_by_rollout(tmp_path: Path, data: dict[str, Any]) -> None:
+    before = played(data, tmp_path / "before", CONVENTIONAL)
+    after = again(data, before, tmp_path / "after", CONVENTIONAL, "seed=5")
+    first = rollouts(before, rewards=data is RUN)
+    assert rollouts(after, rewards=data is RUN) == first
+    assert len(first) == 6 * 16
+    assert len(set(first)) > 48
+    observed = sum(sum(lengths) for _, _, lengths, *_ in first)
+    assert observed > 1000 if data is IN_TURNS else observed == 0
+
+
+@pytest.mark.parametrize("data", [RUN, IN_TURNS], ids=["one turn", "turns"])
+def test_another_schedule_plays_episodes_of_the_run_and_none_twice_before_all_were(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    before = played(data, tmp_path / "before", CONVENTIONAL)
+    after = again(data, before, tmp_path / "after")  # the pipeline, which starts others first
+    there, seen = (Counter(rollouts(folder, rewards=False)) for folder in (before, after))
+    assert sum(seen.values()) > 60
+    assert seen <= there + there
+
+
+def test_the_trace_is_as_good_as_its_folder_and_relative_to_the_run_file(tmp_path: Path) -> None:
+    before = played(IN_TURNS, tmp_path / "runs" / "before")
+    text = (before / "run.toml").read_text().replace('kind = "lognormal"\nmean = 3.0', 'kind = "recorded"\nmean = 3.0')
+    for name in ("runs/before/trace.jsonl.gz", "runs/before"):
+        (tmp_path / "run.toml").write_text(text)
+        config = load_run(tmp_path / "run.toml", [f"environment.turns.source={name}"])
+        assert config.environment is not None
+        assert config.environment.turns.source == str((tmp_path / name).resolve())
+    (tmp_path / "turns.jsonl").touch()
+    config = load_run(tmp_path / "run.toml", ["environment.turns.source=turns.jsonl"])
+    assert config.environment is not None
+    assert config.environment.turns.source == str((tmp_path / "turns.jsonl").resolve())
+
+
+def line_of(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_a_workload_is_one_line(tmp_path: Path) -> None:
+    turns, one_turn = played(IN_TURNS, tmp_path / "turns"), played(RUN, tmp_path / "one_turn")
+    with pytest.raises(ConfigError) as error:
+        again(RUN, turns, tmp_path / "after")
+    assert line_of(error) == (
+        f"workload.length.source must be a run without turns, got '{turns}': environment.turns.source reads it"
+    )
+    with pytest.raises(ConfigError) as error:
+        again(RUN, one_turn, tmp_path / "after", "workload.group_size=8")
+    assert line_of(error).startswith(
+        "workload.length.source must be a run with groups of at least workload.group_size=8 rollouts that were scored, "
+    )
+    shutil.rmtree(one_turn)
+    one_turn.mkdir()
+    with pytest.raises(ConfigError) as error:
+        again(RUN, one_turn, tmp_path / "after")
+    assert line_of(error) == (
+        f"workload.length.source: cannot read trace {one_turn}/trace.jsonl.gz: No such file or directory"
+    )
+    with TraceWriter(one_turn / "trace.jsonl.gz", Trace(turns / "trace.jsonl.gz").config) as trace:
+        trace.command(0.0, StartRollout(0, 0, 0))
+        trace.event(0.0, ObservationReady(0))
+    with pytest.raises(ConfigError) as error:
+        again(IN_TURNS, one_turn, tmp_path / "after")
+    assert "was recorded before observed tokens were: record it again" in line_of(error)
