@@ -49,8 +49,3 @@ class EnvironmentsReport(Report):
     """A line per run that has failed."""
     complete: bool
     """Whether every run has ended without a failure."""
-
-    @property
-    def at_knee(self) -> EnvironmentsRow:
-        """The run at the knee."""
-        return next(row for row in self.rows if row.count == self.knee)

@@ -10,7 +10,7 @@ Truncated weights always read a higher ESS than raw ones (log-normal w, sigma 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,32 +25,11 @@ LAG_PREFIX = "ess/lag_"
 """Metrics of an optimizer step that hold the ESS of the tokens of a lag."""
 
 
-def effective_sample_size(weight_N: ArrayLike) -> float:
-    """Return the normalised effective sample size of importance weights.
+def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf) -> float:
+    """Return the normalised effective sample size of importance weights w = pi/mu given by their logarithms.
 
     ESS = (sum w)^2 / (N * sum w^2): 1 when all weights are equal, 1/N when one dominates.
     Source: Piche et al. 2025 (arXiv:2509.19128), eq. 6; Kong 1992.
-
-    Args:
-        weight_N: Importance weights pi/mu of N tokens, shape [N], no unit, before truncation.
-
-    Returns:
-        A value in [1/N, 1].
-
-    Raises:
-        ValueError: If the array is empty, not one-dimensional, sums to zero, or has a negative or non-finite entry.
-    """
-    weight = _flat("weight_N", weight_N)
-    _check_all(np.isfinite(weight) & (weight >= 0), weight, "weight_N must be finite and at least 0")
-    log_weight = np.full_like(weight, -math.inf)
-    np.log(weight, out=log_weight, where=weight > 0)
-    return _ess("weight_N", log_weight)
-
-
-def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf) -> float:
-    """Return the normalised effective sample size of weights given by their logarithms.
-
-    The same as ``effective_sample_size(np.minimum(np.exp(log_weight_N), truncation))``, without overflow.
 
     Args:
         log_weight_N: Logarithms of weights, shape [N] (nats); -inf is a weight of zero.
@@ -66,24 +45,11 @@ def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf)
     _check_truncation(truncation)
     log_weight = _flat("log_weight_N", log_weight_N)
     _check_all(log_weight < math.inf, log_weight, "log_weight_N must be below infinity")
-    return _ess("log_weight_N", np.minimum(log_weight, math.log(truncation)))
-
-
-def sequence_ess(log_ratios: Sequence[ArrayLike]) -> float:
-    """Return the effective sample size of whole answers: the weight of one is the product of its token ratios.
-
-    Args:
-        log_ratios: Per answer, log pi - log mu of each of its tokens, shape [T] (nats).
-
-    Returns:
-        A value in [1/S, 1], S answers.
-
-    Raises:
-        ValueError: If there is no answer, or one is empty, not one-dimensional, or has a non-finite entry.
-    """
-    if len(log_ratios) == 0:
-        raise ValueError("log_ratios must have at least one answer, got none")
-    return ess_of_log_weights([float(_finite("log_ratio_T", log_ratio_T).sum()) for log_ratio_T in log_ratios])
+    sums = _WeightSums()
+    sums.add(np.minimum(log_weight, math.log(truncation)))
+    if sums.sum == 0:
+        raise ValueError(f"log_weight_N must have a weight above 0, got none of {sums.num}")
+    return sums.ess
 
 
 def kl_estimate(log_ratio_N: ArrayLike) -> float:
@@ -292,14 +258,6 @@ class _WeightSums:
     def ess(self) -> float:
         value = self.sum**2 / (self.num * self.sum_squares)
         return min(1.0, max(1 / self.num, value))  # these bounds hold but for rounding
-
-
-def _ess(name: str, log_weight_N: NDArray[np.float64]) -> float:
-    sums = _WeightSums()
-    sums.add(log_weight_N)
-    if sums.sum == 0:
-        raise ValueError(f"{name} must have a weight above 0, got none of {sums.num}")
-    return sums.ess
 
 
 def _k3_sum(log_ratio_N: NDArray[np.float64]) -> float:
