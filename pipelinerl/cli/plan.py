@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +15,6 @@ from pipelinerl.cli.options import (
     JsonOption,
     MeasuredOption,
     OutOption,
-    RunArgument,
     SeedOption,
     SetOption,
     WorkersOption,
@@ -22,9 +22,31 @@ from pipelinerl.cli.options import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from pipelinerl.records.plan_report import PlanReport
+    from sim.planning.cases import PlannedCase
+
+INTERRUPTED = "interrupted; the simulations that had ended are kept"
+
 
 def plan(
-    run: RunArgument,
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Model, of the catalogue or a file.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU, of the catalogue or a file; several: H100,H200.")] = None,
+    accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,
+    sync: Annotated[str | None, typer.Option(metavar="METHOD", help="How weights reach engines; or several.")] = None,
+    train_batch_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per optimizer step.")] = None,
+    group_size: Annotated[str | None, typer.Option(metavar="N", help="Answers per prompt.")] = None,
+    mean_length: Annotated[str | None, typer.Option(metavar="N", help="Mean answer (tokens).")] = None,
+    max_length: Annotated[str | None, typer.Option(metavar="N", help="Longest answer (tokens).")] = None,
+    max_mean_lag: Annotated[
+        str | None, typer.Option(metavar="X", help="Largest mean lag allowed (optimizer steps).")
+    ] = None,
+    price: Annotated[str | None, typer.Option(metavar="USD", help="Price of a GPU-hour.")] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="OTHER", help="Say what changed, and why, against another run file, plan.json or folder."),
+    ] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     seed: SeedOption = None,
     out: OutOption = None,
@@ -36,34 +58,78 @@ def plan(
     measured: MeasuredOption = [],  # noqa: B006 - typer copies it
     as_json: JsonOption = False,
 ) -> None:
-    """Recommend split, batch sizes, engines and scheduler for a cluster: the [plan] table of the run file."""
+    """Recommend split, batch sizes, engines and scheduler: for a run file, or for a question of a few options."""
     from pipelinerl.cli.progress import stage_bars
-    from pipelinerl.config.run_file import load_run
-    from sim.planning.search import plan as search_plan
+    from pipelinerl.config.question import ask, question_file, write_question
+    from sim.planning.cases import plan_cases
 
-    config = load_run(run, overrides, seed, hardware=hardware)
+    options = {
+        "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
+        "group_size": group_size, "mean_length": mean_length, "max_length": max_length, "max_mean_lag": max_mean_lag,
+        "price": price,
+    }  # fmt: skip
+    question = ask(options, run, overrides, seed, hardware=hardware)
+    file = run or question_file(question, out)
     with stage_bars() as on_progress:
-        report = search_plan(
-            config,
+        other = None if against is None else (str(against), _other(against, workers=workers, on_progress=on_progress))
+        cases = plan_cases(
+            question,
             out=out,
             workers=workers,
             ray_address=ray,
             on_progress=on_progress,
             measured=measured,
-            run_file=_as_given(run, overrides),
+            run_file=_as_given(file, overrides if run is not None else []),
+            against=other,
         )
+    if run is None:
+        write_question(question, file)
+    raise typer.Exit(_show(cases, file.name, out=out, as_json=as_json, kept=file if run is None else None))
+
+
+def _show(cases: Sequence[PlannedCase], name: str, *, out: Path | None, as_json: bool, kept: Path | None) -> int:
+    """Print and draw the plans of a question; return the exit status."""
+    reports = [one.report for one in cases if one.report is not None]
+    several = len(cases) > 1
     if as_json:
-        print_json(report.to_dict())
+        plans = [{"case": one.name, "plan": one.report and one.report.to_dict()} for one in cases]
+        print_json({"cases": plans} if several else reports[0].to_dict())
+    elif several:
+        from pipelinerl.cli.render_cases import print_cases
+
+        print_cases(cases, name)
     else:
         from pipelinerl.cli.render_plan import print_plan
 
-        print_plan(report, run.name)
+        print_plan(reports[0], name)
+    if kept is not None and not as_json:
+        typer.echo(f"the question is in {kept}; change it, and ask: pipelinerl plan {shlex.quote(str(kept))}")
     if out is not None:
-        draw_kept(out, quiet=as_json)
-    if not report.search.complete:
-        for failure in report.search.failures or ["interrupted; the simulations that had ended are kept"]:
-            complain(failure)
-    raise typer.Exit(0 if report.search.complete else 1)
+        for one in cases:
+            if one.report is not None:
+                draw_kept(out / one.folder if several else out, quiet=as_json)
+    failures = [line for one in reports if not one.search.complete for line in one.search.failures or [INTERRUPTED]]
+    for failure in failures:
+        complain(failure)
+    return 1 if failures else 0
+
+
+def _other(path: Path, *, workers: int | None, on_progress: Callable[[str, int, int], None]) -> PlanReport:
+    """Return the plan in a folder or a JSON file, or that of another run file."""
+    from pipelinerl.config.question import ask
+    from pipelinerl.records.plan_report import PlanReport
+    from pipelinerl.records.run_folder import PLAN_FILE
+    from sim.planning.cases import plan_cases
+
+    if path.is_dir() or path.suffix == ".json":
+        return PlanReport.read(path / PLAN_FILE if path.is_dir() else path)
+    (case,) = plan_cases(
+        ask({}, path),
+        workers=workers,
+        on_progress=lambda stage, *numbers: on_progress(f"{path.name}: {stage}", *numbers),
+    )
+    assert case.report is not None  # else an error has been raised
+    return case.report
 
 
 def _as_given(run: Path, overrides: list[str]) -> str:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pipelinerl.cli.render_certainty import certainty_lines
 from pipelinerl.cli.render_cost import cost_line, short
+from pipelinerl.cli.render_what_if import against_lines, assumption_lines
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.page import Table as PageTable
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
@@ -32,7 +33,8 @@ def print_plan(report: PlanReport, name: str) -> None:
     console = Console()
     console.print(table)
     console.print(f"{made.note}\n", style="dim")
-    for line in [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]:
+    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]
+    for line in [*reasons, *assumption_lines(report), *against_lines(report)]:
         console.print(escape(line), soft_wrap=True)
 
 
@@ -58,14 +60,19 @@ def plan_table(report: PlanReport) -> PageTable:
     )
 
 
+def band(one: PlannedCandidate) -> str:
+    """Return the throughput from pessimistic to optimistic coefficients."""
+    ends = [one.band[level].tokens_per_s for level in (Level.PESSIMISTIC, Level.OPTIMISTIC) if level in one.band]
+    return "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends) or "-"
+
+
 def _row(place: str, one: PlannedCandidate) -> list[str]:
     usd = one.cost.usd_per_million_tokens
-    ends = [one.band[level].tokens_per_s for level in (Level.PESSIMISTIC, Level.OPTIMISTIC) if level in one.band]
     return [
         place,
         one.label.removesuffix(" (run file)"),
         f"{one.tokens_per_s:,.0f}",
-        "-".join(f"{end:,.0f}" if end < 10_000 else f"{end / 1000:,.0f}k" for end in ends) or "-",
+        band(one),
         f"{one.step_s:.4g}",
         f"{one.cost.gpu_hours:,.1f}" if usd is None else short(usd),
         f"{one.lag_mean:.2f}",

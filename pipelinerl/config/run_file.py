@@ -40,18 +40,8 @@ def load_run(
         ConfigError: If the file cannot be read or anything in it is wrong, one line per fault.
     """
     path = Path(path)
-    text = read_text(path, "run file")
-    try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, nested too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    if seed is not None:
-        data["seed"] = seed
-    if hardware is not None:
-        data["hardware"] = read_hardware(hardware, "--hardware")
-    data = with_overrides(data, overrides)
-    _make_paths_absolute(data, path.parent)
-    config = parse_run(data, name=path.name)
+    tables = completed(read_tables(path), overrides, seed, folder=path.parent, hardware=hardware)
+    config = parse_run(tables, name=path.name)
     if config.compare is None:
         return config
     return config.model_copy(update={"compare": _with_absolute_paths(config.compare, path.parent)})
@@ -76,6 +66,45 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
         raise ConfigError(f"{option} {path} must hold a table [hardware], as `calibrate` writes it")
     _make_paths_absolute({"hardware": table}, path.parent)
     return table
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        ConfigError: If the file cannot be read or is no TOML.
+    """
+    text = read_text(path, "run file")
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # broken, a number of thousands of digits, nested too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def completed(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    *,
+    folder: Path,
+    hardware: Path | None = None,
+) -> dict[str, Any]:
+    """Return the tables of a run file with overrides and absolute paths.
+
+    Args:
+        tables: What the file has.
+        overrides: ``a.b=value`` each.
+        seed: Replaces ``seed`` of the file.
+        folder: What relative paths are relative to.
+        hardware: File whose table ``[hardware]`` takes the place of that one.
+
+    Raises:
+        ConfigError: As ``with_overrides`` and ``read_hardware``, or if a path has a zero byte.
+    """
+    replaced = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
+    data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
+    _make_paths_absolute(data, folder)
+    return data
 
 
 def parse_run(data: Mapping[str, Any], name: str = "run") -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
@@ -12,6 +13,69 @@ from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.certainty_report import CertaintyReport
 from pipelinerl.records.cost import CostReport
 from pipelinerl.util.report import Report, data_frame
+
+Value = float | int | str | bool | list[Any] | None
+"""A value of a run file."""
+
+
+class Instead(Report):
+    """What the best way to run would give if one key had another value, by the screening."""
+
+    value: Value
+    """The value; null: the key is left out."""
+    throughput: float | None
+    """Throughput over that with the value as it is (ratio); null: nothing would keep to the limits, or the key cannot
+    change alone."""
+    family: str | None
+    """The kind of scheduler that would be the fastest."""
+
+
+class Assumed(Report):
+    """A key that nobody gave a value."""
+
+    key: str
+    """Table and key of the run file."""
+    value: Value
+    """What was assumed; null: the key is left out."""
+    instead: list[Instead]
+    """What it may as well be."""
+
+    @property
+    def largest(self) -> float:
+        """The largest effect (log of the ratio)."""
+        return max((abs(math.log(one.throughput)) for one in self.instead if one.throughput), default=0.0)
+
+
+class Changed(Report):
+    """A key that has another value than in the plan compared with."""
+
+    key: str
+    """Table and key of the run file."""
+    before: Value
+    """Its value there; null: left out."""
+    alone: Instead
+    """What its value here would change there, alone."""
+
+
+class Against(Report):
+    """Another plan, and what made the difference."""
+
+    name: str
+    """Its file or folder."""
+    label: str
+    """What it recommends."""
+    family: str
+    """The kind of scheduler of that."""
+    tokens_per_s: float
+    """Its throughput: trained tokens per second over the whole run."""
+    lag_mean: float
+    """Its mean lag (optimizer steps)."""
+    cost: CostReport
+    """Its cost."""
+    verdict: str
+    """Its bottleneck."""
+    changed: list[Changed]
+    """The keys that differ, the largest effect first."""
 
 
 class PlannedRun(Report):
@@ -231,6 +295,12 @@ class PlanReport(Report):
 
     run: PlannedRun
     """The part of the run file that the numbers refer to."""
+    asked: dict[str, Any]
+    """The run file with overrides and measurements, without the keys that were left for the plan to find."""
+    assumed: list[Assumed]
+    """What nobody gave, the most influential first; empty where there was a run file."""
+    against: Against | None = None
+    """The plan that this one is compared with. Absent without ``--against``."""
     search: SearchReport
     """The search in numbers."""
     warnings: list[str]

@@ -223,6 +223,19 @@ def _rejections(axis: Axis, value: Any, rejected: Sequence[Rejected]) -> str:
     return f"no candidate with it fits: {reasons if len(counts) > 1 else counts[0][0].value}"
 
 
+def simulated_out(outcomes: Sequence[Outcome], limits: Limits) -> list[Rejected]:
+    """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
+    rejected = []
+    for one in outcomes:
+        here = limits.at(one.candidate.config)
+        reason = here.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
+        if reason is not None:
+            rejected.append(Rejected(one.candidate.choice, reason, here.needed(reason, one.lag_mean, one.gpu_hours)))
+        elif limits.lag is not None and one.lag_max > limits.lag:
+            rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
+    return rejected
+
+
 def why_infeasible(rejected: Sequence[Rejected], space: SearchSpace) -> str:
     """Return a line per kind of schedule: the candidates that each limit rejects, and what would let one in."""
     lines = []

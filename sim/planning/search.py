@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration.measured import Measured, merged
+from pipelinerl.config.question import Assumption, asked_of
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import dump_run
 from pipelinerl.errors import ConfigError, RunFailedError
@@ -33,7 +34,7 @@ from pipelinerl.records.plan_report import (
 )
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, check_vacant, make_folder, write_json
 from sim.planning.axes import all_choices, check_lists
-from sim.planning.candidates import Candidate, Rejected, Screener, candidate_of, own_candidate, screen_all
+from sim.planning.candidates import Candidate, Screener, candidate_of, own_candidate, screen_all
 from sim.planning.certainty import certainty
 from sim.planning.choose import (
     TIE,
@@ -53,15 +54,17 @@ from sim.planning.explain import (
     preferred_elsewhere,
     screened_columns,
     sensitivity,
+    simulated_out,
     split_curve,
     synchronous_is_faster,
     why_infeasible,
     why_none_kept,
 )
 from sim.planning.more_gpus import bottleneck, verdict
-from sim.planning.search_space import Reason, SearchSpace
+from sim.planning.search_space import SearchSpace
 from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
 from sim.planning.uncertainty import Bets
+from sim.planning.what_if import compared_with, effects_of
 
 MOST_WAYS = 24
 """Candidates that are compared over draws of what is not known, if no more have been simulated (count)."""
@@ -81,6 +84,9 @@ def plan(
     on_progress: OnProgress = lambda *_: None,
     measured: Sequence[Path] = (),
     run_file: str = "RUN.toml",
+    whole: bool = True,
+    assumed: Sequence[Assumption] = (),
+    against: tuple[str, PlanReport] | None = None,
 ) -> PlanReport:
     """Search for the best way to run.
 
@@ -94,6 +100,9 @@ def plan(
         on_progress: Called with the stage, the number of simulations done, and their number.
         measured: Measurements to merge into the run file (``pipelinerl.calibration.measured``).
         run_file: Its path and overrides, as words of the commands that measure what is not known.
+        whole: Whether the run file is a way to run as it is, to compare with; else it has placeholders.
+        assumed: What of it nobody gave.
+        against: Another plan to compare with, and its name.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -106,10 +115,13 @@ def plan(
         )
     if out is not None:
         check_vacant(out)
-    search = _Search(*merged(config, measured), run_file=run_file)
     runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
-    outcomes = search.simulated(runner)
-    report, recommended = search.report(outcomes, runner)
+    with runner.interruptible():
+        search = _Search(*merged(config, measured), run_file=run_file, whole=whole)
+        report, recommended = search.report(search.simulated(runner), runner)
+        effects = effects_of(() if runner.interrupted else assumed, report.asked)
+        other = None if against is None else compared_with(*against, report.asked)
+        report = report.model_copy(update={"assumed": effects, "against": other})
     if out is not None:
         make_folder(out)
         write_json(out / PLAN_FILE, report.to_dict())
@@ -121,8 +133,8 @@ def plan(
 class _Search:
     """One search: the screening, and the report that follows from the simulations."""
 
-    def __init__(self, config: RunConfig, measured: Measured, *, run_file: str) -> None:
-        self.config, self.run_file = config, run_file
+    def __init__(self, config: RunConfig, measured: Measured, *, run_file: str, whole: bool) -> None:
+        self.config, self.run_file, self.whole = config, run_file, whole
         self.space = SearchSpace.of(config, measured)
         self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config)
         self.choices = all_choices(self.space)
@@ -140,14 +152,14 @@ class _Search:
         misfit = self.space.memory.misfit(
             tensor_parallel=self.config.cluster.tensor_parallel, training_accelerators=self.config.training_accelerators
         )
-        own = [self.own] if misfit is None else []
+        own = [self.own] if misfit is None and self.whole else []
         number = min(max(1, self.plan.simulate - len(own)), len(self.kept))
         outcomes: list[Outcome] = []
         tried: list[str] = []
         for size in round_sizes(number):
             chosen = next_to_simulate(self.kept, self.limits, size, outcomes=outcomes, tried=tried)
             jobs = [self.job(one, self.config.hardware.level) for one in (*own, *(one.candidate for one in chosen))]
-            ended = runner.run("simulations", jobs, before=len(outcomes), total=number + (not misfit))
+            ended = runner.run("simulations", jobs, before=len(outcomes), total=number + (self.whole and not misfit))
             if not ended:
                 break
             outcomes += ended
@@ -189,7 +201,7 @@ class _Search:
         if not within and num_left:
             raise ConfigError(why_none_kept(tried, self.space, num_kept=len(self.kept), num_left=num_left))
         if not within:
-            raise ConfigError(why_infeasible(self.rejected + self._simulated_out(tried), self.space))
+            raise ConfigError(why_infeasible(self.rejected + simulated_out(tried, self.limits), self.space))
         preferred = preferred_elsewhere(self.space, self.kept)
         draws = make_draws(self.config, self.space.measured, seed=self.config.seed)
         outcomes, bets = self._compared(outcomes, preferred, draws, runner)
@@ -218,6 +230,8 @@ class _Search:
                 lag_limit=self.limits.lag,
                 mean_lag_limit=self.limits.mean_lag,
             ),
+            asked=asked_of(self.config, whole=self.whole),
+            assumed=[],
             search=self._search_report(outcomes, runner),
             warnings=[*self.space.measured.doubts, *self._warnings(families)],
             certainty=certainty(
@@ -258,19 +272,6 @@ class _Search:
             lag_ratios={family: one.ratio for family, one in check_lags(outcomes, self.kept).items()},
             not_tried=not_tried(self.space, self.choices, self.kept, self.rejected),
         )
-
-    def _simulated_out(self, outcomes: Sequence[Outcome]) -> list[Rejected]:
-        """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
-        rejected = []
-        for one in outcomes:
-            limits = self.limits.at(one.candidate.config)
-            reason = limits.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
-            if reason is not None:
-                needed = limits.needed(reason, one.lag_mean, one.gpu_hours)
-                rejected.append(Rejected(one.candidate.choice, reason, needed))
-            elif self.limits.lag is not None and one.lag_max > self.limits.lag:
-                rejected.append(Rejected(one.candidate.choice, Reason.LAG, one.lag_max))
-        return rejected
 
     def _compared(
         self,

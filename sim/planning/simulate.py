@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from types import FrameType
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
@@ -88,6 +91,26 @@ class Runner:
         self._done: dict[str, Outcome] = {}  # by the run simulated, as text
         self.failures: list[str] = []
         self.interrupted = False
+        self._simulating = False
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Have Ctrl-C end the simulations and let the rest go on, where this thread may; a second one ends all."""
+
+        def press(_signal: int, _frame: FrameType | None) -> None:
+            if self._simulating or self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if ignored or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def run(self, what: str, jobs: Sequence[Job], *, before: int = 0, total: int | None = None) -> list[Outcome]:
         """Return the outcomes of the simulations that ended, by level and label.
@@ -107,6 +130,7 @@ class Runner:
         run_of = {(job.level, job.candidate.label): run for run, job in new.items()}
         known = before + len(jobs) - len(new)
         try:
+            self._simulating = True
             self.say(what, known, total or len(jobs))
             with closing(self._results(in_order)) as results:
                 for done, result in enumerate(results, known + 1):
@@ -119,6 +143,8 @@ class Runner:
             self.failures.append(str(error))
         except KeyboardInterrupt:
             self.interrupted = True
+        finally:
+            self._simulating = False
         ended = [(job, self._done[run]) for run, job in zip(runs, jobs, strict=True) if run in self._done]
         outcomes = [replace(one, candidate=job.candidate) for job, one in ended]
         return sorted(outcomes, key=lambda one: (one.level.value, one.candidate.label))

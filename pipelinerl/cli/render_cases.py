@@ -1,0 +1,108 @@
+"""Several cases of one question as one table, and who wins where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pipelinerl.cli.render_cost import short
+from pipelinerl.cli.render_plan import band
+from pipelinerl.cli.render_what_if import against_lines, assumption_lines
+from pipelinerl.records.page import Table as PageTable
+from pipelinerl.records.plan_report import PlanReport
+
+if TYPE_CHECKING:
+    from sim.planning.cases import PlannedCase
+
+
+def print_cases(cases: Sequence[PlannedCase], name: str) -> None:
+    """Print a row per case, who wins, and what limits each.
+
+    Args:
+        cases: The cases that have ended.
+        name: The run file, for the title.
+    """
+    made = cases_table(cases)
+    title = escape(f"{name}: {made.title}")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", overflow="fold", min_width=24)
+    for column in made.columns[2:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for case, label, *numbers in made.rows:
+        table.add_row(escape(f"{case}\n  {label}"), *numbers)
+    console = Console()
+    console.print(table)
+    console.print(f"{made.note}\n", style="dim")
+    for line in case_lines(cases):
+        console.print(escape(line), soft_wrap=True)
+
+
+def cases_table(cases: Sequence[PlannedCase]) -> PageTable:
+    """Return the recommendation of every case as a table."""
+    reports = [one.report for one in cases if one.report is not None]
+    priced = all(one.recommended.cost.usd is not None for one in reports)
+    rows = [
+        [one.name, one.report.recommended.label, *_numbers(one.report, priced=priced)]
+        for one in cases
+        if one.report is not None
+    ]
+    cost = "USD" if priced else "GPU-hours"
+    return PageTable(
+        title=f"the recommendation in each of {len(cases)} cases",
+        columns=("", "candidate", "tok/s", "band", "s/step", f"{'$' if priced else 'GPU-h'}/Mtok", "lag", "sure"),
+        rows=rows,
+        note=f"/Mtok: {cost} per million trained tokens; mean lag in optimizer steps; band: pessimistic to optimistic "
+        "coefficients; sure: probability that it is the fastest of its case within a tie.",
+    )
+
+
+def _numbers(report: PlanReport, *, priced: bool) -> list[str]:
+    best = report.recommended
+    return [
+        f"{best.tokens_per_s:,.0f}",
+        band(best),
+        f"{best.step_s:.4g}",
+        short(per_token(report, priced=priced)),
+        f"{best.lag_mean:.2f}",
+        f"{report.certainty.right:.2f}",
+    ]
+
+
+def per_token(report: PlanReport, *, priced: bool) -> float:
+    """Return the cost of a million trained tokens of a recommendation: money, or GPU-hours."""
+    cost = report.recommended.cost
+    return (cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens) or 0.0
+
+
+def case_lines(cases: Sequence[PlannedCase]) -> list[str]:
+    """Return a line per thing that is said of several cases: who wins where, and what limits each."""
+    planned = [(one.name, one.report) for one in cases if one.report is not None]
+    priced = all(report.recommended.cost.usd is not None for _, report in planned)
+    unit = "USD" if priced else "GPU-hours"
+    fastest, its = max(planned, key=lambda one: one[1].recommended.tokens_per_s)
+    cheapest, other = min(planned, key=lambda one: per_token(one[1], priced=priced))
+    lines = [
+        f"fastest: {fastest}, {its.recommended.tokens_per_s:,.0f} tokens/s at {short(per_token(its, priced=priced))} "
+        f"{unit} per million tokens"
+    ]
+    if cheapest != fastest:
+        faster = its.recommended.tokens_per_s / other.recommended.tokens_per_s - 1
+        dearer = per_token(its, priced=priced) / per_token(other, priced=priced) - 1
+        lines.append(
+            f"cheapest: {cheapest}, {short(per_token(other, priced=priced))} {unit} per million tokens; {fastest} is "
+            f"{faster:.0%} faster for {dearer:.0%} more per token"
+        )
+    winners: dict[str, list[str]] = {}
+    for name, report in planned:
+        winners.setdefault(report.recommended.family, []).append(name)
+    lines.append("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))
+    lines += [f"{name}: {report.recommended.verdict}" for name, report in planned]
+    lines += [f"{name}: warning: {warning}" for name, report in planned for warning in report.warnings]
+    lines += [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
+    first = planned[0][1]
+    return [*lines, *assumption_lines(first), *against_lines(first)]

@@ -1,0 +1,57 @@
+"""What was assumed, and what differs from another plan, in words."""
+
+from __future__ import annotations
+
+from pipelinerl.cli.render_cost import short
+from pipelinerl.records.plan_report import Instead, PlanReport
+
+
+def assumption_lines(report: PlanReport) -> list[str]:
+    """Return a line per assumption, the most influential first; none where nothing was assumed."""
+    family = report.recommended.family
+    lines = [
+        f"  {one.key} = {_shown(one.value)}{': ' if one.instead else ''}"
+        + ", ".join(f"{_shown(other.value)} gives {_effect(other, family)}" for other in one.instead)
+        for one in report.assumed
+    ]
+    title = "assumed, the most influential first (tokens/s of the best with another value, by the screening):"
+    return [title, *lines] if lines else []
+
+
+def against_lines(report: PlanReport) -> list[str]:
+    """Return what differs from the plan that this one was compared with, and why; none without one."""
+    other, best = report.against, report.recommended
+    if other is None:
+        return []
+    lines = [f"against {other.name}:"]
+    for one in other.changed:
+        effect = (
+            f"{_effect(one.alone, other.family)} tokens/s alone" if one.alone.throughput else _effect(one.alone, "")
+        )
+        lines.append(f"  {one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {effect}")
+    if not other.changed:
+        lines.append("  the same question")
+    faster = best.tokens_per_s / other.tokens_per_s - 1
+    lines.append(f"  tokens/s: {other.tokens_per_s:,.0f} -> {best.tokens_per_s:,.0f} ({faster:+.0%})")
+    lines.append(f"  mean lag: {other.lag_mean:.2f} -> {best.lag_mean:.2f}")
+    for unit, before, after in (
+        ("USD", other.cost.usd_per_million_tokens, best.cost.usd_per_million_tokens),
+        ("GPU-hours", other.cost.gpu_hours_per_million_tokens, best.cost.gpu_hours_per_million_tokens),
+    ):
+        if before is not None and after is not None:
+            lines.append(f"  {unit} per million tokens: {short(before)} -> {short(after)}")
+    same = " (the same)" if other.label == best.label else ""
+    lines.append(f"  recommended: {other.label} -> {best.label}{same}")
+    return [*lines, f"  bottleneck: {other.verdict} -> {best.verdict}"]
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _effect(one: Instead, family: str) -> str:
+    """Return a change of the throughput, and the kind of scheduler that wins then, if it is another."""
+    if one.throughput is None:
+        return "nothing that keeps to the limits, or no valid run file alone"
+    wins = f" ({one.family})" if one.family != family else ""
+    return f"{one.throughput - 1:+.0%}{wins}"

@@ -1,0 +1,272 @@
+"""A question to ``plan`` in a line: what it says, and what is assumed of all that it leaves open.
+
+Theory of operation. Options are keys of a run file. Without a run file every key has an ``Assumption``, with other
+values that are as plausible; the answer tells what these would change. Keys that ``plan`` itself finds have a
+placeholder where they are left out, so that the rest can be checked; such a run file is no run to compare with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run_file import completed, parse_run, read_tables, with_overrides
+from pipelinerl.config.scheduler import find_schedule
+from pipelinerl.errors import ConfigError
+from pipelinerl.scheduler.kinds import CONVENTIONAL
+
+OPTIONS = {
+    "model": "hardware.model",
+    "gpu": "hardware.gpu",
+    "accelerators": "cluster.accelerators",
+    "sync": "hardware.weight_sync",
+    "train_batch_size": "scheduler.train_batch_size",
+    "group_size": "workload.group_size",
+    "mean_length": "workload.length.mean",
+    "max_length": "workload.length.max",
+    "max_mean_lag": "plan.mean_lag_limit",
+    "price": "price.gpu_hour",
+}
+"""The key of a run file that each option of the command sets."""
+SEVERAL = ("gpu", "accelerators", "sync")
+"""Options that take several values, each another case."""
+MOST_CASES = 24
+"""Cases of one question (count)."""
+LENGTH_RATIO = 8
+"""Longest answer over the mean, where one of them is not given (no unit)."""
+FIXED: dict[str, Any] = {
+    "workload": {"length": {"kind": "lognormal"}},
+    "plan": {"simulate": 8, "simulate_steps": 64},
+}
+"""What a question without a run file has besides: few and short simulations, for an answer within a minute."""
+FOUND = ("cluster.generation_accelerators", "scheduler.generation_batch_size")
+"""Keys that every plan finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A value that nobody gave."""
+
+    key: str
+    """Table and key of the run file."""
+    value: Any
+    """What is assumed. None: the key is left out."""
+    others: tuple[Any, ...]
+    """What it may as well be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run file of a question."""
+
+    name: str
+    """What cases differ in, here; empty if there is but one."""
+    config: RunConfig
+    whole: bool
+    """Whether nothing that ``plan`` finds was left out: it can run as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked."""
+
+    tables: dict[str, Any]
+    """The run file of the first case, as it was given."""
+    cases: tuple[Case, ...]
+    assumed: tuple[Assumption, ...] = ()
+
+
+def ask(
+    options: Mapping[str, Any], run: Path | None = None, overrides: Sequence[str] = (), seed: int | None = None
+) -> Question:
+    """Return the question that a command line asks.
+
+    Args:
+        options: Values by the names of ``OPTIONS``; those of ``SEVERAL`` may be several, joined by commas. None: not
+            given.
+        run: The run file that they change. None: assumptions take its place.
+        overrides: ``a.b=value`` each, applied last.
+        seed: Replaces ``seed``.
+
+    Raises:
+        ConfigError: If anything is wrong, one line per fault.
+    """
+    lists = [_values(name, str(value)) for name, value in options.items() if value is not None]
+    combinations = list(itertools.product(*lists))
+    if len(combinations) > MOST_CASES:
+        raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
+    said = flat(with_overrides({}, [*(f"{key}={value}" for key, value in combinations[0]), *overrides]))
+    assumed = () if run is not None else _assumed(said)
+    base = read_tables(run) if run is not None else _tables_of(assumed)
+    folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
+    several = {values[0][0] for values in lists if len(values) > 1}
+    tables, cases = [], []
+    for settings in combinations:
+        sets = [f"{key}={value}" for key, value in settings]
+        tables.append(completed(base, [*sets, *overrides], seed, folder=folder))
+        resized = OPTIONS["accelerators"] in dict(settings)
+        filled, whole = with_placeholders(tables[-1], resized=resized)
+        name = " ".join(
+            f"{value} GPUs" if key == OPTIONS["accelerators"] else value for key, value in settings if key in several
+        )
+        cases.append(Case(name, parse_run(filled, title), whole))
+    return Question(tables[0], tuple(cases), assumed)
+
+
+def _values(name: str, text: str) -> list[tuple[str, str]]:
+    """Return the key of an option with each of its values."""
+    values = list(dict.fromkeys(one.strip() for one in text.split(","))) if name in SEVERAL else [text.strip()]
+    if not all(values):
+        raise ConfigError(f"--{name.replace('_', '-')} must have a value, got {text!r}")
+    return [(OPTIONS[name], one) for one in values]
+
+
+def _assumed(said: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    """Return every key that a question needs and that is not said, as it is where nobody gives it.
+
+    Raises:
+        ConfigError: If no model is given.
+    """
+    if "hardware.model" not in said:
+        raise ConfigError("plan needs a run file, or a model: --model NAME")
+    batch, longest = _number(said, "scheduler.train_batch_size"), _number(said, "workload.length.max")
+    group = round(_number(said, "workload.group_size") or math.gcd(round(batch or 8), 8))
+    batch = batch or group * max(1, round(512 / group))
+    mean = _number(said, "workload.length.mean") or round((longest or LENGTH_RATIO * 2000) / LENGTH_RATIO)
+    every = (
+        Assumption("optimizer_steps", 1000, (200,)),
+        Assumption("cluster.accelerators", 64, (32, 128)),
+        Assumption("hardware.gpu", "H100", ("A100", "H200")),
+        Assumption("hardware.weight_sync", None, ("reshard", "broadcast")),
+        Assumption("scheduler.train_batch_size", round(batch), (round(batch / 2), round(2 * batch))),
+        Assumption("workload.group_size", group, (1,)),
+        Assumption("workload.prompt_tokens", 500, (100, 2000)),
+        Assumption("workload.length.mean", mean, (mean / 2, mean * 2)),
+        Assumption("workload.length.cv", 1.0, (0.5, 1.5)),
+        Assumption("workload.length.max", round(LENGTH_RATIO * mean), (round(4 * mean), round(16 * mean))),
+        Assumption("plan.mean_lag_limit", 4.0, (2.0, 8.0)),
+    )
+    return tuple(one for one in every if one.key not in said)
+
+
+def _number(said: Mapping[str, Any], key: str) -> float | None:
+    """Return a number that was said; None if it was not, or is none above 0, which the run file's check will say."""
+    value = said.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9 else None
+
+
+def _tables_of(assumed: Sequence[Assumption]) -> dict[str, Any]:
+    tables = FIXED
+    for one in assumed:
+        tables = with_value(tables, one.key, one.value)
+    return tables
+
+
+def with_value(tables: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return tables with another value of a key; None leaves it out."""
+    result = with_overrides(tables, [f"{key}=0"])
+    *path, name = key.split(".")
+    table = result
+    for part in path:
+        table = table[part]
+    if value is None:
+        del table[name]
+    else:
+        table[name] = value
+    return result
+
+
+def with_placeholders(tables: Mapping[str, Any], *, resized: bool = False) -> tuple[dict[str, Any], bool]:
+    """Return tables with something in every key that ``plan`` finds, and whether none of them was missing.
+
+    Half of the accelerators generate, in whole engines, 64 sequences each; where a list of ``[plan]`` is searched its
+    first value stands for all.
+
+    Args:
+        tables: A run file.
+        resized: Whether its cluster has another size than it was written for: its own split may be too large.
+    """
+    said = flat(tables)
+    sets = _split_placeholder(said, resized=resized)
+    listed = {
+        "scheduler.train_batch_size": "plan.train_batch_size",
+        "environment.count": "plan.environments",
+        "scheduler.generation_batch_size": "plan.generation_batch_size",
+    }
+    for key, values in listed.items():
+        first = said.get(values)
+        if key in said or key.partition(".")[0] not in tables:
+            continue
+        if isinstance(first, list) and first:
+            sets.append(f"{key}={first[0]}")
+        elif key in FOUND:
+            sets.append(f"{key}=64")
+    return with_overrides(tables, sets), not sets
+
+
+def _split_placeholder(said: Mapping[str, Any], *, resized: bool) -> list[str]:
+    """Return the overrides that stand for a split, where one is needed; of one accelerator there is none."""
+    number, engine = _number(said, "cluster.accelerators"), round(_number(said, "cluster.tensor_parallel") or 1)
+    split, kind = said.get("cluster.generation_accelerators"), said.get("scheduler.kind")
+    alone = said.get("scheduler.partial_rollouts") is True
+    alone |= isinstance(kind, str) and find_schedule(kind, key="scheduler.kind").colocated
+    if number is None or alone or (split is not None and not (resized and isinstance(split, int) and split >= number)):
+        return []
+    half = round(number) // 2 // engine * engine
+    if not half and kind is None:
+        return [f"scheduler.kind={CONVENTIONAL.name}"]
+    return [f"cluster.generation_accelerators={half or engine}"]
+
+
+def asked_of(config: RunConfig, *, whole: bool) -> dict[str, Any]:
+    """Return the tables of a case, without placeholders."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    for key in () if whole else FOUND:
+        table, name = key.split(".")
+        tables[table].pop(name, None)
+    return tables
+
+
+def question_file(question: Question, out: Path | None) -> Path:
+    """Return where a question without a file is kept: in the folder of its plan, or here under a name that is free."""
+    if out is not None:
+        return out / "question.toml"
+    model = question.cases[0].config.hardware.model or "model"
+    base = Path(f"plan_{re.sub(r'[^a-z0-9.]+', '_', Path(model).stem.lower() if '/' in model else model.lower())}")
+    names = (Path(f"{base}{(number and f'_{number}') or ''}.toml") for number in itertools.count())
+    text = question_text(question)
+    return next(one for one in names if not one.exists() or one.read_text(encoding="utf-8") == text)
+
+
+def write_question(question: Question, path: Path) -> None:
+    """Write the run file of a question."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(question_text(question), encoding="utf-8")
+
+
+def question_text(question: Question) -> str:
+    """Return the run file of a question, what is assumed marked."""
+    lines, table = ["# A question to `pipelinerl plan`; change it, and ask again.", ""], ""
+    keys = {one.key for one in question.assumed}
+    for line in tomli_w.dumps(question.tables).splitlines():
+        if line.startswith("["):
+            table = f"{line.strip('[]')}."
+        note = "  # assumed" if f"{table}{line.partition(' = ')[0]}" in keys else ""
+        lines.append(line + note)
+    return "\n".join(lines) + "\n"
+
+
+def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values by table and key."""
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
