@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipelinerl.config.question import ask
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -68,7 +69,7 @@ def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None)
     """Recommend split, batch sizes, engines and schedule for a cluster: the ``[plan]`` table of the run file.
 
     Args:
-        run: The question.
+        run: The question; a file may leave out what the plan finds.
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Simulate in so many processes (count). None: one per core.
 
@@ -77,7 +78,10 @@ def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None)
     """
     from sim.planning.search import plan as search_plan
 
-    return search_plan(_config(run), out=_path(out), workers=workers)
+    if isinstance(run, RunConfig):
+        return search_plan(run, out=_path(out), workers=workers)
+    (case,) = ask({}, Path(run)).cases
+    return search_plan(case.config, out=_path(out), workers=workers, whole=case.whole)
 
 
 def replay(folder: str | Path) -> ReplayResult:

@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import completed, parse_run, read_tables, with_overrides
+from pipelinerl.config.run_file import completed, parse_run, read_hardware, read_tables, with_overrides
 from pipelinerl.config.scheduler import find_schedule
 from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.kinds import CONVENTIONAL
@@ -85,7 +85,12 @@ class Question:
 
 
 def ask(
-    options: Mapping[str, Any], run: Path | None = None, overrides: Sequence[str] = (), seed: int | None = None
+    options: Mapping[str, Any],
+    run: Path | None = None,
+    overrides: Sequence[str] = (),
+    seed: int | None = None,
+    *,
+    hardware: Path | None = None,
 ) -> Question:
     """Return the question that a command line asks.
 
@@ -95,6 +100,7 @@ def ask(
         run: The run file that they change. None: assumptions take its place.
         overrides: ``a.b=value`` each, applied last.
         seed: Replaces ``seed``.
+        hardware: File with the table ``[hardware]``.
 
     Raises:
         ConfigError: If anything is wrong, one line per fault.
@@ -104,6 +110,8 @@ def ask(
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
     said = flat(with_overrides({}, [*(f"{key}={value}" for key, value in combinations[0]), *overrides]))
+    if hardware is not None:
+        said |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(said)
     base = read_tables(run) if run is not None else _tables_of(assumed)
     folder, title = (Path.cwd(), "question") if run is None else (run.parent, run.name)
@@ -111,7 +119,7 @@ def ask(
     tables, cases = [], []
     for settings in combinations:
         sets = [f"{key}={value}" for key, value in settings]
-        tables.append(completed(base, [*sets, *overrides], seed, folder=folder))
+        tables.append(completed(base, [*sets, *overrides], seed, folder=folder, hardware=hardware))
         resized = OPTIONS["accelerators"] in dict(settings)
         filled, whole = with_placeholders(tables[-1], resized=resized)
         name = " ".join(
@@ -135,7 +143,8 @@ def _assumed(said: Mapping[str, Any]) -> tuple[Assumption, ...]:
     Raises:
         ConfigError: If no model is given.
     """
-    if "hardware.model" not in said:
+    measured = any(key.startswith("hardware.") and key not in OPTIONS.values() for key in said)
+    if "hardware.model" not in said and not measured:
         raise ConfigError("plan needs a run file, or a model: --model NAME")
     batch, longest = _number(said, "scheduler.train_batch_size"), _number(said, "workload.length.max")
     group = round(_number(said, "workload.group_size") or math.gcd(round(batch or 8), 8))
@@ -154,7 +163,7 @@ def _assumed(said: Mapping[str, Any]) -> tuple[Assumption, ...]:
         Assumption("workload.length.max", round(LENGTH_RATIO * mean), (round(4 * mean), round(16 * mean))),
         Assumption("plan.mean_lag_limit", 4.0, (2.0, 8.0)),
     )
-    return tuple(one for one in every if one.key not in said)
+    return tuple(one for one in every if one.key not in said and not (measured and one.key.startswith("hardware.")))
 
 
 def _number(said: Mapping[str, Any], key: str) -> float | None:

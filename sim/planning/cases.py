@@ -62,18 +62,15 @@ def plan_cases(
     """
     several, done = len(question.cases) > 1, list[PlannedCase]()
     for case in question.cases:
-
-        def say(stage: str, number: int, total: int, of: str = f"{case.name}: " if several else "") -> None:
-            on_progress(of + stage, number, total)
-
-        planned, first = PlannedCase(case.name, None), not done
+        before = f"{case.name}: " if several else ""
+        planned, first = PlannedCase(case.name, None), all(one.report is None for one in done)
         try:
             report = plan(
                 case.config,
                 out=out and (out / planned.folder if several else out),
                 workers=workers,
                 ray_address=ray_address,
-                on_progress=say,
+                on_progress=lambda stage, *numbers, before=before: on_progress(before + stage, *numbers),
                 measured=measured,
                 run_file=run_file,
                 whole=case.whole,
@@ -81,13 +78,13 @@ def plan_cases(
                 against=against if first else None,
             )
         except (ConfigError, RunFailedError) as error:
-            if case is question.cases[-1] and all(one.report is None for one in done):
-                raise
             done.append(replace(planned, failure=str(error)))
-            if isinstance(error, RunFailedError):
-                break
-            continue
-        done.append(replace(planned, report=report))
-        if not report.search.complete:
+            stop = isinstance(error, RunFailedError) or case is question.cases[-1]
+            if stop and first:
+                raise type(error)("\n".join(filter(None, (one.failure for one in done)))) from None
+        else:
+            done.append(replace(planned, report=report))
+            stop = not report.search.complete
+        if stop:
             break
     return done

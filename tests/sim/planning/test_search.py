@@ -1,6 +1,7 @@
 """The search: what goes on from the screening, what is recommended, and what is kept after Ctrl-C."""
 
 import math
+import signal
 import sys
 import types
 from pathlib import Path
@@ -15,6 +16,7 @@ from pipelinerl.errors import RunFailedError
 from sim.parallel import run_all_on_ray
 from sim.planning import simulate as planning_simulate
 from sim.planning.choose import TIE, pareto_front
+from sim.planning.simulate import Runner
 from sim.run import simulate
 
 # ------------------------------------------------------------------------------------- recommendation
@@ -134,6 +136,32 @@ def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_p
 
 
 # ------------------------------------------------------------------------------------- interrupts, Ray
+
+
+def test_ctrl_c_between_simulations_ends_them_and_a_second_one_ends_all() -> None:
+    """The first is remembered, so that the plan is finished from what there is."""
+    runner = Runner(workers=1, ray_address=None, on_progress=lambda *_: None)
+    before = signal.getsignal(signal.SIGINT)
+    with runner.interruptible():
+        signal.raise_signal(signal.SIGINT)
+        assert runner.interrupted
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_the_certainty_keeps_the_plan() -> None:
+    stages: list[str] = []
+
+    def press(stage: str, _done: int, _total: int) -> None:
+        if stage == "certainty" and stage not in stages:
+            signal.raise_signal(signal.SIGINT)
+        stages.append(stage)
+
+    report = planned("plan.simulate=2", on_progress=press)
+    assert not report.search.complete
+    assert "certainty" in stages
+    assert "optimistic and pessimistic" not in stages
 
 
 def test_on_ctrl_c_the_simulations_that_ended_are_kept(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""``plan`` with a question: without a file, with several cases, against another plan."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from command_line import Command, assert_fails
+from tiny_plan import TINY, priced_plan
+
+from pipelinerl.cli.render_cases import case_lines, cases_table
+from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
+from sim.planning.cases import PlannedCase
+
+FEW = (
+    "--set", "plan.simulate=1", "--set", "plan.simulate_steps=8", "--set", "optimizer_steps=8",
+    "--set", "plan.tensor_parallel=[1]", "--set", "plan.generation_batch_size=[8]", "--set", "plan.publish_every=[1]",
+    "--set", "plan.optimizer_steps_per_rl_step=[2]", "--set", "plan.schedulers=['pipeline']",
+)  # fmt: skip
+QUESTION = (
+    "--model",
+    "Qwen2.5-1.5B",
+    "--train-batch-size",
+    "8",
+    "--mean-length",
+    "50",
+    "--price",
+    "2",
+    "--max-mean-lag",
+    "20",
+)
+
+
+@pytest.mark.usefixtures("in_this_process", "no_figures")
+def test_a_question_of_two_sizes_is_one_table_and_leaves_the_file(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command("plan", *QUESTION, "--accelerators", "2,4", *FEW)
+    assert result.status == 0, result.err
+    assert "plan_qwen2.5_1.5b.toml: the recommendation in each of 2 cases" in result.out
+    assert "fastest: 4 GPUs" in result.out
+    assert "  workload.length.cv = 1: 0.5 gives " in result.out
+    assert result.out.endswith("and ask: pipelinerl plan plan_qwen2.5_1.5b.toml\n")
+    kept = tomllib.loads((tmp_path / "plan_qwen2.5_1.5b.toml").read_text())
+    assert kept["cluster"] == {"accelerators": 2}
+    assert kept["price"] == {"gpu_hour": 2}
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_another(
+    command: Command, tmp_path: Path
+) -> None:
+    run, other = tmp_path / "run.toml", tmp_path / "old"
+    tables = {**TINY, "cluster": {"accelerators": 4}, "scheduler": {"train_batch_size": 8}}
+    run.write_text(tomli_w.dumps(tables))
+    other.mkdir()
+    write_json(other / PLAN_FILE, priced_plan().to_dict())
+    result = command("plan", run, "--set", "plan.simulate=2", "--gpu", "A100", "--against", other)
+    assert result.status == 0, result.err
+    assert "run file" not in result.out.partition("Pareto")[0].split("bottleneck")[0]
+    assert f"against {other}:" in result.out
+    assert "  hardware.gpu: H100 -> A100: -" in result.out
+    assert "  price.gpu_hour: 2 -> not given: +0% tokens/s alone" in result.out
+
+
+@pytest.mark.usefixtures("in_this_process", "no_figures")
+def test_several_cases_have_a_folder_each_and_one_that_cannot_be_is_said(command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    question = ("plan", *QUESTION, "--accelerators", "1,2", *FEW, "--out", out, "--json")
+    result = command(*question)
+    assert result.status == 0, result.err
+    one, two = json.loads(result.out)["cases"]
+    assert (one["case"], one["plan"]) == ("1 GPUs", None)  # none is left to train
+    assert two["plan"] == json.loads((out / "2_GPUs" / PLAN_FILE).read_text())
+    assert (out / "2_GPUs" / RECOMMENDED_FILE).exists()
+    assert (out / "question.toml").exists()
+    assert_fails(command("plan", *QUESTION, "--accelerators", "1", *FEW), 2, "as others have to train, got 1")
+
+
+def test_who_wins_where_is_said() -> None:
+    report = priced_plan()
+    best = report.recommended
+    dear = best.cost.model_copy(update={"usd_per_million_tokens": 3 * (best.cost.usd_per_million_tokens or 0)})
+    faster = best.model_copy(
+        update={"tokens_per_s": 2 * best.tokens_per_s, "cost": dear, "family": "conventional", "label": "other"}
+    )
+    cases = [
+        PlannedCase("4 GPUs", report),
+        PlannedCase("8 GPUs", report.model_copy(update={"recommended": faster})),
+        PlannedCase("9 GPUs", None, "nothing fits"),
+    ]
+    lines = case_lines(cases)
+    assert lines[0].startswith(f"fastest: 8 GPUs, {2 * best.tokens_per_s:,.0f} tokens/s at ")
+    assert lines[1].startswith("cheapest: 4 GPUs, ")
+    assert lines[1].endswith("; 8 GPUs is 100% faster for 200% more per token")
+    assert lines[2] == "pipeline wins with 4 GPUs; conventional wins with 8 GPUs"
+    assert "9 GPUs: nothing fits" in lines
+    assert [row[:2] for row in cases_table(cases).rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
+
+
+def test_a_plan_without_a_file_or_a_model_is_one_line(command: Command) -> None:
+    assert_fails(command("plan"), 2, "plan needs a run file, or a model: --model NAME")

@@ -1,0 +1,167 @@
+"""Questions of a few options: run files, cases, assumptions, and what a run file may leave to the plan."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from pipelinerl.config.question import OPTIONS, ask, asked_of, question_file, question_text, with_placeholders
+from pipelinerl.config.run_file import parse_run
+from pipelinerl.errors import ConfigError
+
+GIVEN = {
+    "model": "Qwen3-14B",
+    "gpu": "H100",
+    "accelerators": "64,96",
+    "train_batch_size": "512",
+    "group_size": "16",
+    "mean_length": "4000",
+    "max_length": "32000",
+    "max_mean_lag": "4",
+    "price": "2.5",
+}
+OPEN = {
+    "optimizer_steps": 10,
+    "cluster": {"accelerators": 8},
+    "scheduler": {"train_batch_size": 8},
+    "workload": {"length": {"kind": "fixed", "max": 10}},
+    "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"},
+}
+
+
+def refused(options: dict[str, str], *overrides: str, run: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ask(options, run, overrides)
+    return str(caught.value)
+
+
+def test_options_are_keys_of_a_run_file_and_several_values_are_cases() -> None:
+    question = ask(GIVEN)
+    assert [one.name for one in question.cases] == ["64 GPUs", "96 GPUs"]
+    for case, number in zip(question.cases, (64, 96), strict=True):
+        config = case.config
+        assert config.cluster.accelerators == number
+        assert (config.hardware.model, config.hardware.gpu) == ("Qwen3-14B", "H100")
+        assert (config.scheduler.train_batch_size, config.workload.group_size) == (512, 16)
+        assert (config.workload.length.mean, config.workload.length.max) == (4000, 32000)
+        assert config.plan is not None
+        assert config.plan.mean_lag_limit == 4
+        assert config.price is not None
+        assert config.price.gpu_hour == 2.5
+        assert not case.whole
+
+
+def test_all_that_is_not_given_is_an_assumption_and_in_the_file() -> None:
+    """A model alone is a question; what one option says is assumed no more."""
+    question = ask({"model": "Qwen3-14B"})
+    keys = {one.key for one in question.assumed}
+    assert keys >= set(OPTIONS.values()) - {"hardware.model", "price.gpu_hour"}
+    text = question_text(question)
+    assert "accelerators = 64  # assumed\n" in text
+    assert 'model = "Qwen3-14B"\n' in text
+    assert tomllib.loads(text) == question.tables
+    fewer = {one.key for one in ask(GIVEN, None, ["workload.prompt_tokens=7"]).assumed}
+    assert fewer == {"optimizer_steps", "hardware.weight_sync", "workload.length.cv"}
+
+
+def test_the_file_of_a_question_asks_it_again(tmp_path: Path) -> None:
+    question = ask(GIVEN)
+    path = tmp_path / "again.toml"
+    path.write_text(question_text(question))
+    again = ask({"accelerators": "64,96"}, path)
+    assert [one.config for one in again.cases] == [one.config for one in question.cases]
+    assert again.assumed == ()
+
+
+@pytest.mark.parametrize("group", [1, 3, 16, 500, 1000])
+def test_an_assumed_batch_has_whole_groups(group: int) -> None:
+    batch = ask({"model": "Qwen3-14B", "group_size": str(group)}).cases[0].config.scheduler.train_batch_size
+    assert batch % group == 0
+
+
+@pytest.mark.parametrize("batch", [1, 6, 512])
+def test_an_assumed_group_divides_the_batch(batch: int) -> None:
+    assert batch % ask({"model": "Qwen3-14B", "train_batch_size": str(batch)}).cases[0].config.workload.group_size == 0
+
+
+def test_a_run_file_may_leave_open_what_the_plan_finds() -> None:
+    """The placeholders are no part of what was asked, and a run file that has both keys is left as it is."""
+    filled, whole = with_placeholders(OPEN)
+    config = parse_run(filled)
+    assert not whole
+    assert (config.cluster.generation_accelerators, config.scheduler.generation_batch_size) == (4, 64)
+    asked = asked_of(config, whole=whole)
+    assert "generation_accelerators" not in asked["cluster"]
+    assert "generation_batch_size" not in asked["scheduler"]
+    assert with_placeholders(filled) == (filled, True)
+
+
+def test_lists_of_the_plan_stand_for_the_keys_that_they_search() -> None:
+    lists = {"train_batch_size": [16, 32], "generation_batch_size": [4], "environments": [7]}
+    tables = {**OPEN, "scheduler": {}, "plan": lists, "environment": {"turns": {"kind": "fixed"}}}
+    filled, _ = with_placeholders(tables)
+    assert filled["scheduler"] == {"train_batch_size": 16, "generation_batch_size": 4}
+    assert filled["environment"]["count"] == 7
+
+
+def test_colocated_schedules_need_no_split() -> None:
+    tables = {**OPEN, "scheduler": {"kind": "conventional", "train_batch_size": 8, "generation_batch_size": 8}}
+    assert with_placeholders(tables) == (tables, True)
+
+
+def test_a_split_that_a_smaller_cluster_cannot_have_is_dropped_only_where_the_size_is_an_option(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps({**OPEN, "cluster": {"accelerators": 8, "generation_accelerators": 6}}))
+    assert [one.config.cluster.generation_accelerators for one in ask({"accelerators": "4,16"}, path).cases] == [2, 6]
+    assert "generation_accelerators must be below cluster.accelerators" in refused(
+        {}, "cluster.accelerators=4", run=path
+    )
+
+
+def test_one_gpu_does_both_in_turn() -> None:
+    assert ask({"model": "Qwen2.5-1.5B", "accelerators": "1"}).cases[0].config.colocated
+
+
+def test_a_question_is_kept_under_a_name_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    question = ask({"model": "Qwen/Qwen3-14B"})
+    first = question_file(question, None)
+    assert first == Path("plan_qwen3_14b.toml")
+    first.write_text(question_text(question))
+    assert question_file(question, None) == first  # the same question
+    assert question_file(ask({"model": "Qwen/Qwen3-14B", "price": "2"}), None) == Path("plan_qwen3_14b_1.toml")
+    assert question_file(question, Path("out")) == Path("out/question.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({}, "plan needs a run file, or a model: --model NAME"),
+        ({"gpu": "H100"}, "plan needs a run file, or a model: --model NAME"),
+        (
+            {"model": "Qwen3-14B", "accelerators": "64,many"},
+            'question: cluster.accelerators must be a whole number, got "many"',
+        ),
+        ({"model": "Qwen3-14B", "accelerators": "64,,96"}, "--accelerators must have a value, got '64,,96'"),
+        (
+            {"model": "Qwen3-14B", "train_batch_size": "100", "group_size": "16"},
+            "question: scheduler.train_batch_size must be a multiple of workload.group_size",
+        ),
+        ({"model": "Qwen3-14B", "mean_length": "0"}, "question: workload.length.mean must be above 0, got 0"),
+        (
+            {"model": "m", "accelerators": ",".join(map(str, range(2, 27)))},
+            "a question must have at most 24 cases, got 25",
+        ),
+    ],
+)
+def test_a_wrong_question_is_one_line(options: dict[str, str], line: str) -> None:
+    assert line in refused(options)
+
+
+def test_measured_hardware_needs_no_model_and_is_not_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "hw.toml"
+    path.write_text('[hardware]\ntraining = { token_s = 1e-4 }\ndecode = { kind = "affine", step_s = 0.01 }\n')
+    question = ask({"accelerators": "8"}, hardware=path)
+    assert question.cases[0].config.hardware.training is not None
+    assert not [one for one in question.assumed if one.key.startswith("hardware.")]
