@@ -24,12 +24,18 @@ from analysis.style import (
     house_style,
     make_panels,
 )
-from pipelinerl.records.reports import RolloutSeconds
 
 PLACE_COLORS = {"environment": GREEN, "waiting": PALE, "engine": SKY, "scoring": PURPLE}
 """Colour of the place in which a rollout is."""
 PLACE_NAMES = {"environment": "environment acts", "waiting": "waits for a slot", "engine": "on an engine"}
 PLACE_NAMES["scoring"] = "is scored"
+PART_COLORS = {**PLACE_COLORS, "queue": MUTED, "prefill": VERMILLION, "decode": SKY}
+"""Colour of what the time of a rollout goes to."""
+PART_NAMES = {
+    **{place: PLACE_NAMES[place] for place in ("environment", "waiting", "engine")},
+    **{"queue": "in an engine's queue", "prefill": "prefill", "decode": "decode", "scoring": PLACE_NAMES["scoring"]},
+}
+"""Words for it, in the order of a turn."""
 
 
 @house_style
@@ -41,9 +47,10 @@ def rollout_time(runs: Sequence[Run]) -> Figure:
     """
     figure, [[axes]] = make_panels(COLUMN_IN, 0.9 + 0.3 * len(runs))
     rows, starts = np.arange(len(runs)), np.zeros(len(runs))
-    for place in RolloutSeconds.model_fields:
-        seconds = np.array([getattr(run.report.environments.seconds, place) for run in runs if run.report.environments])
-        axes.barh(rows, seconds, 0.7, starts, color=PLACE_COLORS[place], label=PLACE_NAMES[place])
+    parts = [run.report.environments.seconds.parts for run in runs if run.report.environments]
+    for name in (one for one in PART_NAMES if any(one in mine for mine in parts)):
+        seconds = np.array([mine.get(name, 0.0) for mine in parts])
+        axes.barh(rows, seconds, 0.7, starts, color=PART_COLORS[name], label=PART_NAMES[name])
         starts += seconds
     axes.set_yticks(rows, [run.name for run in runs])
     axes.set(xlabel="time of a rollout (s)", ylim=(len(runs) - 0.5, -0.5))
@@ -51,12 +58,21 @@ def rollout_time(runs: Sequence[Run]) -> Figure:
     return figure
 
 
+def ess_by_turn(run: Run) -> dict[int, float]:
+    """Return the effective sample size of the tokens of each turn: measured, else modelled, else none."""
+    if run.report.ess is not None and run.report.ess.by_turn:
+        return run.report.ess.by_turn
+    modelled = run.figure_data.turns and run.figure_data.turns.ess_modelled
+    return {turn: ess for turn, ess in enumerate(modelled or (), start=1) if ess is not None}
+
+
 @house_style
 def turns(run: Run) -> Figure:
     """Draw a run with turns: environments in use over time by what they do, lag by turn, and who is dropped.
 
     Returns:
-        Three panels. The third has the rollouts trained on and dropped, by their turns so far, in at most 20 bins.
+        Three panels. The second has the effective sample size of each turn, too, where it is known. The third has the
+        rollouts trained on and dropped, by their turns so far, in at most 20 bins.
     """
     profile, report = run.figure_data.turns, run.report.environments
     assert profile is not None  # the caller has seen to it
@@ -76,6 +92,10 @@ def turns(run: Run) -> Figure:
     lags = np.array(profile.lag_mean, dtype=np.float64)
     middle.plot(np.arange(1, len(lags) + 1), lags, color=BLUE, label="mean lag of a turn")
     middle.set(title="Lag by turn", xlabel="turn", ylabel="mean lag (optimizer steps)", ylim=(0, None))
+    if ess := ess_by_turn(run):
+        beside = middle.twinx()
+        beside.plot(list(ess), list(ess.values()), color=PURPLE, linestyle="--", label="ESS of a turn")
+        beside.set(ylabel="effective sample size", ylim=(0, 1.02))
     edges = np.unique(np.linspace(0, len(profile.trained), 21).astype(int))
     trained, dropped = (np.add.reduceat(one, edges[:-1]) for one in (profile.trained, profile.dropped))
     right.stairs(trained, edges, fill=True, color=MUTED, alpha=0.5, label="trained on")

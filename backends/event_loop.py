@@ -379,7 +379,7 @@ class EventLoop:
         begin_s = time.monotonic()
         result = await self._trainer.train(samples, completes_step=command.completes_step)
         train_s = time.monotonic() - begin_s
-        state.count_trained(samples, result, command.version)
+        state.count_trained(samples, result, command.version, turns=self._turns is not None)
         state.micro_batches.append(command)
         if command.completes_step:
             state.version = command.version + 1

@@ -12,6 +12,7 @@ from backends.interface import Sample, TrainResult
 from backends.rollouts import RolloutData, lag_of_tokens
 from backends.step_metrics import StepMetrics
 from pipelinerl.config.run import RunConfig
+from pipelinerl.rl.segments import turn_of_tokens
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Event, StartTraining
 
@@ -45,12 +46,20 @@ class DriverState:
     evaluation: dict[str, Any] = field(default_factory=dict)
     """Success on held-out problems, by when: ``evaluation`` of summary.json."""
 
-    def count_trained(self, samples: list[Sample], result: TrainResult, version: int) -> None:
-        """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics."""
+    def count_trained(self, samples: list[Sample], result: TrainResult, version: int, *, turns: bool) -> None:
+        """Count a micro-batch that has been trained on at a version: ratios and lags of its tokens, other metrics.
+
+        Args:
+            samples: Its rollouts.
+            result: What the trainer has given.
+            version: The version (optimizer steps).
+            turns: Whether rollouts have turns.
+        """
         for sample, logprob_T in zip(samples, result.logprob_T, strict=True):
             lag_T = lag_of_tokens(self.rollouts[sample.rollout_id].spans, version)
             if np.isfinite(logprob_T).all():  # otherwise the gradient is not finite either, and the step is skipped
-                self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T)
+                turn_T = turn_of_tokens(sample.segments) if turns else ()
+                self.metrics.trained(logprob_T - sample.behaviour_logprob_T, lag_T, turn_T)
         self.metrics.add_trainer_metrics(result.metrics)
 
     def take_trained(self) -> list[RolloutData]:

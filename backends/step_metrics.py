@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from backends.interface import UpdateTimes
 from pipelinerl.records.ledger import RunLedger
@@ -37,9 +38,9 @@ class StepMetrics:
         self._num_rollouts = 0
         self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
 
-    def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
-        """Add a rollout: log pi - log mu of its tokens (nats) and their lag (optimizer steps), both of shape [T]."""
-        self._ratios.add(log_ratio_T, lag_T)
+    def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
+        """Add a rollout: log pi - log mu (nats), lag (optimizer steps) and turn of its tokens, each of shape [T]."""
+        self._ratios.add(log_ratio_T, lag_T, turn_T)
 
     def add_trainer_metrics(self, metrics: dict[str, float]) -> None:
         """Add the metrics of a micro-batch; see ``interface.TrainResult``."""

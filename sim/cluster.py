@@ -39,6 +39,7 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
+    EngineSeconds,
     Event,
     OpenEnvironment,
     PublishWeights,
@@ -57,11 +58,11 @@ from pipelinerl.scheduler.events import (
 )
 from sim.clock import CLUSTER_PRIORITY, TICKS_PER_S, Clock, Wake, to_seconds, to_ticks
 from sim.costs import decode_cost, prefill_cost
-from sim.engine import ClosedFormEngine, EngineSettings
+from sim.engine import ClosedFormEngine
 from sim.environments import Environments, check_turns
 from sim.episodes import Episodes
 from sim.learning.tasks import checked_task
-from sim.request import EngineHost, LearningPolicy, Request, SimulatedEngine
+from sim.request import EngineHost, EngineSettings, LearningPolicy, Request, SimulatedEngine
 from sim.scoring import Scoring
 from sim.streams import DispatchDelays
 from sim.workload import Workload, grown_length, growth_factor
@@ -171,9 +172,10 @@ class SimulatedCluster:
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
-            reports = [(one, spans) for one, (at, _, spans) in self._reports.items() if at == engine_id]
-            for rollout_id, spans in sorted([*engine.end(), *reports], key=lambda pair: pair[0]):
-                self._recorder.event(now_s, RolloutAborted(rollout_id, engine_id, spans))
+            reports = [(request, spans) for at, request, spans in self._reports.values() if at == engine_id]
+            for request, spans in sorted([*engine.end(), *reports], key=lambda pair: pair[0].rollout_id):
+                aborted = RolloutAborted(request.rollout_id, engine_id, spans, self._take_seconds(request))
+                self._recorder.event(now_s, aborted)
         if self._failure is not None:
             raise self._failure
         if self._stop is None:
@@ -213,10 +215,10 @@ class SimulatedCluster:
             request.reward = self._policy.finished(rollout_id, spans)
         self._tokens[rollout_id] = request.prompt_tokens + request.length
         if not self._scoring.takes_time:
-            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward))
+            self._deliver(RolloutFinished(rollout_id, engine, spans, request.reward, self._take_seconds(request)))
             return
         self._rewards[rollout_id] = request.reward
-        self._deliver(RolloutFinished(rollout_id, engine, spans))
+        self._deliver(RolloutFinished(rollout_id, engine, spans, None, self._take_seconds(request)))
         Wake(self._clock, self._scoring.ticks(self._clock.now), CLUSTER_PRIORITY, rollout_id, self._scored)
 
     def rollout_aborted(self, engine: int, request: Request) -> None:
@@ -226,7 +228,11 @@ class SimulatedCluster:
         if rollout_id in self._aborting:
             self._aborting.remove(rollout_id)
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, request.spans))
+        self._deliver(RolloutAborted(rollout_id, engine, request.spans, self._take_seconds(request)))
+
+    def _take_seconds(self, request: Request) -> EngineSeconds | None:
+        """Return where the time of a request on its engine has gone; None where rollouts have one turn."""
+        return None if self._environments is None else request.take_seconds()
 
     def rollout_preempted(self, engine: int, rollout_id: int, num_tokens: int) -> None:
         """Report a rollout that has to be prefilled again."""
@@ -390,6 +396,7 @@ def _engine_settings(config: RunConfig, hardware: ResolvedHardware, policy: Lear
         pause_ticks=to_ticks(hardware.weights.pause_s),
         tokens=None if policy is None else policy.answers,
         prefix_cache=PrefixCaching.OFF if config.environment is None else config.environment.prefix_cache,
+        step_tokens=hardware.step_tokens,
     )
 
 

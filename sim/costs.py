@@ -41,7 +41,11 @@ class PrefillCost:
         """
         if tokens == cached:
             return 0
-        return self.fixed_ticks + (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
+        return self.fixed_ticks + self.more_ticks(tokens, cached)
+
+    def more_ticks(self, tokens: int, cached: int) -> int:
+        """Return the same without what a sequence takes at its beginning: those of a chunk that goes on with it."""
+        return (self.linear_ticks + self.square_ticks * (tokens + cached)) * (tokens - cached)
 
 
 def decode_cost(decode: Decode, *, tensor_parallel: int, num_slots: int) -> DecodeCost:

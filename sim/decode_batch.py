@@ -44,8 +44,10 @@ class DecodeBatch:
         "capacity",
         "context_tokens",
         "prefill_ticks",
+        "prefilled_ticks",
         "requests",
         "step",
+        "still_ticks",
         "tick",
     )
 
@@ -58,10 +60,11 @@ class DecodeBatch:
         self.step = 0  # decode steps done
         self.context_tokens = 0  # in the KV cache
         self.prefill_ticks = 0  # charged to the next step
+        self.prefilled_ticks = self.still_ticks = 0  # up to the boundary: of all prefill; without a step
         self.requests: dict[int, Request] = {}  # by rollout, in order of admission
         self._finishing: list[Request] = []  # in the order in which they will have all their tokens, then of admission
         self._finish_steps: list[int] = []  # the step at which each of them has
-        self._before_join = (0, 0, 0, 0)  # tick, step, context and prefill
+        self._before_join = (0, 0, 0, 0, 0)  # tick, step, context, prefill and all prefill
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -77,8 +80,9 @@ class DecodeBatch:
         requests = self.requests
         step, context_tokens = self.step, self.context_tokens
         if steps:
-            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks)
+            self._before_join = (self.tick, step, context_tokens, self.prefill_ticks, self.prefilled_ticks)
             self.tick = tick
+            self.prefilled_ticks += self.prefill_ticks
             self.step = step = step + steps
             context_tokens += steps * len(requests)
             self.prefill_ticks = prefill_ticks
@@ -86,6 +90,9 @@ class DecodeBatch:
             self.prefill_ticks += prefill_ticks
         self.context_tokens = context_tokens + request.tokens_to_prefill
         request.start_step = step
+        prefilled_ticks = self.prefilled_ticks
+        request.prefill_ticks -= prefilled_ticks
+        request.decode_ticks -= self.tick - self.still_ticks - prefilled_ticks
         requests[request.rollout_id] = request
         finish_step, finish_steps = step + request.num_left, self._finish_steps
         place = bisect_right(finish_steps, finish_step)
@@ -95,6 +102,8 @@ class DecodeBatch:
     def leave(self, request: Request) -> None:
         """Remove a request that is unfinished."""
         del self.requests[request.rollout_id]
+        request.prefill_ticks += self.prefilled_ticks
+        request.decode_ticks += self.tick - self.still_ticks - self.prefilled_ticks
         self.context_tokens -= self.cached_tokens(request)
         first = bisect_left(self._finish_steps, request.finish_step)
         place = self._finishing.index(request, first)
@@ -118,7 +127,7 @@ class DecodeBatch:
     def undo_join(self) -> None:
         """Restore the state before the last call, which must have been a ``join`` after steps."""
         self.leave(next(reversed(self.requests.values())))
-        self.tick, self.step, self.context_tokens, self.prefill_ticks = self._before_join
+        self.tick, self.step, self.context_tokens, self.prefill_ticks, self.prefilled_ticks = self._before_join
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -127,6 +136,7 @@ class DecodeBatch:
         requests, finish_steps = self.requests, self._finish_steps
         self.tick = tick
         self.step = step = self.step + steps
+        self.prefilled_ticks = prefilled_ticks = self.prefilled_ticks + self.prefill_ticks
         self.prefill_ticks = 0
         context_tokens = self.context_tokens + steps * len(requests)
         finished = []
@@ -135,9 +145,21 @@ class DecodeBatch:
             request = self._finishing.pop(0)
             del requests[request.rollout_id]
             context_tokens -= request.prompt_tokens + request.length
+            request.prefill_ticks += prefilled_ticks
+            request.decode_ticks += tick - self.still_ticks - prefilled_ticks
             finished.append(request)
         self.context_tokens = context_tokens
         return finished
+
+    def stand_still(self, until: int) -> None:
+        """Make no step until a tick, which is a boundary then."""
+        self.still_ticks += until - self.tick
+        self.tick = until
+
+    def break_off(self, at: int) -> None:
+        """Have the step that is under way end at a tick, before its time; prefill comes first in a step."""
+        self.prefilled_ticks += min(self.prefill_ticks, at - self.tick)
+        self.tick = at
 
     def next_change(self) -> tuple[int, int]:
         """Return steps to, and tick of, the first boundary where a request finishes or the next step would not fit."""
@@ -148,6 +170,15 @@ class DecodeBatch:
         read = steps * context + size * (steps * (steps - 1) // 2)  # tokens of context, over all steps
         ticks = steps * self._batch_ticks[size] + self._context_ticks * read
         return steps, self.tick + self.prefill_ticks + ticks
+
+    def next_boundary(self) -> int:
+        """Return the tick of the next boundary."""
+        return (
+            self.tick
+            + self.prefill_ticks
+            + self._batch_ticks[len(self.requests)]
+            + (self._context_ticks * self.context_tokens)
+        )
 
     def first_boundary_after(self, tick: int) -> tuple[int, int, bool]:
         """Return steps to, and tick of, the first boundary after a tick, and if ``next_change()`` is later; O(1)."""

@@ -94,7 +94,7 @@ class Environments:
         episode.turn += 1
         episode.num_failed = 0
         request.goes_on = not episode.is_last_turn
-        self._deliver(TurnFinished(rollout_id, engine, spans))
+        self._deliver(TurnFinished(rollout_id, engine, spans, request.take_seconds()))
         if rollout_id in self._open:
             self._act(request, episode)
         return True

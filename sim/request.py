@@ -7,19 +7,43 @@ engine what it observed is prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from pipelinerl.scheduler.events import NO_TOKENS, StartTraining, VersionSpans, WeightUpdate
+from pipelinerl.config.environment import PrefixCaching
+from pipelinerl.scheduler.events import NO_TOKENS, EngineSeconds, StartTraining, VersionSpans, WeightUpdate
+from sim.clock import TICKS_PER_S
+from sim.costs import DecodeCost, PrefillCost
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Speed and size of an engine."""
+
+    decode: DecodeCost
+    prefill: PrefillCost
+    kv_cache_tokens: int | None
+    """Capacity (tokens); None: unlimited."""
+    pause_ticks: int
+    """Ticks that the engine pauses to load weights."""
+    tokens: TokenSource | None = None
+    """Decides lengths while they are generated; None: requests come with their lengths."""
+    prefix_cache: PrefixCaching = PrefixCaching.OFF
+    """What becomes of the KV cache of a rollout between two turns."""
+    step_tokens: int | None = None
+    """Tokens of a step at most, one per request that decodes; prefill is cut to what is left. None: it is not cut."""
 
 
 class Request:
     """A rollout and its true length (mutable; owned by the simulated cluster)."""
 
     __slots__ = (
+        "decode_ticks",
         "first_update",
         "goes_on",
         "length",
         "num_left",
+        "prefill_ticks",
         "prompt_tokens",
         "reward",
         "rollout_id",
@@ -41,6 +65,15 @@ class Request:
         self.spans = NO_TOKENS  # tokens it had when it joined the batch
         self.num_left = length  # tokens it still had to generate then
         self.tokens_to_prefill = prompt_tokens  # tokens whose keys and values had to be computed then
+        # How long its engine has filled caches, its own or others', and made steps while it was in the batch; as long
+        # as it is there, less what its engine had done before.
+        self.prefill_ticks = self.decode_ticks = 0
+
+    def take_seconds(self) -> EngineSeconds:
+        """Return where its time on its engine has gone since this was asked last; it is in no batch."""
+        seconds = EngineSeconds(self.prefill_ticks / TICKS_PER_S, self.decode_ticks / TICKS_PER_S)
+        self.prefill_ticks = self.decode_ticks = 0
+        return seconds
 
     @property
     def finish_step(self) -> int:
@@ -142,5 +175,5 @@ class SimulatedEngine(Protocol):
     def suspend(self) -> None:
         """Stop decoding, with everything in progress kept, until new weights are loaded."""
 
-    def end(self) -> list[tuple[int, VersionSpans]]:
+    def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""

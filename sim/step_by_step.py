@@ -14,8 +14,7 @@ from simpy.events import EventPriority
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
-from sim.engine import EngineSettings
-from sim.request import EngineHost, Request
+from sim.request import EngineHost, EngineSettings, Request
 
 
 class StepByStepEngine:
@@ -32,7 +31,10 @@ class StepByStepEngine:
         self._waiting: list[Request] = []
         self._token_versions: dict[int, list[int]] = {}  # by rollout, the version that sampled each token
         self._idle: dict[int, int] = {}  # rollouts between two turns -> tokens they have in the KV cache
+        self._chunked: Request | None = None  # whose prefill is under way, in chunks
+        self._chunked_tokens = 0  # of it that are in the KV cache
         self._prefill_ticks = 0  # charged to the next step
+        self._step: tuple[int, int] | None = None  # under way: tick of its start, ticks of prefill in it
         self._recomputes = False  # what runs is prefilled in the next step, as its cache is of older weights
         # Calls not yet taken up, each with the tick of its arrival.
         self._arrivals: list[tuple[int, Request]] = []
@@ -68,13 +70,13 @@ class StepByStepEngine:
         self._suspend_at = self._clock.now
         self._wake_if_idle()
 
-    def end(self) -> list[tuple[int, VersionSpans]]:
+    def end(self) -> list[tuple[Request, VersionSpans]]:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         if self._next_boundary is not None and self._next_boundary[0] == self._clock.now:
             self._end_step()  # it ends exactly now, so it counts
+        self._count_time()
         self._next_boundary = None
-        requests = [*self._running, *self._waiting, *(request for _, request in self._arrivals)]
-        return [(one.rollout_id, self._spans(one)) for one in sorted(requests, key=lambda one: one.rollout_id)]
+        return [(one, self._spans(one)) for one in sorted(self._all(), key=lambda one: one.rollout_id)]
 
     # ------------------------------------------------------------------------------------ boundaries
 
@@ -101,9 +103,23 @@ class StepByStepEngine:
 
     def _end_step(self) -> None:
         """Add a token to every running rollout, unless the engine is paused or suspended."""
+        self._count_time()
         if not self._pausing and self._suspended_since is None:
             for request in self._running:
                 self._tokens(request).append(self.version)
+
+    def _count_time(self) -> None:
+        """Note how long the step that is under way has filled caches, which comes first, and decoded."""
+        if self._step is None:
+            return
+        (start, prefill_ticks), self._step = self._step, None
+        ticks = self._clock.now - start
+        prefill_ticks = min(ticks, prefill_ticks)
+        for request in self._running:
+            request.prefill_ticks += prefill_ticks
+            request.decode_ticks += ticks - prefill_ticks
+        if self._chunked is not None:
+            self._chunked.prefill_ticks += ticks
 
     def _report_finished(self) -> None:
         for request in [one for one in self._running if len(self._tokens(one)) == one.length]:
@@ -119,8 +135,7 @@ class StepByStepEngine:
         """Take up what has arrived up to tick ``until``: aborts, rollouts, the weights."""
         while self._aborts and self._aborts[0][0] <= until:
             _, rollout_id = self._aborts.pop(0)
-            known = [*self._running, *self._waiting, *(request for _, request in self._arrivals)]
-            for request in [one for one in known if one.rollout_id == rollout_id]:
+            for request in [one for one in self._all() if one.rollout_id == rollout_id]:
                 self._end_early(request)
         update_at = self._update[0] if self._update is not None else until + 1
         while self._arrivals and self._arrivals[0][0] <= until and self._arrivals[0][0] < update_at:
@@ -134,6 +149,7 @@ class StepByStepEngine:
         request.keep(self._spans(request))  # what it has if it is submitted again
         self._running = [one for one in self._running if one is not request]
         self._waiting = [one for one in self._waiting if one is not request]
+        self._chunked = None if self._chunked is request else self._chunked
         self._arrivals = [arrival for arrival in self._arrivals if arrival[1] is not request]
         del self._token_versions[request.rollout_id]
         self._host.rollout_aborted(self._engine_id, request)
@@ -142,8 +158,9 @@ class StepByStepEngine:
         """Make room for the next step, last in first out; return whether anything had to leave."""
         capacity = self._settings.kv_cache_tokens
         preempted = False
-        while capacity is not None and self._context() + len(self._running) > capacity:
-            request = self._running.pop()
+        while capacity is not None and self._used() > capacity:
+            request = self._running.pop() if self._chunked is None else self._chunked
+            self._chunked = None
             self._waiting.insert(0, request)
             num_tokens = len(self._token_versions[request.rollout_id])
             self._host.rollout_preempted(self._engine_id, request.rollout_id, num_tokens)
@@ -155,23 +172,40 @@ class StepByStepEngine:
         if self._recomputes:
             self._recomputes = False
             self._prefill_ticks += sum(self._settings.prefill.ticks(self._cached(one)) for one in self._running)
+            if self._chunked is not None:
+                self._chunked_tokens = 0
+                self._prefill_ticks += self._settings.prefill.fixed_ticks
 
     def _admit(self) -> None:
-        """Let waiting rollouts join, first come first served, while they fit."""
-        while self._waiting and self._fits(self._waiting[0]):
-            request = self._waiting.pop(0)
+        """Prefill in order of admission: what is under way, then waiting rollouts, first come first served."""
+        most = self._settings.step_tokens
+        left = 2**62 if most is None else max(1, most - len(self._running))
+        if self._chunked is not None:
+            left -= self._chunk(self._chunked, left)
+        while self._chunked is None and self._waiting and self._fits(self._waiting[0]):
+            self._chunked = request = self._waiting.pop(0)
+            self._chunked_tokens = self._idle.pop(request.rollout_id, 0)
+            if self._chunked_tokens < self._cached(request):
+                self._prefill_ticks += self._settings.prefill.fixed_ticks
+            left -= self._chunk(request, left)
+
+    def _chunk(self, request: Request, left: int) -> int:
+        """Prefill at most so many tokens of a rollout, which joins with the last of them; return how many."""
+        cost, done, whole = self._settings.prefill, self._chunked_tokens, self._cached(request)
+        self._chunked_tokens = end = min(whole, done + left)
+        self._prefill_ticks += cost.linear_ticks * (end - done) + cost.square_ticks * (end**2 - done**2)
+        if end == whole:
             if self._settings.tokens is not None:
                 request.keep(self._spans(request))
                 self._settings.tokens.begin(request, self.version)
+            self._chunked = None
             self._running.append(request)
-            idle = self._idle.pop(request.rollout_id, 0)
-            self._prefill_ticks += self._settings.prefill.ticks(self._cached(request), idle)
+        return end - done
 
     def _drop_idle(self) -> None:
         """Drop the caches of rollouts between two turns, the first that were left, until the next step fits."""
         capacity = self._settings.kv_cache_tokens
-        used = self._context() + len(self._running)
-        while capacity is not None and self._idle and used + sum(self._idle.values()) > capacity:
+        while capacity is not None and self._idle and self._used() + sum(self._idle.values()) > capacity:
             del self._idle[next(iter(self._idle))]
 
     def _fits(self, request: Request) -> bool:
@@ -186,11 +220,12 @@ class StepByStepEngine:
     def _begin_update(self) -> None:
         assert self._update is not None
         _, _, weight_update = self._update
-        may_finish = self._suspended_since is None and (self._running or self._waiting)
+        may_finish = self._suspended_since is None and (self._running or self._chunked or self._waiting)
         if weight_update is WeightUpdate.WAIT and may_finish:
             return
         if weight_update is WeightUpdate.ABORT:
-            for request in [*self._running, *self._waiting]:
+            chunked = [] if self._chunked is None else [self._chunked]
+            for request in [*self._running, *chunked, *self._waiting]:
                 self._end_early(request)
         self._pausing = True
 
@@ -215,7 +250,7 @@ class StepByStepEngine:
 
     def _takes_up_at_once(self) -> bool:
         """Whether it makes no steps and waits for a request."""
-        return not self._pausing and (not self._running or self._suspended_since is not None)
+        return not self._pausing and (not (self._running or self._chunked) or self._suspended_since is not None)
 
     def _wake_if_idle(self) -> None:
         """Have a boundary for a request; an engine at work has one anyway."""
@@ -230,6 +265,7 @@ class StepByStepEngine:
         elif not self._takes_up_at_once():
             step_ticks = decode.batch_ticks[len(self._running)] + decode.context_ticks * self._context()
             at = now + self._prefill_ticks + step_ticks
+            self._step = (now, self._prefill_ticks)
             self._prefill_ticks = 0
         else:
             calls = [tick for tick, _ in (*self._arrivals, *self._aborts)]
@@ -265,5 +301,15 @@ class StepByStepEngine:
         return request.prompt_tokens + len(self._tokens(request))
 
     def _context(self) -> int:
-        """Return the tokens in the KV cache."""
+        """Return the tokens in the KV cache of what runs."""
         return sum(self._cached(request) for request in self._running)
+
+    def _used(self) -> int:
+        """Return the tokens in the KV cache after the next step, with the room of what is prefilled in chunks."""
+        held = 0 if self._chunked is None else self._cached(self._chunked) + 1
+        return self._context() + len(self._running) + held
+
+    def _all(self) -> list[Request]:
+        """Return the rollouts that it has."""
+        chunked = [] if self._chunked is None else [self._chunked]
+        return [*self._running, *chunked, *self._waiting, *(request for _, request in self._arrivals)]

@@ -20,6 +20,7 @@ LAST_EVALUATIONS = 5
 """Evaluations beside the run that are shown, the newest (count)."""
 
 _BOTTLENECKS = {
+    Bottleneck.PREFILL: "prefill-bound: engines spend more time on prefill than on decoding",
     Bottleneck.LAG: "lag-bound: slots stay free to keep max_lag",
     Bottleneck.ENVIRONMENT: "environment-bound: slots stay free while all environments are in use",
     Bottleneck.REWARD: "reward-bound: slots stay free while rollouts are scored",
@@ -60,7 +61,7 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "bottleneck", _BOTTLENECKS.get(report.bottleneck, report.bottleneck)
     yield "rollouts", ", ".join(f"{num:,} {key}" for key, num in report.rollouts if num)
     if one := report.environments:
-        seconds = ", ".join(f"{name} {value:,.1f}" for name, value in one.seconds)
+        seconds = ", ".join(f"{name} {value:,.1f}" for name, value in one.seconds.parts.items())
         yield "environments", f"{one.in_use_mean:,.0f} of {one.count:,} in use, {one.turns_mean:.1f} turns a rollout"
         yield "  seconds of a rollout", seconds
     if report.cost:

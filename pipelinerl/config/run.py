@@ -160,6 +160,7 @@ class RunConfig(StrictModel):
         self._check_plan()
         self._check_longest()
         self._check_environment()
+        self._check_step_tokens()
         return self
 
     def _check_cluster(self) -> None:
@@ -235,6 +236,14 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"hardware.kv_cache_tokens must hold the longest rollout, {key} = {longest} tokens, "
                 f"got kv_cache_tokens={capacity}"
+            )
+
+    def _check_step_tokens(self) -> None:
+        """Raise ValueError if a step cannot hold a token of each sequence."""
+        most, sequences = self.hardware.step_tokens, self.scheduler.generation_batch_size
+        if most is not None and most < sequences:
+            raise ValueError(
+                f"hardware.step_tokens must be at least scheduler.generation_batch_size={sequences}, got {most}"
             )
 
     def _check_environment(self) -> None:

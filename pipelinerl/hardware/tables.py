@@ -239,6 +239,9 @@ class HardwareConfig(StrictModel):
     """Filling the KV cache of a prompt. None: derived, or free."""
     kv_cache_tokens: CachedTokens | None = None
     """KV-cache capacity of one engine (tokens). None: derived from gpu and model, or unlimited without them."""
+    step_tokens: Count | None = Field(default=None, exclude_if=not_)
+    """Tokens that a step of an engine computes at most, one of each sequence that decodes; prefill is cut into chunks
+    of what is left (count; vLLM's ``max_num_batched_tokens``). None: prefill is not cut, and holds up the batch."""
     training: TrainingConfig | None = None
     """The trainer's step. None: derived from gpu and model."""
     weights: WeightTransferConfig | None = None

@@ -19,6 +19,8 @@ class Bottleneck(StrEnum):
 
     GENERATION = "generation"
     """The trainer waits for data."""
+    PREFILL = "prefill"
+    """The trainer waits for data, and rollouts on an engine spend more time in prefill than in decode."""
     TRAINING = "training"
     """Data waits for the trainer."""
     LAG = "lag"
@@ -52,21 +54,22 @@ class Admission:
         environments = None if config.environment is None else config.environment.count
         return cls(config.num_engines * scheduler.generation_batch_size, lag_gate, environments)
 
-    def limit(self, *, in_progress: float, scoring: float, in_use: float = 0.0) -> Bottleneck:
+    def limit(self, *, in_progress: float, scoring: float, in_use: float = 0.0, prefill: float = 0.0) -> Bottleneck:
         """Return what the slots wait for while the trainer waits for data.
 
-        For nothing, if at most ``BALANCED_SHARE`` of them are free. For rewards, if what is being scored would fill
-        more than half of the free ones. Else for environments, if at most ``BALANCED_SHARE`` of these are free. Else
-        for the lag gate, if there is one.
+        For nothing, if at most ``BALANCED_SHARE`` of them are free: then for prefill, if that is more than half of the
+        engines' work. For rewards, if what is being scored would fill more than half of the free ones. Else for
+        environments, if at most ``BALANCED_SHARE`` of these are free. Else for the lag gate, if there is one.
 
         Args:
             in_progress: Mean number of rollouts in progress when a step ends (count).
             scoring: Mean number of rollouts being scored then (count).
             in_use: Mean number of environments in use (count).
+            prefill: Share of prefill in the time of rollouts on engines in which these worked.
         """
         free = self.slots - in_progress
         if free <= BALANCED_SHARE * self.slots:
-            return Bottleneck.GENERATION
+            return Bottleneck.PREFILL if prefill > 0.5 else Bottleneck.GENERATION
         if scoring > free / 2:
             return Bottleneck.REWARD
         if self.environments is not None and in_use >= (1 - BALANCED_SHARE) * self.environments:
@@ -100,13 +103,14 @@ def find_bottleneck(
     admission: Admission | None = None,
     scoring: float = 0.0,
     in_use: float = 0.0,
+    prefill: float = 0.0,
 ) -> Bottleneck:
     """Return the side that limits the throughput of some optimizer steps.
 
     Colocated: the longer of the two phases, or neither if they differ by at most ``BALANCED_SHARE`` of the time.
-    Otherwise: generation, lag, reward or environment, as ``Admission.limit`` says, if the trainer waits for more than
-    ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the steps; else
-    neither.
+    Otherwise: generation, prefill, lag, reward or environment, as ``Admission.limit`` says, if the trainer waits for
+    more than ``BALANCED_SHARE`` of the time; training, if another whole batch was ready after more than half of the
+    steps; else neither.
 
     Args:
         steps: The optimizer steps.
@@ -117,6 +121,7 @@ def find_bottleneck(
         admission: What holds back admissions. None: nothing is known of that.
         scoring: Mean number of rollouts being scored when a step ended (count).
         in_use: Mean number of environments in use (count).
+        prefill: Share of prefill in the time of rollouts on engines in which these worked; 0 where it is not known.
     """
     if colocated:
         if abs(waiting_s - training_s) <= BALANCED_SHARE * duration_s:
@@ -126,6 +131,6 @@ def find_bottleneck(
         if admission is None or not steps:
             return Bottleneck.GENERATION
         in_progress = sum(step.in_progress for step in steps) / len(steps)
-        return admission.limit(in_progress=in_progress, scoring=scoring, in_use=in_use)
+        return admission.limit(in_progress=in_progress, scoring=scoring, in_use=in_use, prefill=prefill)
     num_ahead = sum(step.ready >= step.samples for step in steps)
     return Bottleneck.TRAINING if 2 * num_ahead > len(steps) else Bottleneck.BALANCED

@@ -31,6 +31,7 @@ from pipelinerl.records.rollout_buffer import FinishedRollouts
 from pipelinerl.records.steps import StepRow
 from pipelinerl.records.training_ledger import TrainingLedger
 from pipelinerl.records.turn_ledger import Place, TurnLedger
+from pipelinerl.rl.drift import DriftModel
 from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
@@ -133,6 +134,7 @@ class RunLedger:
             if self._turns is not None:
                 place = Place.SCORING if event.reward is None else None
                 self._turns.end_turn(time_s, rollout_id, place, None if event.engine is None else num_tokens)
+                self._turns.worked(event.seconds)
             return
         if isinstance(event, RolloutScored):
             self._finished.score(event.rollout_id, event.reward)
@@ -225,11 +227,14 @@ class RunLedger:
         self._aborting.discard(rollout_id)
         if self._turns is not None:
             self._turns.end_turn(self._time_s, rollout_id, Place.ENVIRONMENT, num_tokens)
+            self._turns.worked(event.seconds)
 
     def _aborted(self, event: RolloutAborted) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.num_tokens
         self._leave_engine(rollout_id, event.engine, num_tokens)
         self._tokens_cut_short += num_tokens
+        if self._turns is not None:
+            self._turns.worked(event.seconds)
         if self._stop is None and rollout_id in self._aborting:
             self._ended["aborted"] += 1
             self._tokens["aborted"] += num_tokens
@@ -362,6 +367,7 @@ class RunLedger:
                 admission=self._admission,
                 scoring=self._trainer.scoring_mean,
                 in_use=environments.in_use_mean if environments is not None else 0.0,
+                prefill=environments.seconds.prefill_share if environments is not None else 0.0,
             ),
             environments=environments,
             complete=self._stop == "done",
@@ -371,6 +377,7 @@ class RunLedger:
         """Return the trained tokens of lag 0, 1, 2, ... optimizer steps (counts)."""
         return self._trainer.lag.by_lag()
 
-    def figure_data(self) -> FigureData:
-        """Return the data of figures, the rows of the steps excepted."""
-        return self.profile.data(self._trainer.lag.histogram(), None if self._turns is None else self._turns.profile())
+    def figure_data(self, drift: DriftModel | None = None) -> FigureData:
+        """Return the data of figures, the rows of the steps excepted; ``drift`` gives the modelled ESS by turn."""
+        turns = None if self._turns is None else self._turns.profile(drift)
+        return self.profile.data(self._trainer.lag.histogram(), turns)

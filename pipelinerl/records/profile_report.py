@@ -128,6 +128,8 @@ class TurnsProfile(Report):
     """Mean lag of the trained tokens of turn 1, 2, 3, ..., null where no token (optimizer steps)."""
     tokens: list[int]
     """Trained tokens of turn 1, 2, 3, ... (tokens)."""
+    ess_modelled: list[float | None] | None = None
+    """Modelled effective sample size of these tokens, null where there is none. Absent without a drift model."""
     trained: list[int]
     """Trained rollouts of 0, 1, 2, ... turns (rollouts)."""
     dropped: list[int]
@@ -139,6 +141,7 @@ class TurnsProfile(Report):
     def _check(self) -> Self:
         _check_lengths("tokens", self.tokens, self.lag_mean)
         _check_lengths("dropped", self.dropped, self.trained)
+        _check_lengths("ess_modelled", self.ess_modelled or self.lag_mean, self.lag_mean)
         return self
 
 

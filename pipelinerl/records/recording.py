@@ -160,7 +160,7 @@ class Recording:
             self._trace.close()
         report = self.report(measured)
         if self._folder is not None:
-            self._folder.finish(report, self.ledger.figure_data())
+            self._folder.finish(report, self.ledger.figure_data(self._config.drift))
         return report
 
     def report(self, measured: RunMeasurements | None = None) -> RunReport:

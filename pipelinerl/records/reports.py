@@ -121,9 +121,27 @@ class RolloutSeconds(Report):
     waiting: float
     """It waited for a slot (s)."""
     engine: float
-    """It had a slot: in a queue of the engine, in prefill or in decode (s)."""
+    """It had a slot (s): ``queue``, ``prefill`` and ``decode`` together."""
     scoring: float
     """It was being scored (s)."""
+    queue: float | None = None
+    """Of ``engine``: the rest. It was on its way, in the engine's queue, or weights were loaded (s). Absent in a real
+    run."""
+    prefill: float | None = None
+    """Of ``engine``: its prefill was under way, or that of others held up its batch (s). Absent in a real run."""
+    decode: float | None = None
+    """Of ``engine``: its batch made decode steps (s). Absent in a real run."""
+
+    @property
+    def prefill_share(self) -> float:
+        """Prefill over prefill and decode; 0 where they are not known."""
+        return (self.prefill or 0.0) / max(1e-300, (self.prefill or 0.0) + (self.decode or 0.0))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by place in the order of a turn, those on an engine apart where they are known."""
+        names = ["environment", "waiting", *(["engine"] if self.decode is None else ["queue", "prefill", "decode"])]
+        return {name: getattr(self, name) for name in (*names, "scoring")}
 
 
 class EnvironmentReport(Report):
@@ -258,7 +276,8 @@ class RunTotals(Report):
     """The trainer's wall time."""
     bottleneck: Bottleneck
     """Pipeline: ``generation`` if the trainer waited more than 5 % of the time, else ``training`` if after most steps
-    another whole batch had finished, else ``balanced``. Where more than 5 % of the slots were free when a step ended,
+    another whole batch had finished, else ``balanced``. ``prefill`` instead of ``generation`` if rollouts with turns
+    spent more time in prefill than in decode. Where more than 5 % of the slots were free when a step ended,
     ``reward`` instead of ``generation`` if rollouts being scored would fill more than half of these, else
     ``environment`` if at most 5 % of the environments were free, else ``lag`` if ``max_lag`` is kept by waiting.
     Conventional: the longer of ``seconds.generating`` and ``seconds.training``, ``balanced`` if they differ by at most

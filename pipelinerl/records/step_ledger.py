@@ -49,16 +49,20 @@ class Step(NamedTuple):
     """Tokens of lag 0, 1, 2, ... (count)."""
     in_use: int = 0
     """Environments in use when it ended (count)."""
+    prefill_s: float = 0.0
+    """Of turns that ended during it: rollout-seconds in prefill, where rollouts have turns."""
+    decode_s: float = 0.0
+    """The same in decode."""
 
 
 class OpenStep:
     """The optimizer step that is under way (mutable); ``close`` ends it and begins the next."""
 
-    __slots__ = ("_by_lag", "_samples", "_start_s", "num_scoring", "publish_s", "train_s")
+    __slots__ = ("_by_lag", "_samples", "_start_s", "decode_s", "num_scoring", "prefill_s", "publish_s", "train_s")
 
     def __init__(self) -> None:
         self.num_scoring = 0  # rollouts being scored now
-        self._start_s = self.train_s = self.publish_s = 0.0
+        self._start_s = self.train_s = self.publish_s = self.prefill_s = self.decode_s = 0.0
         self._samples = 0
         self._by_lag = np.zeros(1, dtype=np.int64)
 
@@ -96,8 +100,11 @@ class OpenStep:
             self.num_scoring,
             by_lag[: lag_max + 1].tolist(),
             in_use,
+            self.prefill_s,
+            self.decode_s,
         )
-        self._start_s, self.train_s, self.publish_s = time_s, 0.0, 0.0
+        self._start_s = time_s
+        self.train_s = self.publish_s = self.prefill_s = self.decode_s = 0.0
         self._samples = 0
         self._by_lag = np.zeros(1, dtype=np.int64)
         return step
@@ -121,6 +128,9 @@ class StepLedger:
 
     def event(self, time_s: float, event: Event) -> None:
         """Record an event."""
+        if isinstance(event, RolloutFinished | TurnFinished | RolloutAborted) and event.seconds is not None:
+            self._step.prefill_s += event.seconds.prefill
+            self._step.decode_s += event.seconds.decode
         if isinstance(event, RolloutFinished):
             self._finished.add(event.rollout_id, event.spans, self._version, event.reward)
             self._in_progress -= event.engine is not None

@@ -6,8 +6,9 @@ The first line holds the format and the resolved configuration. Every further li
      "reward": 1.0}
     {"t": 12.5, "command": "StartRollout", "rollout_id": 71, "prompt_id": 8, "engine": 0, "kept_tokens": 0}
 
-``t`` is in seconds since the start. Spans are [version, first token, end token]. Commands follow the event
-they answer; those of ``start()`` come first. The same run gives the same bytes.
+``t`` is in seconds since the start. Spans are [version, first token, end token]. Where a simulated rollout has turns,
+the end of each has ``"seconds": [prefill, decode]``. Commands follow the event they answer; those of ``start()`` come
+first. The same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pipelinerl.errors import ConfigError, SchedulerError, TraceError
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
+    EngineSeconds,
     EnvironmentFault,
     Event,
     RolloutAborted,
@@ -44,8 +46,8 @@ FORMAT_VERSION = 4
 """Raised when a reader of the old format could misread the new one, or the scheduler decides otherwise than before:
 an old trace would not replay. 4: rollouts being scored take places in the ready queue."""
 
-ADDED = {"read_tokens"}
-"""Fields that older traces of this version lack."""
+ADDED = {"read_tokens", "seconds"}
+"""Fields that older traces of this version lack; ``seconds`` is left out where it is not known."""
 
 T = TypeVar("T")
 
@@ -278,6 +280,10 @@ def _encoded(content: Event | Command) -> dict[str, object]:
     data: dict[str, object] = {}
     for name in _FIELDS[type(content)]:
         one = getattr(content, name)
+        if name == "seconds" and one is None:
+            continue
+        if isinstance(one, EngineSeconds):
+            one = [one.prefill, one.decode]
         if isinstance(one, VersionSpans):
             starts = (0, *one.ends)[:-1]
             one = [list(span) for span in zip(one.versions, starts, one.ends, strict=True)]
@@ -288,6 +294,11 @@ def _encoded(content: Event | Command) -> dict[str, object]:
 def _decoded(kind: type[T], data: Mapping[str, Any]) -> T:
     hints = {name: hint for name, hint in _FIELDS[kind].items() if name not in ADDED or name in data}
     return kind(**{name: _DECODERS[hint](data[name]) for name, hint in hints.items()})
+
+
+def _decoded_seconds(seconds: Any) -> EngineSeconds:
+    prefill, decode = seconds
+    return EngineSeconds(float(prefill), float(decode))
 
 
 def _decoded_ids(ids: Any) -> tuple[int, ...]:
@@ -310,6 +321,7 @@ _DECODERS: dict[object, Callable[[Any], object]] = {
     bool: bool,
     tuple[int, ...]: _decoded_ids,
     VersionSpans: _decoded_spans,
+    EngineSeconds | None: _decoded_seconds,
     WeightUpdate: WeightUpdate,
     DiscardReason: DiscardReason,
     EnvironmentFault: EnvironmentFault,

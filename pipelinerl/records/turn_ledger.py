@@ -15,7 +15,8 @@ import numpy as np
 from pipelinerl.records.profile_report import PlacesOverTime, TurnsProfile
 from pipelinerl.records.reports import EnvironmentReport, RolloutSeconds
 from pipelinerl.records.rollout_buffer import Gathered
-from pipelinerl.scheduler.events import EnvironmentFault
+from pipelinerl.rl.drift import DriftModel, modelled_ess
+from pipelinerl.scheduler.events import EngineSeconds, EnvironmentFault
 
 MOST_POINTS = 1024
 """Points in time of which it is kept where the open rollouts are (count)."""
@@ -29,7 +30,7 @@ class Place(StrEnum):
     WAITING = "waiting"
     """It waits for a slot."""
     ENGINE = "engine"
-    """It has a slot: in a queue of the engine, in prefill or in decode."""
+    """It has a slot."""
     SCORING = "scoring"
     """It is being scored."""
 
@@ -45,12 +46,12 @@ class TurnLedger:
         self._count = count
         self._open: dict[int, tuple[Place, float]] = {}  # rollout -> where, and since when (s)
         self._seconds = dict.fromkeys(Place, 0.0)  # rollout-seconds
+        self._worked: EngineSeconds | None = None  # of the seconds on engines; None: not known
         self._num_turns = 0
         self._faults = dict.fromkeys(EnvironmentFault, 0)
         self._num_retries = 0
         self._ends: dict[int, list[int]] = {}  # of a rollout to be trained on: its tokens by the end of each turn
-        self._lag_sums: Counter[int] = Counter()  # by turn: lags of its trained tokens, added up
-        self._tokens: Counter[int] = Counter()  # by turn
+        self._tokens: Counter[tuple[int, int]] = Counter()  # trained, by turn and lag
         self._trained: Counter[int] = Counter()  # rollouts by their number of turns
         self._dropped: Counter[int] = Counter()
         self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
@@ -78,15 +79,12 @@ class TurnLedger:
         firsts = [*np.flatnonzero(taken.starts_N == 0).tolist(), len(taken.starts_N)]
         for rollout_id, first, last in zip(rollout_ids, firsts, firsts[1:], strict=False):
             ends = self._ends.pop(rollout_id)
-            span_ends = np.concatenate([[0], taken.ends_N[first:last]])
-            lag_sums = np.cumsum(np.diff(span_ends) * (version - taken.versions_N[first:last]))
-            # The sum of the lags of the first tokens is linear within a span.
-            sums = np.interp([0, *ends], span_ends, np.concatenate([[0], lag_sums]))
-            for turn, (lag_sum, tokens) in enumerate(
-                zip(np.diff(sums).tolist(), np.diff([0, *ends]).tolist(), strict=True)
-            ):
-                self._lag_sums[turn] += lag_sum
-                self._tokens[turn] += tokens
+            span_ends = taken.ends_N[first:last]
+            cuts = np.union1d(span_ends, ends)  # between two of them turn and lag are the same
+            lags = version - taken.versions_N[first:last][np.searchsorted(span_ends, cuts)]
+            pieces = zip(np.searchsorted(ends, cuts).tolist(), lags.tolist(), strict=True)
+            for place, tokens in zip(pieces, np.diff(cuts, prepend=0).tolist(), strict=True):
+                self._tokens[place] += tokens
             self._trained[len(ends)] += 1
 
     def drop(self, rollout_id: int) -> None:
@@ -94,18 +92,32 @@ class TurnLedger:
         if (ends := self._ends.pop(rollout_id, None)) is not None:
             self._dropped[len(ends)] += 1
 
-    def profile(self) -> TurnsProfile:
-        """Return the data of figures."""
+    def profile(self, drift: DriftModel | None = None) -> TurnsProfile:
+        """Return the data of figures; ``drift`` gives the modelled ESS."""
         num_turns = range(1 + max([*self._trained, *self._dropped], default=0))
-        turns = range(1 + max(self._tokens, default=-1))
+        shape = [1 + max(one) for one in zip(*self._tokens, strict=True)] or (0, 1)
+        tokens_KG = np.zeros(shape, dtype=np.int64)  # turns, lags
+        for place, tokens in self._tokens.items():
+            tokens_KG[place] = tokens
+        tokens_K, lag_sums_K = tokens_KG.sum(1).tolist(), (tokens_KG @ np.arange(tokens_KG.shape[1])).tolist()
+        modelled = None
+        if drift is not None:
+            modelled = [modelled_ess(drift, one).mean if one.any() else None for one in tokens_KG]
         over_time = {place.value: [int(row[1 + at]) for row in self._places] for at, place in enumerate(Place)}
         return TurnsProfile(
-            lag_mean=[self._lag_sums[turn] / self._tokens[turn] if self._tokens[turn] else None for turn in turns],
-            tokens=[self._tokens[turn] for turn in turns],
+            lag_mean=[lags / tokens if tokens else None for lags, tokens in zip(lag_sums_K, tokens_K, strict=True)],
+            tokens=tokens_K,
+            ess_modelled=modelled,
             trained=[self._trained[number] for number in num_turns],
             dropped=[self._dropped[number] for number in num_turns],
             places=PlacesOverTime(time_s=[row[0] for row in self._places], **over_time),
         )
+
+    def worked(self, seconds: EngineSeconds | None) -> None:
+        """Record where the time of a turn on its engine has gone, as far as that is known."""
+        if seconds is not None:
+            so_far = self._worked or EngineSeconds(0.0, 0.0)
+            self._worked = EngineSeconds(so_far.prefill + seconds.prefill, so_far.decode + seconds.decode)
 
     def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
         """Record that an environment has not answered, and whether it is asked again."""
@@ -145,7 +157,11 @@ class TurnLedger:
         seconds = dict(self._seconds)
         for place, since_s in self._open.values():
             seconds[place] += duration_s - since_s
-        finished = max(1, finished)
+        finished, worked = max(1, finished), self._worked
+        parts = {place.value: one for place, one in seconds.items()}
+        if worked is not None:
+            rest = max(0.0, seconds[Place.ENGINE] - worked.prefill - worked.decode)  # below 0 in the last digit only
+            parts |= {"queue": rest, "prefill": worked.prefill, "decode": worked.decode}
         return EnvironmentReport(
             count=self._count,
             in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,
@@ -154,5 +170,5 @@ class TurnLedger:
             errors=self._faults[EnvironmentFault.ERROR],
             retries=self._num_retries,
             expired=self._faults[EnvironmentFault.EXPIRED],
-            seconds=RolloutSeconds(**{place.value: one / finished for place, one in seconds.items()}),
+            seconds=RolloutSeconds(**{name: one / finished for name, one in parts.items()}),
         )

@@ -23,6 +23,8 @@ from pipelinerl.util.running_mean import RunningMean
 
 LAG_PREFIX = "ess/lag_"
 """Metrics of an optimizer step that hold the ESS of the tokens of a lag."""
+TURN_PREFIX = "ess/turn_"
+"""Those that hold the ESS of the tokens of turn 1, 2, ..."""
 
 
 def ess_of_log_weights(log_weight_N: ArrayLike, *, truncation: float = math.inf) -> float:
@@ -74,7 +76,7 @@ def kl_estimate(log_ratio_N: ArrayLike) -> float:
 class RatioStats:
     """Sums over the tokens of one optimizer step, for its ESS and KL divergence; add answers, then read.
 
-    Its size grows with the number of different lags only.
+    Its size grows with the number of different lags and turns only.
     """
 
     def __init__(self, *, truncation: float) -> None:
@@ -83,15 +85,17 @@ class RatioStats:
         self._log_truncation = math.log(truncation)
         self._raw, self._truncated, self._sequence = _WeightSums(), _WeightSums(), _WeightSums()
         self._by_lag: dict[int, _WeightSums] = {}
+        self._by_turn: dict[int, _WeightSums] = {}
         self._num_truncated = self._num_at_lag_0 = 0
         self._k3 = self._k3_at_lag_0 = self._abs_max_at_lag_0 = 0.0
 
-    def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike) -> None:
+    def add(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
         """Add one whole answer.
 
         Args:
             log_ratio_T: log pi - log mu of its tokens, shape [T] (nats), pi before the optimizer step.
             lag_T: Lag of its tokens, shape [T] (optimizer steps).
+            turn_T: Turn of its tokens, from 1 on, shape [T]; none where answers have one.
 
         Raises:
             ValueError: If the answer has no token, the shapes differ, a log ratio is not finite, or a lag is not a
@@ -110,6 +114,8 @@ class RatioStats:
         self._sequence.add(log_ratio.sum(keepdims=True))
         for value in np.unique(lag).tolist():
             self._by_lag.setdefault(value, _WeightSums()).add(log_ratio[lag == value])
+        for value in np.unique(turn_T).tolist():
+            self._by_turn.setdefault(value, _WeightSums()).add(log_ratio[turn_T == value])
         self._num_truncated += int(np.count_nonzero(log_ratio > self._log_truncation))
         self._k3 += _k3_sum(log_ratio)
         if not lag.any():
@@ -129,6 +135,7 @@ class RatioStats:
         ``ess/token_truncated``                   ESS of min(c, w), the weights that the loss uses
         ``ess/sequence_raw``                      ESS of the products of w over each answer
         ``ess/lag_0``, ``ess/lag_1``, ...         ESS of w among the tokens of each lag that occurred
+        ``ess/turn_1``, ``ess/turn_2``, ...       the same of each turn, where answers have turns
         ``mismatch/kl``                           estimate of KL(mu || pi) per token (nats)
         ``mismatch/truncated_share``              share of tokens with w > c
         ``mismatch/kl_at_lag_0``                  the same KL over answers all of whose tokens have lag 0: there pi and
@@ -153,7 +160,8 @@ class RatioStats:
         if self._num_at_lag_0:
             result["mismatch/kl_at_lag_0"] = self._k3_at_lag_0 / self._num_at_lag_0
             result["mismatch/log_ratio_abs_max_at_lag_0"] = self._abs_max_at_lag_0
-        return result | {f"{LAG_PREFIX}{lag}": ess for lag, ess in self.ess_by_lag().items()}
+        by_turn = {f"{TURN_PREFIX}{turn}": self._by_turn[turn].ess for turn in sorted(self._by_turn)}
+        return result | {f"{LAG_PREFIX}{lag}": ess for lag, ess in self.ess_by_lag().items()} | by_turn
 
 
 class EssReport(Report):
@@ -174,6 +182,9 @@ class EssReport(Report):
     """ESS of the tokens of lag 0, 1, 2, ..., by lag; each the mean over the optimizer steps that had some (share). A
     lag that few tokens have says little: the ESS of N tokens is at least 1/N. Below 1 at lag 0 under ``keep``: there
     are tokens of lag 0 behind an older KV cache."""
+    by_turn: dict[int, float] | None = None
+    """The same of the tokens of turn 1, 2, 3, ... (share). Turns without an observation between them count as one.
+    Absent where rollouts have one turn."""
 
 
 class MismatchReport(Report):
@@ -194,7 +205,7 @@ class MismatchReport(Report):
 class RatioMeans:
     """The ESS and the mismatch of a run, as means over its optimizer steps; add steps, then read (can be pickled).
 
-    Its size grows with the number of different lags only.
+    Its size grows with the number of different lags and turns only.
     """
 
     def __init__(self) -> None:
@@ -224,13 +235,19 @@ class RatioMeans:
             truncated_mean=means["ess/token_truncated"],
             sequence_mean=means["ess/sequence_raw"],
             by_lag=dict(sorted(ess_by_lag(means))),
+            by_turn=dict(sorted(_numbered(means, TURN_PREFIX))) or None,
         )
         return ess, mismatch
 
 
 def ess_by_lag(step: Mapping[str, float]) -> list[tuple[int, float]]:
     """Return each lag of a step's metrics with the ESS of its tokens."""
-    return [(int(name.removeprefix(LAG_PREFIX)), ess) for name, ess in step.items() if name.startswith(LAG_PREFIX)]
+    return _numbered(step, LAG_PREFIX)
+
+
+def _numbered(step: Mapping[str, float], prefix: str) -> list[tuple[int, float]]:
+    """Return the metrics of a prefix, each with the number behind it."""
+    return [(int(name.removeprefix(prefix)), ess) for name, ess in step.items() if name.startswith(prefix)]
 
 
 class _WeightSums:

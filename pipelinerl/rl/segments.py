@@ -82,5 +82,11 @@ def loss_mask(segments: Sequence[Segment]) -> NDArray[np.bool_]:
     return np.repeat(kinds, [len(one.tokens) for one in segments])
 
 
+def turn_of_tokens(segments: Sequence[Segment]) -> NDArray[np.int64]:
+    """Return the turn of each generated token, from 1 on, shape [T]; an observation ends a turn."""
+    lengths = [len(one.tokens) for one in segments if one.kind is SegmentKind.GENERATED]
+    return np.repeat(np.arange(1, len(lengths) + 1), lengths)
+
+
 def _joined(parts: Sequence[NDArray[Number]]) -> NDArray[Number]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

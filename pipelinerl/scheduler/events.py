@@ -30,7 +30,7 @@ command                the driver                                  answered by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar, dataclass_transform
 
@@ -149,6 +149,16 @@ def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
     return VersionSpans(first.versions + second.versions, first.ends + ends)
 
 
+@value
+class EngineSeconds:
+    """Where the time of a rollout on an engine has gone (s); the rest it waited: for its place, or for weights."""
+
+    prefill: float
+    """Its prefill was under way, or that of others held up its batch."""
+    decode: float
+    """Its batch made decode steps."""
+
+
 # ---------------------------------------------------------------------------------------- events
 
 
@@ -162,6 +172,8 @@ class RolloutFinished:
     spans: VersionSpans
     reward: float | None = None
     """Its reward, from a driver that scores at once. None: ``RolloutScored`` follows."""
+    seconds: EngineSeconds | None = field(default=None, repr=False)
+    """Of its last turn. None: not known, or rollouts have one turn."""
 
 
 @value
@@ -172,6 +184,8 @@ class TurnFinished:
     engine: int
     spans: VersionSpans
     """Of all tokens that engines have generated for it, those of earlier turns included."""
+    seconds: EngineSeconds | None = field(default=None, repr=False)
+    """Of this turn. None: not known."""
 
 
 @value
@@ -207,6 +221,8 @@ class RolloutAborted:
     rollout_id: int
     engine: int
     spans: VersionSpans
+    seconds: EngineSeconds | None = field(default=None, repr=False)
+    """Of this turn so far. None: not known, or rollouts have one turn."""
 
 
 @value

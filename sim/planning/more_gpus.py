@@ -61,7 +61,7 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         grown = screener.screen(_changed(candidate, environments=there + more)).tokens_per_s
         gain = grown / screener.screen(candidate).tokens_per_s - 1
         return f"environment-bound: {waits}, all {there} environments are in use; {more} more give {gain:+.0%}"
-    if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.LAG):
+    if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.PREFILL, Bottleneck.LAG):
         freer = _without_bound(candidate, screener)
         if outcome.bottleneck is Bottleneck.LAG or freer > max(_more_engines(candidate, screener), BALANCED_SHARE):
             max_lag = candidate.config.scheduler.max_lag
@@ -69,6 +69,8 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
                 f"lag-bound: max_lag={max_lag} makes the trainer wait {outcome.waiting:.0%} of the time; without a "
                 f"bound {freer:+.0%}"
             )
+        if outcome.bottleneck is Bottleneck.PREFILL:
+            return f"prefill-bound: {waits}, engines spend more time on prefill than on decoding"
         return f"generation-bound: {waits}"
     if outcome.bottleneck is Bottleneck.TRAINING:
         estimate = screener.screen(candidate).estimate

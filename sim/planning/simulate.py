@@ -223,6 +223,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
     rest = config.optimizer_steps - known
     seconds = rows[known - 1].time_s + rest * step_s
     training_s, waiting_s = sum(row.train_s for row in window), sum(row.wait_s for row in window)
+    prefill_s = sum(row.prefill_s for row in window)
     return Outcome(
         job.candidate,
         job.level,
@@ -243,6 +244,7 @@ def extended(job: Job, rows: Sequence[Step]) -> Outcome:
             admission=Admission.of(config),
             scoring=sum(row.scoring for row in window) / len(window),
             in_use=sum(row.in_use for row in window) / len(window),
+            prefill=prefill_s / max(1e-300, prefill_s + sum(row.decode_s for row in window)),
         ),
         ess=_modelled_ess(config, window),
     )

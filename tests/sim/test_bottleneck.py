@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from played_run import environment, fixed, play
 
 from pipelinerl.config.run_file import load_run
+from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
+from sim.planning.candidates import Candidate
+from sim.planning.simulate import Job, extended
 from sim.run import simulate, simulate_steps
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
@@ -61,6 +65,33 @@ def test_free_slots_wait_for_what_would_fill_most_of_them():
     assert gated.limit(in_progress=60, scoring=21) is free.limit(in_progress=60, scoring=21) is Bottleneck.REWARD
     assert gated.limit(in_progress=60, scoring=20) is Bottleneck.LAG
     assert free.limit(in_progress=60, scoring=20) is Bottleneck.GENERATION
+
+
+@pytest.mark.parametrize(
+    ("token_s", "verdict", "remedy"),
+    [(0.004, Bottleneck.PREFILL, "prefill"), (0.0005, Bottleneck.GENERATION, "decode")],
+)
+def test_of_prefill_and_decode_the_one_is_named_whose_speed_helps(token_s, verdict, remedy):
+    """Turns of 10 tokens, whose contexts of 100 to 190 are prefilled whole. A plan says the same.
+
+    What has a share p of the work gives a factor of 1 / (1 - p / 2) at twice its speed: above 4/3 if p is above 1/2.
+    """
+
+    def run(**twice):
+        token, step = token_s / twice.get("prefill", 1), 0.05 / twice.get("decode", 1)
+        hardware = {"prefill": {"token_s": token}, "decode": {"kind": "affine", "step_s": step}}
+        turns = environment(count=40, turns=4, observation=20, prefix_cache="off")
+        sizes = {"batch": 8, "slots": 4, "engines": 2, "length": fixed(10), "prompt_tokens": 100}
+        return play(20, **sizes, hardware=hardware, environment=turns).config
+
+    config = run()
+    report = simulate(config)
+    assert report.bottleneck is verdict
+    job = Job(Candidate({}, config, "as it is"), Level.CENTRAL, steps=20)
+    assert extended(job, simulate_steps(config)).bottleneck is verdict
+    faster = {part: simulate(run(**{part: 2})).tokens_per_s / report.tokens_per_s for part in ("prefill", "decode")}
+    assert faster.pop(remedy) > 4 / 3
+    assert max(faster.values()) < 4 / 3
 
 
 @pytest.mark.parametrize(

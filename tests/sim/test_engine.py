@@ -3,6 +3,8 @@
 Goldens hold for both engines. Unless a test says otherwise a decode step lasts 10 ticks, whatever it holds.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_log import TOKEN_PREFILL, Log, both_engines, log_of, settings_with, spans
@@ -123,7 +125,20 @@ def test_coefficients_of_a_measured_engine(make):
     for rollout_id in range(64):
         log.engines[0].submit(Request(rollout_id, 2048, 1000), 0)
     log.clock.run(until=5 * TICKS_PER_S)
-    assert log.engines[0].end() == [(rollout_id, spans((0, 541))) for rollout_id in range(64)]
+    assert log.end() == [(rollout_id, spans((0, 541))) for rollout_id in range(64)]
+
+
+@both_engines
+def test_chunks_of_a_prefill_let_the_batch_decode(make):
+    """Steps of 10 ticks and of 4 tokens at most; a token of prefill takes a tick, a prefill 2 at its beginning.
+
+    Rollout 0 decodes from 0 on. Rollout 1 arrives at 5 with 8 tokens: chunks of 3, 3 and 2 beside the one token of
+    rollout 0 end at 10 + 2 + 3 + 10 = 25, at 38, and with its only token at 53. The last token of that step is the
+    first of the 2 of rollout 2, so it lasts 2 + 2 + 1 + 10. The next step takes the other one and ends at 64.
+    """
+    given = replace(settings_with(step=(10, 10, 10), prefill=PrefillCost(2, 1, 0)), step_tokens=4)
+    entries = log_of(make, given, rollouts=[(0, 0, 0, 9), (5, 1, 8, 1), (6, 2, 2, 1)])
+    assert [(tick, rollout_id) for tick, _, rollout_id, _ in entries] == [(53, 1), (64, 2), (104, 0)]
 
 
 # ---------------------------------------------------------------------------------------- weight updates
@@ -314,7 +329,7 @@ def test_at_the_end_a_rollout_has_the_tokens_of_the_steps_that_have_ended(make, 
     log.engines[0].update(1, WeightUpdate.KEEP, 25)
     log.clock.run(until=until)
     pairs = [(0, min(tokens, 3))] * (tokens > 0) + [(1, tokens)] * (tokens > 3)
-    assert log.engines[0].end() == [(0, NO_TOKENS), (1, NO_TOKENS), (2, spans(*pairs))]
+    assert log.end() == [(0, NO_TOKENS), (1, NO_TOKENS), (2, spans(*pairs))]
     log.clock.run()
     assert len(log.entries) == (until > 55)  # the weights; no more after the end
 
@@ -352,7 +367,7 @@ def test_full_slots_of_one_length_make_a_token_each_per_step(make, num_slots):
     for rollout_id in range(num_slots):
         log.engines[0].submit(Request(rollout_id, 0, 25), 0)
     log.clock.run(until=(2 + num_slots) * 1000)
-    num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 25 * len(log.entries)
+    num_tokens = sum(spans.num_tokens for _, spans in log.end()) + 25 * len(log.entries)
     assert num_tokens == num_slots * 1000
 
 
@@ -366,5 +381,5 @@ def test_a_slot_is_empty_for_one_step_between_two_rollouts_of_a_busy_engine(make
     for rollout_id in range(5):
         log.engines[0].submit(Request(rollout_id, 0, 24), max(0, 10 * rollout_id - 5))
     log.clock.run(until=50 + 10 * 25 * 40)
-    num_tokens = sum(spans.num_tokens for _, spans in log.engines[0].end()) + 24 * len(log.entries)
+    num_tokens = sum(spans.num_tokens for _, spans in log.end()) + 24 * len(log.entries)
     assert num_tokens == 15 + 5 * 24 * 40

@@ -13,8 +13,8 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.scheduler.events import WeightUpdate
 from sim.cluster import SimulatedCluster
 from sim.costs import DecodeCost, PrefillCost
-from sim.engine import ClosedFormEngine, EngineSettings
-from sim.request import Request
+from sim.engine import ClosedFormEngine
+from sim.request import EngineSettings, Request
 from sim.step_by_step import StepByStepEngine
 
 # ----------------------------------------------------------------- the closed form is what single steps do
@@ -44,6 +44,10 @@ class Script:
     """Tick, engine: one more rollout is started."""
     ends_at: int
     """Tick, whatever the engines do at it comes after the end."""
+
+
+def times_of(request):
+    return request.prefill_ticks, request.decode_ticks
 
 
 class Scripted(Log):
@@ -76,7 +80,7 @@ class Scripted(Log):
             self.at(tick, lambda engine=engine: self.start_next(engine))
         self.publish_next()
         self.clock.run(until=script.ends_at)
-        ended = [engine.end() for engine in self.engines]
+        ended = [[(one.rollout_id, spans, times_of(one)) for one, spans in engine.end()] for engine in self.engines]
         versions = [engine.version for engine in self.engines]
         self.over = True
         self.clock.run()  # engines that have ended do nothing any more
@@ -119,7 +123,7 @@ class Scripted(Log):
 
     def rollout_finished(self, engine, request, spans):
         rollout_id = request.rollout_id
-        self.note("finished", engine, rollout_id, spans)
+        self.note("finished", engine, rollout_id, spans, times_of(request))
         if self.turns.get(rollout_id):
             observed, generated, delay, home = self.turns[rollout_id].pop(0)
             request.keep(spans)
@@ -138,7 +142,7 @@ class Scripted(Log):
 
     def rollout_aborted(self, engine, request):
         rollout_id = request.rollout_id
-        self.note("aborted", engine, rollout_id, request.spans)
+        self.note("aborted", engine, rollout_id, request.spans, times_of(request))
         self.place[rollout_id] = None
         if rollout_id in self.unwanted:
             self.start_next(engine)
@@ -175,6 +179,7 @@ def scripts(draw, *, unit=1, longest=12):
             kv_cache_tokens=draw(st.none() | st.integers(most_tokens, 2 * most_tokens + 10)),
             pause_ticks=unit * draw(small),
             prefix_cache=draw(st.sampled_from(PrefixCaching)),
+            step_tokens=draw(st.none() | st.integers(1, 12)),
         ),
         num_engines=num_engines,
         num_at_once=draw(st.integers(0, 12)),
@@ -228,7 +233,7 @@ def test_steps_are_counted_to_the_tick_over_a_million_steps(num_steps, num_reque
     end += context_ticks * num_requests * num_steps * (num_steps - 1) // 2
     if end > early:  # a clock at 0 cannot run until 0
         log.clock.run(until=end - early)
-    assert {spans.num_tokens for _, spans in log.engines[0].end()} == {num_steps - early}
+    assert {spans.num_tokens for _, spans in log.end()} == {num_steps - early}
 
 
 def run_of(make, tables):
@@ -328,6 +333,19 @@ RUNS = {
             "environment": {**TURNS, "prefix_cache": "kept"},
         }
         for kind in WeightUpdate
+    },
+    **{
+        f"turns, chunks, weight update {kind}, KV cache of {capacity} tokens": {
+            "scheduler": {"weight_update": kind, "max_lag": 3, "on_stale": "drop"},
+            "environment": {**TURNS, "prefix_cache": "kept"},
+            "hardware": {"kv_cache_tokens": capacity, "step_tokens": 6},
+        }
+        for kind in WeightUpdate
+        for capacity in (160, 600)
+    },
+    "chunks, partial rollouts": {
+        "scheduler": {"kind": "conventional", "optimizer_steps_per_rl_step": 2, "partial_rollouts": True},
+        "hardware": {"kv_cache_tokens": 120, "step_tokens": 7},
     },
     "lengths grow": {"workload": {"prompt_tokens": 0, "length": {"kind": "uniform", "max": 40, "growth": 0.5}}},
     **{

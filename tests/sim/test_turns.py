@@ -15,6 +15,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.scheduler.events import (
     ObservationReady,
     OpenEnvironment,
+    RolloutAborted,
     RolloutFailed,
     RolloutFinished,
     StartRollout,
@@ -84,7 +85,8 @@ def test_a_rollout_of_three_turns_by_hand():
     assert (finished_s, finished.spans.ends) == (20.0, (12,))
     report = run.summary().environments
     assert report.turns_mean == 3.0
-    assert report.seconds.to_dict() == {"environment": 8.0, "waiting": 0.0, "engine": 12.0, "scoring": 0.0}
+    places = {"environment": 8.0, "waiting": 0.0, "engine": 12.0, "scoring": 0.0}
+    assert report.seconds.to_dict() == {**places, "queue": 0.0, "prefill": 0.0, "decode": 12.0}
     assert report.in_use_mean == 1.0
 
 
@@ -100,6 +102,52 @@ def test_what_a_turn_prefills_by_hand(kind, prefilled):
     )  # fmt: skip
     (finished_s, _), *_ = run.of(RolloutFinished)
     assert finished_s == 12 + prefilled
+    seconds = run.summary().environments.seconds
+    assert (seconds.queue, seconds.prefill, seconds.decode) == (0.0, prefilled, 12.0)
+
+
+CROWDED = {
+    "batch": 8, "slots": 3, "engines": 2, "length": uniform(9), "prompt_tokens": 20, "weight_update": "recompute",
+    "environment": environment(count=16, turns=4, observation=5, step_s=3.0, step_cv=1.0, context_max=100),
+    "hardware": {
+        **trains_in(5.0), "kv_cache_tokens": 130, "prefill": {"sequence_s": 0.5, "token_s": 0.1},
+        "weights": {"transfer_s": 1.0, "pause_s": 2.0},
+        "latency": {"dispatch_jitter_s": 0.3, "report_s": 0.2, "reward_s": 4.0},
+    },
+}  # fmt: skip
+"""Queues everywhere: rollouts wait for slots and are preempted, and weights are loaded meanwhile."""
+
+
+@pytest.mark.parametrize("step_tokens", [None, 8])
+@pytest.mark.parametrize("kind", ["keep", "abort", "wait", "recompute"])
+def test_queue_prefill_and_decode_are_the_time_on_an_engine(kind, step_tokens):
+    """Taken from the events: of every turn, from its start to its end; its parts never exceed it."""
+    crowded = {**CROWDED, "hardware": {**CROWDED["hardware"], "step_tokens": step_tokens}, "weight_update": kind}
+    run = play(20, **crowded)
+    started, on_engine, worked = {}, 0.0, 0.0
+    for time_s, entry in run.entries:
+        if isinstance(entry, StartRollout):
+            started[entry.rollout_id] = time_s
+        elif isinstance(entry, TurnFinished | RolloutFinished | RolloutAborted):
+            turn_s = time_s - started.pop(entry.rollout_id)
+            both = entry.seconds.prefill + entry.seconds.decode
+            assert 0.0 <= both <= turn_s + 1e-9
+            on_engine, worked = on_engine + turn_s, worked + both
+    report = run.summary()
+    seconds, finished = report.environments.seconds, report.rollouts.finished
+    assert not started
+    assert seconds.engine * finished == pytest.approx(on_engine)
+    assert (seconds.prefill + seconds.decode) * finished == pytest.approx(worked)
+    assert seconds.queue + seconds.prefill + seconds.decode == pytest.approx(seconds.engine)
+    assert sum(seconds.parts.values()) * finished == pytest.approx(report.environments.in_use_mean * report.duration_s)
+    assert min(seconds.parts.values()) > 0.0
+
+
+def test_a_budget_that_holds_every_prefill_cuts_none():
+    """Event by event the run is the one without a budget."""
+    whole = play(20, **CROWDED)
+    cut = play(20, **{**CROWDED, "hardware": {**CROWDED["hardware"], "step_tokens": 1000}})
+    assert cut.entries == whole.entries
 
 
 # ------------------------------------------------------------------------------------------ against theory
@@ -149,7 +197,7 @@ def test_littles_law_at_every_station():
     finished = run.summary().rollouts.finished
     assert finished > 300
     assert report.seconds.environment * finished == pytest.approx(area)
-    assert report.in_use_mean * duration_s == pytest.approx(sum(dict(report.seconds).values()) * finished)
+    assert report.in_use_mean * duration_s == pytest.approx(sum(report.seconds.parts.values()) * finished)
     assert report.in_use_mean <= 16 * (1 + 1e-9)
     assert report.seconds.scoring == pytest.approx(4.0, rel=0.02)  # but for those cut off at the end
 

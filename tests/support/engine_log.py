@@ -8,8 +8,8 @@ from simpy.events import NORMAL
 from pipelinerl.scheduler.events import VersionSpans
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.costs import DecodeCost, PrefillCost
-from sim.engine import ClosedFormEngine, EngineSettings
-from sim.request import Request
+from sim.engine import ClosedFormEngine
+from sim.request import EngineSettings, Request
 from sim.step_by_step import StepByStepEngine
 
 both_engines = pytest.mark.parametrize("make", [ClosedFormEngine, StepByStepEngine])
@@ -43,6 +43,10 @@ class Log:
     def at(self, tick, call):
         """Have ``call`` called at a tick, before the engines have their turn."""
         Wake(self.clock, tick - self.clock.now, CLUSTER_PRIORITY, 0, lambda _: call())
+
+    def end(self, engine=0):
+        """What the engine has in progress at this tick: rollouts, and their tokens."""
+        return [(request.rollout_id, spans) for request, spans in self.engines[engine].end()]
 
     def rollout_finished(self, engine, request, spans):
         self.entries.append((self.clock.now, "finished", request.rollout_id, spans))

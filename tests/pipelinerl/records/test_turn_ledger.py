@@ -1,9 +1,13 @@
 """What the ledger of turns tells figures: lag by turn, who is dropped, where the open rollouts are."""
 
+import math
+
 import numpy as np
+import pytest
 
 from pipelinerl.records.rollout_buffer import Gathered
 from pipelinerl.records.turn_ledger import Place, TurnLedger
+from pipelinerl.rl.drift import DriftModel
 
 
 def test_lag_by_turn_by_hand() -> None:
@@ -22,8 +26,10 @@ def test_lag_by_turn_by_hand() -> None:
     ledger.drop(9)
     arrays = (np.array(one) for one in ([0, 6, 0], [6, 10, 5], [1, 3, 5], [5, 5, 5]))
     ledger.trained([7, 8], Gathered([1.0, 0.0], *arrays), 5)
-    profile = ledger.profile()
+    profile = ledger.profile(DriftModel(exponent=1.0, rates=[0.1]))
     assert profile.tokens == [4 + 5, 6]
+    ess = [9 / (5 + 4 * math.exp(0.4)), 6 / (2 * math.exp(0.4) + 4 * math.exp(0.2))]  # rl/drift.py: at the tokens' lags
+    assert profile.ess_modelled == pytest.approx(ess)
     assert profile.lag_mean == [4 * 4 / 9, (2 * 4 + 4 * 2) / 6]
     assert (profile.trained, profile.dropped) == ([0, 1, 1], [0, 1, 0])
     places = profile.places.to_dict()

@@ -202,6 +202,20 @@ def test_without_answers_there_is_nothing_to_log() -> None:
     assert RatioStats(truncation=5.0).ess_by_lag() == {}
 
 
+def test_turns_have_an_ess_of_their_own() -> None:
+    """Weights 2 and 1/2 in turn 1; 1 and 2 in turn 2. The other answer has a turn: weight 1. A run is their mean."""
+    stats, run = RatioStats(truncation=5.0), RatioMeans()
+    stats.add(np.log([2.0, 0.5, 1.0, 2.0]), np.zeros(4, int), np.array([1, 1, 2, 2]))
+    stats.add([0.0], [0], np.array([1]))
+    by_turn = {"ess/turn_1": 3.5**2 / (3 * 5.25), "ess/turn_2": 9 / 10}
+    assert {name: ess for name, ess in stats.metrics().items() if "turn" in name} == pytest.approx(by_turn)
+    run.add(stats.metrics())
+    run.add({"ess/turn_2": 0.5})
+    report, _ = run.summary()
+    assert report is not None
+    assert report.by_turn == pytest.approx({1: 7 / 9, 2: 0.7})
+
+
 def test_a_run_is_the_mean_of_its_steps() -> None:
     """Two steps by hand; what only one of them has is the mean, or the largest, over that one."""
     run = RatioMeans()

@@ -10,6 +10,7 @@ from pipelinerl.rl.segments import (
     extended,
     generated_tokens,
     loss_mask,
+    turn_of_tokens,
 )
 
 
@@ -25,6 +26,11 @@ def test_tokens_of_one_kind_become_one_segment_and_none_adds_nothing() -> None:
         [-1, -2, -3],
     )
     assert extended((whole,), said()) == (whole,)
+
+
+def test_an_observation_ends_a_turn() -> None:
+    seen = Segment.observed(np.array([9]))
+    assert turn_of_tokens([seen, said(3), seen, said(1, 2)]).tolist() == [1, 2, 2]
 
 
 def test_observed_tokens_have_no_log_probability_and_no_loss() -> None:

@@ -32,7 +32,7 @@ def test_the_step_ledger_has_the_numbers_of_the_run_ledger(overrides: tuple[str,
     short = simulate_steps(tiny_run(*overrides))
     assert [sum(one.tokens_by_lag) for one in short] == [one.tokens for one in rows]
     shared = [name for name in Step._fields if name in StepRow.model_fields]
-    assert len(shared) == len(Step._fields) - 3
+    assert len(shared) == len(Step._fields) - 5
     assert [[getattr(one, name) for name in shared] for one in short] == [
         [getattr(one, name) for name in shared] for one in rows
     ]
