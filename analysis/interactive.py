@@ -115,7 +115,9 @@ def _chart(
         look = {"border_line_color": None, "background_fill_alpha": 0.0, "location": "left", "padding": 0}
         look |= {"ncols": 2, "spacing": 4, "label_text_font_size": "12px"}
         axes.add_layout(Legend(items=items, click_policy="hide", **look), "above")
-        for axis in (one for key, one in (("x_range", axes.xaxis), ("y_range", axes.yaxis)) if key not in options):
+        for axis in (
+            one for key, one in (("x_range", axes.xaxis), ("y_range", axes.yaxis)) if log and key not in options
+        ):
             axis.formatter = NumeralTickFormatter(format="0.[00]a")
         tabs.append(TabPanel(child=axes, title="linear" if scale == "linear" else "logarithmic"))
     return Interactive(title, caption, Tabs(tabs=tabs, sizing_mode="stretch_width") if log else tabs[0].child)
@@ -352,7 +354,7 @@ def sortable(table: Table) -> Any:
         cells = [row[number] for row in table.rows]
         data |= {f"value{number}": sort_values(cells), f"text{number}": cells}
         shown = HTMLTemplateFormatter(template=f'<span title="<%- text{number} %>"><%- text{number} %></span>')
-        width = LETTER_WIDTH * min(50, 3 + max(len(text) for text in (name, *cells)))
+        width = LETTER_WIDTH * min(110, 3 + max(len(text) for text in (name, *cells)))
         columns.append(TableColumn(field=f"value{number}", title=name or " ", formatter=shown, width=width))
     height = ROW_HEIGHT * (len(table.rows) + 1) + 20
     size = {"width": sum(one.width for one in columns) + 20, "height": height, "row_height": ROW_HEIGHT}

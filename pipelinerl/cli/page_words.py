@@ -57,7 +57,7 @@ def run_page(reports: dict[str, RunReport], folders: Sequence[Path]) -> Page:
     best = max(names, key=lambda name: reports[name].tokens_per_s)
     place = names.index(best)
     report, config = reports[best], configs[place]
-    facts = [("Kind", _kind(report)), ("Band", _ONE_RUN), *_cost(report)]
+    facts = [("Kind", _kind(report)), ("Band", _ONE_RUN if report.updates is None else "none: one run"), *_cost(report)]
     sentence = f"{_speed(report)}, with a mean lag of {report.lag.mean:.2f} optimizer steps, at most {report.lag.max}."
     if len(names) == 1:
         question = f"How fast does {config.scheduler.kind} RL train {_setting(config)}, and on how old tokens?"

@@ -156,6 +156,7 @@ def test_the_page_of_a_real_run_says_that_it_is_measured(command: Command, tmp_p
     in_memory.run_checked(config, tmp_path / "real", in_memory.parts_of(config))
     text = written(command, tmp_path / "real")
     assert "- Kind: a real run: everything is measured, seed 0, 6 optimizer steps\n" in text
+    assert "- Band: none: one run\n" in text
     assert "Assumptions" not in text
     page = written(command, tmp_path / "real", kind="html")
     assert "Mean reward" in page
