@@ -155,6 +155,7 @@ def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     """
     make_tiny_model(tmp_path / "model", task="calculator")
     sets = ["optimizer_steps=20", "train.optimizer.learning_rate=6e-4", "train.evaluation.problems=100"]
+    sets += ["environment.count=24", "train.task.settings={delay_s=0.02}"]  # half the processes to start
     run = Process(tmp_path / "model", tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
     status, stdout, stderr = run.end()

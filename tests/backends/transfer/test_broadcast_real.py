@@ -171,7 +171,8 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monk
     monkeypatch.setenv(SUBREAPER, "true")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "2")  # seconds until Ray says that it is gone
     sets = (
-        "optimizer_steps=20",
+        "optimizer_steps=10",
+        "scheduler.max_lag=3",  # so that training waits until the seat is given up
         "cluster.accelerators=5",
         "cluster.generation_accelerators=4",
         "cluster.tensor_parallel=2",
@@ -185,7 +186,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monk
         run = Process(
             tmp_path / "model", tmp_path / "run", *sets, *task, f"train.ray_address={cluster.address}", env=env
         )
-        run.wait_for_step(5)
+        run.wait_for_step(2)
         loses_a_machine(cluster, others[0])
         status, stdout, stderr = run.end()
     finally:
