@@ -17,13 +17,15 @@ from command_line import Command
 from tiny_comparison import CONVENTIONAL, PIPELINE, run
 from tiny_plan import in_this_process, planned
 
-from pipelinerl.cli.page_words import comparison_page
+from pipelinerl.cli.page_words import comparison_page, run_page
 from pipelinerl.cli.render_comparison import comparison_table
 from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.cli.render_plan import plan_cost, plan_table
+from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.cost import CostReport
 from pipelinerl.records.page import sort_values
+from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import write_json
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from sim.compare import compare
@@ -77,6 +79,13 @@ def test_the_page_of_a_run_has_its_numbers_and_its_run_file(
     assert f"- Cost: {cost_line(CostReport.from_dict(summary['cost'], name='cost'))}\n" in text
     assert (finished / "run.toml").read_text().rstrip() in text
     assert "decode, from the run file: kind affine, step_s 0.01" in text
+
+
+@pytest.mark.parametrize("bottleneck", Bottleneck)
+def test_every_bottleneck_says_what_would_change_it(bottleneck: Bottleneck, finished: Path) -> None:
+    report = RunReport.read(finished / "summary.json").model_copy(update={"bottleneck": bottleneck})
+    [said] = run_page({"run": report}, [finished]).lists["What would change it"]
+    assert "make it faster" in said or "makes it faster" in said
 
 
 def test_runs_side_by_side_have_a_column_each_and_the_fastest_answers(
