@@ -31,7 +31,7 @@ from pipelinerl.records.validation_table import (
 _REMEDIES = {
     Bottleneck.GENERATION: "Generation is the bottleneck: more accelerators that generate, larger engine batches or "
     "shorter answers make it faster; a faster trainer does not.",
-    Bottleneck.PREFILL: "Prefill is the bottleneck: shorter prompts, or more accelerators that generate, make it faster.",
+    Bottleneck.PREFILL: "Prefill is the bottleneck: shorter prompts or more accelerators that generate make it faster.",
     Bottleneck.TRAINING: "Training is the bottleneck: more accelerators that train make it faster; more engines only "
     "add lag.",
     Bottleneck.BALANCED: "Generation and training take the same time: only more of both makes it faster.",
