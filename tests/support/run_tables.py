@@ -110,6 +110,7 @@ EVERY_KEY: dict[str, Any] = {
         "weight_sync": "reshard",
         "engine_weights": "fp8",
         "kv_cache": "fp8",
+        "step_tokens": 8192,
         "coefficients": {"training_mfu": 0.31},
         "decode": {"kind": "affine", "step_s": 0.01, "sequence_s": 0.001, "context_token_s": 1e-7},
         "prefill": {"sequence_s": 0.001, "token_s": 1e-5, "token_squared_s": 1e-10},
@@ -191,6 +192,7 @@ EVERY_KEY: dict[str, Any] = {
             "max_prompt_tokens": 16,
             "overlong_tokens": 4,
             "reward_timeout_s": 5.0,
+            "reward_workers": 2,
         },
         "sampling": {"temperature": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "stop": ["\n\n"]},
         "optimizer": {

@@ -19,7 +19,7 @@ def test_the_report_is_read_back_from_its_values(tmp_path: Path) -> None:
 
 def test_keys_stand_in_the_order_of_the_file_and_absent_ones_are_left_out() -> None:
     data = priced_plan().to_dict()
-    assert list(data)[:4] == ["run", "search", "warnings", "recommended"]
+    assert list(data)[:5] == ["run", "asked", "assumed", "search", "warnings"]
     assert list(data["recommended"])[-4:] == ["cluster", "scheduler", "band", "verdict"]
     assert data["recommended"]["ess"] is None
     one_sided = [row for row in data["sensitivity"] if len(row) < 3]
