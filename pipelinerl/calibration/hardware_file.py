@@ -7,7 +7,8 @@ from typing import Any
 
 import tomli_w
 
-from pipelinerl.calibration.hardware_fit import HardwareFit, is_inverse
+from pipelinerl.calibration.coefficient_fit import is_inverse
+from pipelinerl.calibration.hardware_fit import HardwareFit
 from pipelinerl.calibration.least_squares import Fit
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import RUN_FILE

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from pipelinerl.calibration.coefficient_fit import ROUNDS, fit_coefficients, simpler
 from pipelinerl.calibration.least_squares import Column, Fit, fit
 from pipelinerl.calibration.trace_times import DecodeTimes, TrainingTimes
 from pipelinerl.config.resolve import named_engine, named_hardware, run_coefficients
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
-from pipelinerl.hardware.coefficients import SHARES_OF_PEAK, Coefficients, coefficients
+from pipelinerl.hardware.coefficients import Coefficients, coefficients
 from pipelinerl.hardware.costs import batch_s, context_token_s, prefill_s, training_cost
 from pipelinerl.hardware.derive import NOTHING_BESIDE, derive_decode, derive_prefill, derive_training
 from pipelinerl.hardware.tables import AffineDecode, Decode, HardwareConfig, PrefillConfig, TrainingConfig
@@ -46,16 +47,8 @@ FASTEST_TRAINING = {
 """Coefficients of a trainer that does nothing but multiply, at the peak."""
 LEAST_STEP_S = 1e-9
 """Least time of a decode step: time must advance (seconds)."""
-MUCH_BETTER = 0.8
-"""Share of the error that further coefficients must fall below to be believed, for lives of rollouts (no unit)."""
-QUIET_SHARE = 0.2
-"""The same for engines that are always full: only times free of noise fall so far (no unit)."""
 MOST_TIMES = 100.0
 """Factor between measured and derived seconds from which on one of them is taken for a mistake (no unit)."""
-PROBE = 1e-4
-"""Relative change by which the factor of a coefficient is found."""
-ROUNDS = 10
-"""Times that factors and coefficients are determined in turn, at most (count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +130,7 @@ class HardwareFit:
         if with_dispatch:
             sure = ["step_overhead_s"]
             simple = fit_coefficients(sure, self._values, times.seconds, model_s, way)
-            found = _simpler(simple, found, sure, always_full=always_full)
+            found = simpler(simple, found, sure, always_full=always_full)
         way_s = found.values.get("dispatch_s", 0.0)
         self._take("decode", data, found, tables)
         return way_s
@@ -161,7 +154,7 @@ class HardwareFit:
             simple = fit(columns[:2], times.seconds, known)
             kept = {column.name: column.kept for column in columns[2:]}
             simple = replace(simple, values={**simple.values, **kept})
-            found = _simpler(simple, found, [column.name for column in columns[:2]], always_full=always_full)
+            found = simpler(simple, found, [column.name for column in columns[:2]], always_full=always_full)
         values = {name: rounded(value) for name, value in found.values.items()}
         self.table["decode"] = {
             "kind": "affine",
@@ -358,67 +351,6 @@ def fixed_coefficients(run: RunConfig) -> dict[str, float]:
     )
     fixed = {"recomputation": values.recomputation, "pack_tokens": values.pack_tokens}
     return {**fixed, **NOTHING_BESIDE} if run.colocated else fixed
-
-
-def fit_coefficients(
-    names: Sequence[str],
-    values: Coefficients,
-    seconds: FloatArray,
-    model_s: Callable[[Coefficients], FloatArray],
-    others: Sequence[Column] = (),
-) -> Fit:
-    """Fit coefficients so that the hardware model gives measured seconds.
-
-    Args:
-        names: Coefficients to fit, the surest first.
-        values: Where to begin, and what is kept where the data do not determine it.
-        seconds: Measured, shape [rows].
-        model_s: What the hardware model gives, same shape.
-        others: What else the seconds hold, as surely as the first coefficient.
-
-    Returns:
-        The fit; its values are coefficients, not inverses.
-    """
-    now = values
-    for _ in range(ROUNDS):
-        now_R = base_R = model_s(now)
-        columns = []
-        for name in names:
-            inverse = is_inverse(name)
-            place, kept = (1 / one if inverse else one for one in (getattr(now, name), getattr(values, name)))
-            change = PROBE * (place or 1e-3)
-            moved = place + change
-            moved_R = model_s(now.model_copy(update={name: 1 / moved if inverse else moved}))
-            factor_R = (moved_R - now_R) / change
-            factor_R[np.abs(factor_R * (place or 1e-3)) < 1e-9 * seconds] = 0.0
-            columns.append(Column(name, factor_R, kept, 1.0 if inverse else 0.0))
-            base_R = base_R - factor_R * place
-        found = fit([*columns[:1], *others, *columns[1:]], seconds, base_R)
-        fitted = {name: 1 / found.values[name] if is_inverse(name) else found.values[name] for name in names}
-        close = all(abs(fitted[name] - getattr(now, name)) <= 1e-9 * max(fitted[name], 1e-6) for name in names)
-        now = now.model_copy(update=fitted)
-        if close:
-            break
-    return replace(found, values={**found.values, **fitted})
-
-
-def _simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool) -> Fit:
-    """Return the fit of fewer coefficients unless the error is much larger.
-
-    On an engine that is always full, the tokens that others sample during a rollout are proportional to its time,
-    whatever the cause of the time: where times are noisy the error falls and nothing is learned. So lives of rollouts
-    alone must not attribute time to the others, and without need not on other engines either.
-    """
-    if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
-        return full
-    kept = {*fitted, "dispatch_s"}
-    others = {name: "the times are explained as well without it" for name in full.values if name not in kept}
-    return replace(simple, undetermined={**others, **simple.undetermined})
-
-
-def is_inverse(name: str) -> bool:
-    """Return whether times are proportional to the inverse of a coefficient."""
-    return name in SHARES_OF_PEAK
 
 
 def rounded(value: float) -> float:

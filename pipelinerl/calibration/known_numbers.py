@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from pipelinerl.calibration.coefficient_fit import is_inverse
 from pipelinerl.calibration.hardware_fit import (
     DECODE_COEFFICIENTS,
     TRAINING_COEFFICIENTS,
     HardwareFit,
     fixed_coefficients,
-    is_inverse,
     rounded,
 )
 from pipelinerl.config.resolve import resolved_hardware

@@ -64,7 +64,7 @@ def read_hardware(path: Path, option: str) -> dict[str, Any]:
     table = data.get("hardware")
     if not isinstance(table, dict):
         raise ConfigError(f"{option} {path} must hold a table [hardware], as `calibrate` writes it")
-    _make_paths_absolute({"hardware": table}, path.parent)
+    make_paths_absolute({"hardware": table}, path.parent)
     return table
 
 
@@ -103,7 +103,7 @@ def completed(
     """
     replaced = {} if hardware is None else {"hardware": read_hardware(hardware, "--hardware")}
     data = with_overrides({**tables, **({} if seed is None else {"seed": seed}), **replaced}, overrides)
-    _make_paths_absolute(data, folder)
+    make_paths_absolute(data, folder)
     return data
 
 
@@ -182,7 +182,7 @@ PATHS = (
 """Keys that hold a path, relative to the run file."""
 
 
-def _make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
+def make_paths_absolute(data: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     """Turn the relative paths of a run file into absolute ones, so that its copy works anywhere.
 
     Returns:
@@ -225,7 +225,7 @@ def _with_absolute_paths(compare: CompareConfig, folder: Path) -> CompareConfig:
             tables = with_overrides({}, [override])
         except ConfigError:
             return override  # who plans the comparison says what is wrong with it
-        for before, now in _make_paths_absolute(tables, folder):
+        for before, now in make_paths_absolute(tables, folder):
             override = override.replace(before, now)
         return override
 

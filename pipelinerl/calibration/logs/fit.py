@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration.hardware_fit import HardwareFit, rounded
@@ -13,7 +14,7 @@ from pipelinerl.calibration.logs.lengths import logged_lengths
 from pipelinerl.calibration.logs.record import LoggedRun, LoggedStep
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run_file import make_paths_absolute, parse_run, with_overrides
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import WeightSync
 from pipelinerl.hardware.tables import HardwareConfig
@@ -103,6 +104,7 @@ def described_run(
     data["hardware"] = {name: value for name, value in data["hardware"].items() if value is not None}
     if not data["hardware"]:
         raise ConfigError("calibrate --from needs --run RUN.toml, or --model NAME and --gpu NAME")
+    make_paths_absolute(data, Path())  # the run file is kept in another folder
     return parse_run(data, "run of the log"), assumed
 
 

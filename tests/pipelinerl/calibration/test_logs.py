@@ -210,6 +210,15 @@ def test_a_batch_of_another_size_than_the_run_files_is_warned_of(synchronous: li
     assert any(line.startswith("a step of the log has 128 answers, 1 optimizer steps") for line in doubts(result.fit))
 
 
+def test_a_file_of_ones_own_is_found_from_any_folder(
+    synchronous: list[LoggedStep], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = {"gpu": "my_gpu.toml", "model": "Qwen2.5-7B", "accelerators": 8}
+    run, _ = described_run(logged_run(synchronous), run=None, named=named)
+    assert (run.hardware.gpu, run.hardware.model) == (str(tmp_path / "my_gpu.toml"), "Qwen2.5-7B")
+
+
 # --------------------------------------------------------------------------------------------- lengths
 
 
@@ -268,6 +277,20 @@ def test_metrics_of_one_step_may_come_in_several_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_text("step:4 - timing_s/step:10.0 - timing_s/gen:6.0\nstep:4 - timing_s/update_actor:2.5\n")
     assert read_log([path], "verl") == [LoggedStep(step=4, step_s=10.0, generation_s=6.0, training_s=2.5)]
+
+
+def test_one_step_off_in_verl_is_an_asynchronous_job_with_seconds_of_generation(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_text(
+        "step:4 - timing_s/step:10.0 - timing_s/gen:2.5 - timing_s/generate_async:9.0 - timing_s/update_actor:6.0 - "
+        "timing_s/ref:0.5 - timing_s/sync_rollout_weights:1.0 - perf/time_per_step:10.0 - perf/throughput:75.0 - "
+        "perf/total_num_tokens:12000.0 - response_length/mean:100.0 - prompt_length/mean:20.0\n"
+    )
+    (step,) = read_log([path], "verl")
+    assert (step.wait_s, step.generation_s, step.training_s, step.sync_s) == (2.5, 9.0, 6.5, 1.0)
+    assert step.accelerators == 16  # 12000 tokens in 10 s at 75 each
+    assert logged_run([step]).asynchronous
+    assert logged_run([step]).mean.samples == 100
 
 
 @pytest.mark.parametrize(
