@@ -18,7 +18,7 @@ pipeline        the slowest of: generation at full slots, training, and what ``m
                 (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. With E environments on n engines b solves b (1 + Z/(seconds of an answer)) = E/n, at
-                most its slots. Of the KV caches between turns those stay that fit, and that no update drops meanwhile.
+                most its slots. KV caches between turns go where they do not fit, least recent first, and at updates.
 ==============  ====================================================================================================
 
 Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:
@@ -31,6 +31,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import NormalDist
 
 import numpy as np
 
@@ -47,6 +48,8 @@ TOLERANCE = 1e-3
 """Relative, of the times that are found by trial."""
 TURN_ROUNDS = 12
 """Trials of the share of KV caches that are kept between turns."""
+DEVIATIONS = np.array([NormalDist().inv_cdf((part + 0.5) / 16) for part in range(16)])
+"""Standard normal numbers of equal probability."""
 LAG_ROUNDS = 20
 """Trials of a step time that keeps to ``max_lag``."""
 
@@ -213,7 +216,9 @@ def _with_turns(
     """Return engines whose slots are as full as the environments keep them, and which prefill all turns."""
     environment, scheduler = config.environment, config.scheduler
     assert environment is not None  # there are turns
-    each, most, kept = environment.count / engines.number, engines.slots, 1.0
+    each, most = environment.count / engines.number, engines.slots
+    # Of two steady states the slow one: a run that fell into it does not leave it, until an RL step begins anew.
+    kept = 1.0 if scheduler.schedule.has_rl_steps else 0.0
     for _ in range(TURN_ROUNDS):
         engines = replace(
             engines,
@@ -227,13 +232,39 @@ def _with_turns(
         if environment.prefix_cache is PrefixCaching.OFF:
             fit = 0.0
         else:
-            idle = max(each - slots, 1e-9) * turns.held
-            fit = min(1.0, max(0.0, engines.cache_tokens - slots * turns.context) / idle)
+            fit = _kept(turns, running=slots, idle=max(each - slots, 0.0), room=engines.cache_tokens)
         if environment.prefix_cache is PrefixCaching.SALTED and not scheduler.schedule.colocated:
             step_s = max(training_s, engines.batch_s(scheduler.train_batch_size, slots))
             fit *= math.exp(-turns.gap_s / (step_s * scheduler.publish_every))
+        elsewhere = _all_busy(slots, most) * (1 - 1 / engines.number)
+        fit *= 1 - elsewhere
+        if abs(fit - kept) <= TOLERANCE:
+            break
         kept = (kept + fit) / 2
     return engines
+
+
+def _all_busy(busy: float, slots: float) -> float:
+    """Return how often a rollout that comes back finds no free slot in its engine, and so goes on without its cache.
+
+    Erlang's loss formula has it where slots are free on average; where they are all full on average it is 1.
+    """
+    if busy >= slots * (1 - TOLERANCE):
+        return 1.0
+    blocked = 1.0
+    for number in range(1, math.ceil(slots) + 1):
+        blocked = busy * blocked / (number + busy * blocked)
+    return blocked
+
+
+def _kept(turns: TurnMeans, *, running: float, idle: float, room: float) -> float:
+    """Return the share of turns that find the KV cache of their rollout, by the room for it.
+
+    Contexts differ, so what all of an engine need changes slowly, by the root of their number; it is normal.
+    """
+    wanted, held = running * turns.context + idle * turns.held, max(idle * turns.held, 1e-9)
+    sd = turns.held_sd * math.sqrt(running + idle)
+    return 1.0 - float(turns.dropped(np.minimum((wanted + sd * DEVIATIONS - room) / held, 1.0)).mean())
 
 
 def _left(engines: _Engines, each: float, slots: float) -> float:

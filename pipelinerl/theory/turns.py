@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,9 @@ import numpy as np
 from pipelinerl.hardware.costs import prefill_s
 from pipelinerl.hardware.tables import PrefillConfig
 from pipelinerl.util.arrays import FloatArray, IntArray
+
+NUM_QUANTILES = 128
+"""Gaps that stand for all (count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,10 @@ class TurnMeans:
     """Context of a token that is generated (tokens)."""
     held: float
     """Context of a rollout between two turns, over time (tokens)."""
+    held_sd: float
+    """Its standard deviation (tokens)."""
+    gap_quantiles: tuple[float, ...]
+    """Gaps of equal probability, rising (s)."""
     observed: tuple[float, float, float]
     """Of the prefills of a rollout whose KV cache is there: their number, tokens, and squares."""
     whole: tuple[float, float, float]
@@ -55,12 +64,17 @@ class TurnMeans:
         first = np.concatenate([np.arange(len(one.before_T)) == 0 for one in rollouts])
         gaps = acting[~first]
         held = before - observed
+        weight = np.where(first, 0.0, acting) / max(gaps.sum(), 1e-300)
+        held_mean = float((held * weight).sum())
+        places = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
         return cls(
             acting_s=float(acting.sum()) / number,
             reset_s=float(acting[first].sum()) / number,
             gap_s=float(gaps.mean()) if len(gaps) else 0.0,
             context=float((generated * (before + generated / 2)).sum() / generated.sum()),
-            held=float((held * acting)[~first].sum() / gaps.sum()) if gaps.sum() else 0.0,
+            held=held_mean,
+            held_sd=math.sqrt(max(0.0, float((held**2 * weight).sum()) - held_mean**2)),
+            gap_quantiles=tuple(np.quantile(gaps, places).tolist()) if len(gaps) else (0.0,),
             observed=(
                 float((observed > 0).sum()) / number,
                 float(observed.sum()) / number,
@@ -68,6 +82,16 @@ class TurnMeans:
             ),
             whole=(float((before > 0).sum()) / number, float(before.sum()) / number, float((before**2).sum()) / number),
         )
+
+    def dropped(self, lost: FloatArray) -> FloatArray:
+        """Return the share of turns that find their KV cache gone where idle caches lack a share of their room.
+
+        The caches least recently left go first, so those in gaps longer than some T: with E[(gap - T)+] / E[gap] of the
+        room gone, a share P(gap >= T) of the turns misses its own. Where many gaps are about equally long, a little
+        room that is missing drops nearly all of them. Source: Che, Tung and Wang 2002, of least recent use.
+        """
+        gone, share = _by_threshold(self.gap_quantiles)
+        return np.where(lost > 0, np.interp(lost, gone, share), 0.0)
 
     def prefill_s(self, prefill: PrefillConfig, *, kept: float) -> float:
         """Return the seconds in which all turns of a rollout are prefilled.
@@ -80,3 +104,11 @@ class TurnMeans:
             kept * there + (1 - kept) * gone for there, gone in zip(self.observed, self.whole, strict=True)
         )
         return prefill_s(prefill, sequences=number, tokens=tokens, squares=squares)
+
+
+@functools.cache
+def _by_threshold(gaps: tuple[float, ...]) -> tuple[FloatArray, FloatArray]:
+    """Return the share of the time beyond each of some gaps, rising, and the share of gaps at least as long."""
+    ahead = np.arange(len(gaps), 0, -1)
+    beyond = np.cumsum(gaps[::-1])[::-1] - np.array(gaps) * ahead  # sum of (gap - T)+
+    return (beyond / max(sum(gaps), 1e-300))[::-1], (ahead / len(gaps))[::-1]

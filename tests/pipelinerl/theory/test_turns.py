@@ -1,5 +1,8 @@
 """The steady state of rollouts with turns: by hand, and against the simulator."""
 
+import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,13 +10,13 @@ import pytest
 
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
-from pipelinerl.config.run_file import parse_run, with_overrides
+from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import PrefillConfig
-from pipelinerl.theory.steady_state import Estimate, screen
+from pipelinerl.theory.steady_state import Estimate, _all_busy, screen
 from pipelinerl.theory.turns import Turn, TurnMeans
-from sim.planning.candidates import TURNS_TIME_ERROR
-from sim.planning.search_space import answers_of
+from sim.planning.candidates import TURNS_TIME_ERROR, Screener, own_candidate
+from sim.planning.search_space import SearchSpace, answers_of
 from sim.run import simulate
 
 RUN: dict[str, Any] = {
@@ -53,6 +56,11 @@ def screened(config: RunConfig) -> Estimate:
     hardware = resolved_hardware(config)
     decode_step = DecodeStep(hardware.decode, tensor_parallel=1, most=config.scheduler.generation_batch_size)
     return screen(config, hardware, decode_step, answers_of(config)[0])
+
+
+def made() -> TurnMeans:
+    """Return the means of a rollout of two turns."""
+    return TurnMeans.of([Turn(*(np.array(one) for one in ([10, 17], [10, 3], [4, 4], [2.0, 3.0])))])
 
 
 def test_means_of_three_turns_by_hand() -> None:
@@ -101,3 +109,45 @@ def test_the_closed_form_is_as_near_to_the_simulator_as_the_planner_takes_it_to_
     assert step_s / estimate.step_s == pytest.approx(1.0, abs=TURNS_TIME_ERROR)
     if kind == "pipeline":
         assert estimate.lag_mean == pytest.approx(report.lag.mean, rel=0.2, abs=0.1)
+
+
+def test_the_caches_of_the_longest_gaps_are_dropped_first() -> None:
+    """Of gaps of 1, 1, 2 and 4 s a quarter of the time is beyond 2 s, and a half of the gaps is at least as long."""
+    turns = replace(made(), gap_quantiles=(1.0, 1.0, 2.0, 4.0))
+    assert turns.dropped(np.array([0.0, 1e-9, 0.25, 0.5, 1.0])) == pytest.approx([0.0, 0.25, 0.5, 1.0, 1.0])
+
+
+def test_of_exponential_gaps_as_many_are_dropped_as_room_is_missing() -> None:
+    """E[(gap - T)+] / E[gap] = exp(-T) = P(gap >= T)."""
+    turns = replace(made(), gap_quantiles=tuple(-math.log1p(-(part + 0.5) / 20_000) for part in range(20_000)))
+    lost = np.array([0.01, 0.1, 0.5, 0.9])
+    assert turns.dropped(lost) == pytest.approx(lost, abs=2e-3)
+
+
+def test_rollouts_that_go_on_elsewhere_are_those_of_erlangs_loss_formula() -> None:
+    """Of 4 slots and 2 busy on average: (2^4 / 4!) / (1 + 2 + 2^2/2 + 2^3/6 + 2^4/24) = 2/21."""
+    assert _all_busy(2.0, 4.0) == pytest.approx(2 / 21)
+    assert _all_busy(4.0, 4.0) == 1.0
+
+
+@pytest.mark.parametrize(("sequences", "publish_every", "step_s"), [(16, 8, 1670), (32, 4, 1536), (48, 1, 1511)])
+def test_engines_that_lose_their_caches_are_screened_as_simulated(
+    sequences: int, publish_every: int, step_s: float
+) -> None:
+    """44 H100s in engines of 4 for 768 environments, simulated for 24 steps: nine turns of ten are prefilled anew.
+
+    With every cache that has room, the screening gave 500 s.
+    """
+    config = load_run(
+        Path(__file__).parents[3] / "examples" / "agents.toml",
+        [
+            "cluster.generation_accelerators=44",
+            "cluster.tensor_parallel=4",
+            "environment.count=768",
+            f"scheduler.generation_batch_size={sequences}",
+            f"scheduler.publish_every={publish_every}",
+        ],
+    )
+    space = SearchSpace.of(config)
+    screened = Screener(config, space.answers).screen(own_candidate(space))
+    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.15)
