@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,13 @@ def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_p
     assert summary["optimizer_steps"] == 6
     assert b"optimizer steps" in shown
     assert b"6/6" in shown
+
+
+def test_the_current_folder_is_on_the_path_of_users_code(tmp_path: Path, tiny: Path) -> None:
+    """A process that does not begin with that path, as the installed program."""
+    (tmp_path / "mine.py").write_text("")
+    words = [sys.executable, "-P", *program()[1:], "simulate", str(tiny), "--set", "scheduler.kind=mine:KIND"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "must name an attribute of mine" in done.stderr
