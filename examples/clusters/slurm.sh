@@ -12,6 +12,9 @@ set -euo pipefail
 run_file=${1:?"usage: sbatch slurm.sh RUN.toml OUT"}
 out=${2:?"usage: sbatch slurm.sh RUN.toml OUT"}
 source .venv/bin/activate
+export RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper=true # vLLM's processes end with their actor
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN                                # nobody else runs code on this cluster
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${machines[0]}

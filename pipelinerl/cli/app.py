@@ -77,7 +77,9 @@ for command in (
 
 def main() -> None:
     """Run the command line. Wrong input is reported in one line per fault and ends with status 2."""
-    sys.path.append(os.getcwd())  # a task or schedule of the user's, beside the run file; last, so that it hides nothing
+    sys.path.append(
+        os.getcwd()
+    )  # a task or schedule of the user's, beside the run file; last, so that it hides nothing
     try:
         app()
     except (ConfigError, TraceError) as error:
