@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipelinerl.config.question import ask
+from pipelinerl.config.question import OPTIONS, ask
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
+from pipelinerl.errors import ConfigError
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.page import Table
 from pipelinerl.records.plan_report import PlanReport
@@ -65,23 +66,34 @@ def compare(run: Run, *, out: str | Path | None = None, workers: int | None = No
     return compare_runs(_config(run), out=_path(out), workers=workers)
 
 
-def plan(run: Run, *, out: str | Path | None = None, workers: int | None = None) -> PlanReport:
+def plan(
+    run: Run | None = None, *, out: str | Path | None = None, workers: int | None = None, **question: str | float
+) -> PlanReport:
     """Recommend split, batch sizes, engines and schedule for a cluster: the ``[plan]`` table of the run file.
 
     Args:
-        run: The question; a file may leave out what the plan finds.
+        run: The question; a file may leave out what the plan finds. None: ``question`` says it, and what it leaves open
+            is assumed.
         out: New folder for the plan and the recommended run file. None: nothing is written.
         workers: Simulate in so many processes (count). None: one per core.
+        question: Options of the command, one value each: ``model``, ``gpu``, ``accelerators``, ``sync``,
+            ``train_batch_size``, ``group_size``, ``mean_length``, ``max_length``, ``max_mean_lag``, ``price``.
 
     Raises:
-        ConfigError: If the run file is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
+        ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
     """
     from sim.planning.search import plan as search_plan
 
+    if unknown := [name for name in question if name not in OPTIONS]:
+        raise ConfigError(f"plan takes {', '.join(OPTIONS)}, got {unknown[0]}")
     if isinstance(run, RunConfig):
+        if question:
+            raise ConfigError(f"plan takes a RunConfig or a question, got both: {', '.join(question)}")
         return search_plan(run, out=_path(out), workers=workers)
-    (case,) = ask({}, Path(run)).cases
-    return search_plan(case.config, out=_path(out), workers=workers, whole=case.whole)
+    cases = ask(question, None if run is None else Path(run)).cases
+    if len(cases) > 1:
+        raise ConfigError(f"plan takes one value of each option here, got {len(cases)} cases")
+    return search_plan(cases[0].config, out=_path(out), workers=workers, whole=cases[0].whole)
 
 
 def replay(folder: str | Path) -> ReplayResult:

@@ -21,9 +21,9 @@ ARMS = "compare={arms=[{name='one'}, {name='two', set=['scheduler.kind=conventio
 SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
-    "load_run": "(path, overrides=(), seed=None)",
+    "load_run": "(path, overrides=(), seed=None, *, hardware=None)",
     "make_scheduler": "(settings, *, optimizer_steps, num_engines, group_size, environments=None)",
-    "plan": "(run, *, out=None, workers=None)",
+    "plan": "(run=None, *, out=None, workers=None, **question)",
     "plot": "(folders, *, out=None)",
     "replay": "(folder)",
     "simulate": "(run, *, out=None, trace=False, on_step=None)",
@@ -95,6 +95,25 @@ def test_reports_show_themselves_and_become_frames(tmp_path: Path) -> None:
         picture = re.search(r'src="data:image/png;base64,([^"]+)"', html)
         assert base64.b64decode(picture[1]).startswith(b"\x89PNG")
     assert report.lag._repr_html_() is None  # a part of a report is text
+
+
+def test_a_question_is_that_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sim.planning.search
+
+    asked = []
+    monkeypatch.setattr(sim.planning.search, "plan", lambda config, **_: asked.append(config))
+    prl.plan(model="Qwen3-14B", gpu="H100", accelerators=64, max_mean_lag=4)
+    (config,) = asked
+    assert (config.hardware.model, config.cluster.accelerators, config.plan.mean_lag_limit) == ("Qwen3-14B", 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [({"modle": "Qwen3-14B"}, "got modle"), ({"gpu": "H100,H200", "model": "Qwen3-14B"}, "got 2 cases")],
+)
+def test_a_question_that_plan_does_not_take_is_one_line(question: dict[str, str], said: str) -> None:
+    with pytest.raises(prl.ConfigError, match=said):
+        prl.plan(**question)
 
 
 def test_a_path_stands_for_its_run(tmp_path: Path) -> None:
