@@ -15,7 +15,7 @@ A run is one TOML file. Read it, simulate it, look at the report::
 ``load_run(path, overrides, seed)``    reads and checks a run file; a ``RunConfig``
 ``simulate(run)``                      one run in simulated time; a ``RunReport``
 ``compare(run)``                       the same workload under several schedules; a ``ComparisonReport``
-``plan(run)``, ``plan(model=..., ...)``  the search for the best way to run on a cluster; a ``PlanReport``
+``plan(run)``, ``plan(model=..., …)``    the search for the best way to run on a cluster; a ``PlanReport``
 ``replay(folder)``                     recorded events into a fresh scheduler; a ``ReplayResult``
 ``plot(folders)``                      figures of runs, comparisons and plans; their paths
 =====================================  ==============================================================================
