@@ -51,12 +51,12 @@ def cases_table(cases: Sequence[PlannedCase]) -> PageTable:
         for one in cases
         if one.report is not None
     ]
-    cost = "USD" if priced else "GPU-hours"
+    per, cost = ("$/Mtok", "USD") if priced else ("GPU-h/Mtok", "GPU-hours")
     return PageTable(
         title=f"the recommendation in each of {len(cases)} cases",
-        columns=("", "candidate", "tok/s", "band", "s/step", f"{'$' if priced else 'GPU-h'}/Mtok", "lag", "sure"),
+        columns=("", "candidate", "tok/s", "band", "s/step", per, "lag", "sure"),
         rows=rows,
-        note=f"/Mtok: {cost} per million trained tokens; mean lag in optimizer steps; band: pessimistic to optimistic "
+        note=f"{per}: {cost} per million trained tokens; mean lag in optimizer steps; band: pessimistic to optimistic "
         "coefficients; sure: probability that it is the fastest of its case within a tie.",
     )
 
