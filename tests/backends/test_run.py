@@ -183,7 +183,7 @@ import psutil
 from pipelinerl.rl.sums import Arithmetic
 
 NUMBER, FIRST_RUN = itertools.count(), "KILLS" in os.environ
-KILLS = {3 * 256: "ReferenceModel", 6 * 256: "VLLM::EngineCore"} if FIRST_RUN else {}
+KILLS = {2 * 256: "ReferenceModel", 4 * 256: "VLLM::EngineCore"} if FIRST_RUN else {}
 
 
 def kill(name):
@@ -214,10 +214,10 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
     """First the reference and the engine are killed, in the run that goes on the trainer."""
     (tmp_path / "moody.py").write_text(RAISES)
     out, env = tmp_path / "run", {"PYTHONPATH": python_path(tmp_path)}
-    sets = ["optimizer_steps=36", "train.checkpoint.every=10", "train.evaluation.problems=0"]
+    sets = ["optimizer_steps=22", "train.checkpoint.every=10", "train.evaluation.problems=0"]
     given = [*sets, "train.transport=broadcast", "train.loss.kl_coefficient=0.01", "train.task.name=moody:Moody"]
     run = Process(unfitted, out, *given, env=env | {"KILLS": "yes"})
-    run.wait_for_step(13)
+    run.wait_for_step(8)
     run.process.send_signal(signal.SIGINT)
     status, _, stderr = run.end()
     assert status == 1
@@ -228,7 +228,7 @@ def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ct
     assert (out / "logs" / "reference-0.log").is_file()
     assert run.left_over() == []
     done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
-    assert done >= 13
+    assert done >= 8
 
     run = Process(unfitted, out, *given, resume=True, env=env)
     run.wait_for_step(done + 4)
