@@ -143,6 +143,11 @@ def test_queue_prefill_and_decode_are_the_time_on_an_engine(kind, step_tokens):
     assert min(seconds.parts.values()) > 0.0
 
 
+def test_a_step_has_a_token_for_each_sequence():
+    with pytest.raises(ConfigError, match=r"step_tokens must be at least scheduler.generation_batch_size=3, got 2$"):
+        play(1, **{**CROWDED, "hardware": {**CROWDED["hardware"], "step_tokens": 2}})
+
+
 def test_a_budget_that_holds_every_prefill_cuts_none():
     """Event by event the run is the one without a budget."""
     whole = play(20, **CROWDED)
