@@ -248,10 +248,10 @@ def test_a_rollout_that_lives_too_long_is_given_up_while_its_environment_acts_an
 
 
 def test_a_turn_that_an_engine_ends_after_the_rollouts_life_is_not_acted_on(out, caplog):
-    """A turn takes the engine 1 s or more; environments live for half a second, and answer at once."""
-    config = turns_of(settings={"turns": 1}, steps=1, longest=12, discard_limit=4, limits={"lifetime_s": 0.5}, count=2)
+    """Each token takes the engine 1 s; environments live for half a second, and answer at once."""
+    config = turns_of(settings={"turns": 1}, steps=1, longest=2, discard_limit=4, limits={"lifetime_s": 0.5}, count=2)
     with pytest.raises(RunFailedError, match="stalled"):
-        run(config, out, parts_of(config, step_s=0.4))
+        run(config, out, parts_of(config, step_s=1.0))
     assert "failed: it has lived for more than 0.5 s (environment.lifetime_s)" in caplog.text
     assert not [row for row in records(out) if isinstance(row.event, RolloutFinished)]
 

@@ -129,6 +129,7 @@ def lengths_of(config):
 
 
 @pytest.mark.parametrize(("example", "filled"), [(QWEN7B, 64), (QWEN7B_LONG, 16)], ids=["short", "long"])
+@pytest.mark.slow
 def test_the_main_run_has_the_in_flight_lag_of_its_formula(example, filled):
     """H I/B (1 + cv^2)/2 in steady state, generation-bound: 3 (1 + 0.43)/2 = 2.14 steps with long answers, sd 0.05.
 
@@ -149,6 +150,7 @@ def test_the_main_run_has_the_lengths_that_its_largest_lag_implies():
     assert lengths.max() == config.workload.length.max  # some are cut
 
 
+@pytest.mark.slow
 def test_the_main_run_has_the_largest_lag_of_its_answers():
     """About 3 L/mean = 41 steps and a few in queues (the paper: 50); with the answers of before, 3 * 2.7 and a few."""
     short, long = (
@@ -235,6 +237,7 @@ def test_the_levels_of_the_example_by_name_are_ordered_and_the_weights_decide_th
     assert all(ahead < behind for ahead, behind in zip(durations(known), durations(known, CONVENTIONAL), strict=True))
 
 
+@pytest.mark.slow
 def test_a_better_gpu_is_faster():
     """More memory bandwidth generates faster; fewer FLOP/s train more slowly."""
     h200, h100, h20 = (summary_of(BY_NAME, f"hardware.gpu={gpu}") for gpu in ("H200", "H100", "H20"))

@@ -104,6 +104,7 @@ def test_it_is_compared_in_other_processes() -> None:
     assert own.summary.lag.max == 0 < pipeline.summary.lag.max
 
 
+@pytest.mark.slow
 def test_it_is_planned() -> None:
     """Its steady state is that of the shipped kind with the same facts, which is too fast; its simulation is right."""
     search = (f"plan.schedulers=['{KIND}', 'pipeline']", "plan.generation_batch_size=[8]", "plan.simulate=4")

@@ -175,6 +175,7 @@ def test_a_recorded_step_takes_as_long_again(tmp_path):
 # ------------------------------------------------------------------------------------- as published
 
 
+@pytest.mark.slow
 def test_a_time_out_lengthens_a_step_as_published():
     """RollArt (OSDI 2026, section 3.1): 366 s, and 513 s in the one step of ten that has a time-out.
 

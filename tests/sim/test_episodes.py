@@ -115,6 +115,7 @@ def test_the_shipped_sessions_have_their_published_means():
 # ------------------------------------------------------------------------------------------- drawn
 
 
+@pytest.mark.slow
 def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
     """4000 rollouts; each mean within 5 of its standard errors, one false alarm in two million seeds."""
     turns = {"kind": "lognormal", "mean": 20.0, "cv": 0.5, "max": 200, "observation_tokens": 30.0,

@@ -118,6 +118,7 @@ def run_with_a_front_end(num_slots: int, latency: str) -> RunConfig:
     return load_run(EXAMPLES / "tiny_arithmetic.toml", [*overrides])
 
 
+@pytest.mark.slow
 def test_a_trace_of_one_h_predicts_another_if_the_front_end_is_known(tmp_path: Path) -> None:
     """Without it its queue counts as a way that is as long at any H, and fewer slots come out half as fast."""
     rest = "dispatch_s = 0.01, report_s = 0.03, reward_s = 0.02"

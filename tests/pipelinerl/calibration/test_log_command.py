@@ -26,6 +26,7 @@ def tokens_per_s(printed: str) -> int:
     return int(found.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_the_walk_from_a_log_to_what_if_asynchronous(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_train_check_ends_with_status_1_if_something_is_wrong(
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.slow
 def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path: Path) -> None:
     path, check = tmp_path / "run.toml", tmp_path / "check"
     path.write_text(dump_run(unknown_run()))
@@ -137,6 +138,7 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.slow
 def test_simulate_and_compare_take_what_was_measured_each_arm_its_own(command: Command, tmp_path: Path) -> None:
     """Weights that take 3 s in a run of the pipeline do so in its arm, and not in that of synchronous RL."""
     base = unknown_run("hardware.weights={publish_s=0.5}").model_dump(mode="json", exclude_none=True)

@@ -25,7 +25,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
         "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and workload.length.max, 150 ",
     ),
     "a missing length file": ((EMPIRICAL, "workload.length.source=none.csv"), "workload.length.source {tmp}/none.csv"),
-    "a length file that is a folder": ((EMPIRICAL, "workload.length.source=folder.csv"), "Is a directory"),
+    "a length file that is a folder": ((EMPIRICAL, "workload.length.source=folder.csv"), "cannot read trace"),
     "an unknown shipped set": ((EMPIRICAL, "workload.length.source=skythoughts"), "workload.length.source must be a"),
     "a length file with a wrong cell": (
         (EMPIRICAL, "workload.length.source=cell.csv"),
@@ -64,7 +64,7 @@ def test_several_faults_are_a_line_each(command: Command, tiny: Path) -> None:
 def test_every_line_of_a_message_begins_with_the_name_of_the_program(
     command: Command, monkeypatch: pytest.MonkeyPatch, tiny: Path
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ConfigError("one\ntwo")
 
     monkeypatch.setattr("pipelinerl.config.run_file.load_run", fail)

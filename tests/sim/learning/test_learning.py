@@ -200,6 +200,7 @@ def test_every_loss_and_task_runs(override):
     assert 0 <= summary.reward.last <= 1
 
 
+@pytest.mark.slow
 def test_what_is_given_up_is_forgotten():
     """Rollouts dropped for their age, and aborted ones, leave nothing behind but what was generated ahead.
 

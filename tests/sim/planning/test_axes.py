@@ -140,6 +140,7 @@ NO_FIT = "no candidate with it fits: "
             ("plan.optimizer_steps_per_rl_step", 2, f"{NO_FIT}lag_limit")], id="a kind of schedule"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_listed_value_that_does_not_fit_or_equals_another_is_reported(
     overrides: tuple[str, ...], expected: list[tuple[str, Any, str]]
 ) -> None:

@@ -33,6 +33,7 @@ def checked(kind: str, folder: Path) -> Path:
     return folder / kind
 
 
+@pytest.mark.slow
 def test_measurements_make_a_plan_surer_and_right(tmp_path):
     """A check of the pipeline turns the plan to the schedule that is the best in truth; one of both arms settles it."""
     pipeline, conventional = checked("pipeline", tmp_path), checked("conventional", tmp_path)
@@ -81,6 +82,7 @@ def test_hardware_in_numbers_leaves_the_answers_and_what_the_model_leaves_out():
     assert before().certainty.fits > 0.99
 
 
+@pytest.mark.slow
 def test_the_same_plan_is_as_sure():
     assert planned_unknown().to_dict() == before().to_dict()
     other = planned_unknown("seed=1").certainty

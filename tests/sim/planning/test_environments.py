@@ -97,6 +97,7 @@ def planned(*overrides: str) -> PlanReport:
         return plan(parse_run(with_overrides(RUN, [*PLAN, *overrides])))
 
 
+@pytest.mark.slow
 def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
     """6 give all that the trainer takes, 12 no more and older: of those that tie the mean lag decides."""
     report = planned("plan.environments=[3, 6, 12]", "environment.count=12")
@@ -105,6 +106,7 @@ def test_a_plan_takes_the_environments_that_the_trainer_needs() -> None:
     assert best.cost.usd == pytest.approx(best.hours * (4 + 0.5 * 6))
 
 
+@pytest.mark.slow
 def test_a_plan_with_few_environments_says_that_they_bind_and_what_more_give() -> None:
     """2 of the 6 that the trainer could use: one more is half as many again."""
     best = planned("plan.environments=[2]", "environment.count=2").recommended
@@ -114,6 +116,7 @@ def test_a_plan_with_few_environments_says_that_they_bind_and_what_more_give() -
     assert "1 more give +50%" in best.verdict
 
 
+@pytest.mark.slow
 def test_a_budget_counts_environments() -> None:
     """100 steps of 7 s are 0.19 h; 3 environments take twice as long: 0.39 h at 2 x 2 + 3 x 0.5 USD are 2.1 USD."""
     assert planned("plan.environments=[3]", "environment.count=3", "plan.budget=2.3").recommended.environments == 3

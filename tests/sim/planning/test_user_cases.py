@@ -34,6 +34,7 @@ def best_of_kind(report: PlanReport, family: str) -> float:
     return best.tokens_per_s
 
 
+@pytest.mark.slow
 def test_where_publications_are_slow_the_pipeline_makes_fewer_of_them() -> None:
     """With one per optimizer step it is no faster than conventional RL at less lag; with one in three by two thirds."""
     always = planned(*SIXTEEN, SLOW_PUBLICATION, "plan.publish_every=[1]")
@@ -54,6 +55,7 @@ def test_a_plan_of_few_simulations_finds_one_that_keeps_the_limit(simulate: int)
     assert max(2, simulate) <= report.search.simulated <= simulate + 4  # and the best bet, where it was not
 
 
+@pytest.mark.slow
 def test_more_simulations_keep_the_candidates_of_fewer_and_lose_no_throughput() -> None:
     last: set[str] = set()
     fastest = 0.0
