@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import re
 import socket
@@ -224,6 +225,7 @@ def _loaded(model_path: Path) -> tuple[int, dict[str, Any]]:
         while not ended.wait(0.001):
             peak.append(own())
 
+    gc.collect()  # models have cycles: what was loaded before must not go while this one comes
     before, watcher = own(), threading.Thread(target=watch)
     watcher.start()
     config = deepspeed_config(settings(model_path, num_ranks=2, trainer=TrainerConfig(zero_stage=3)))
