@@ -60,7 +60,8 @@ def bottleneck(outcome: Outcome, screener: Screener) -> str:
         more = math.ceil(MORE_ENVIRONMENTS * there)
         grown = screener.screen(_changed(candidate, environments=there + more)).tokens_per_s
         gain = grown / screener.screen(candidate).tokens_per_s - 1
-        return f"environment-bound: {waits}, all {there} environments are in use; {more} more give {gain:+.0%}"
+        given = "would do harm:" if gain < 0 else "give"  # where the KV caches of more rollouts do not fit
+        return f"environment-bound: {waits}, all {there} environments are in use; {more} more {given} {gain:+.0%}"
     if outcome.bottleneck in (Bottleneck.GENERATION, Bottleneck.PREFILL, Bottleneck.LAG):
         freer = _without_bound(candidate, screener)
         if outcome.bottleneck is Bottleneck.LAG or freer > max(_more_engines(candidate, screener), BALANCED_SHARE):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -11,8 +12,10 @@ from tiny_plan import in_this_process
 from analysis.environments import rollouts_against_environments
 from pipelinerl.config.run_file import parse_run, with_overrides
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.plan_report import PlanReport
+from sim.planning import more_gpus
 from sim.planning.environments import counts_to_try, environments
 from sim.planning.search import plan
 
@@ -148,3 +151,14 @@ def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) ->
     table = command(*words)
     assert "the knee is at 6 environments" in table.out
     assert_fails(command(*words, "--set", "plan.environments=[0]"), 2, "plan.environments.0 must be at least 1, got 0")
+
+
+@pytest.mark.parametrize(("rate", "words"), [(150.0, "2 more give +50%"), (40.0, "2 more would do harm: -60%")])
+def test_what_more_environments_would_do_is_said_as_it_is(monkeypatch, rate: float, words: str) -> None:
+    """8 are in use; a quarter more screens at another rate than 100 tokens/s, higher or lower."""
+    config = SimpleNamespace(colocated=False, environment=SimpleNamespace(count=8))
+    here, grown = SimpleNamespace(config=config), object()
+    monkeypatch.setattr(more_gpus, "_changed", lambda candidate, *, environments: {10: grown}[environments])
+    screener = SimpleNamespace(screen=lambda one: SimpleNamespace(tokens_per_s=rate if one is grown else 100.0))
+    outcome = SimpleNamespace(candidate=here, waiting=0.3, bottleneck=Bottleneck.ENVIRONMENT)
+    assert more_gpus.bottleneck(outcome, screener).endswith(f"all 8 environments are in use; {words}")
