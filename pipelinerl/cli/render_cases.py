@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from pipelinerl.cli.render_cost import short
-from pipelinerl.cli.render_plan import band
+from pipelinerl.cli.render_plan import band, print_candidates
 from pipelinerl.cli.render_what_if import against_lines, assumption_lines
 from pipelinerl.records.page import Table as PageTable
 from pipelinerl.records.plan_report import PlanReport
@@ -27,19 +22,7 @@ def print_cases(cases: Sequence[PlannedCase], name: str) -> None:
         cases: The cases that have ended.
         name: The run file, for the title.
     """
-    made = cases_table(cases)
-    title = escape(f"{name}: {made.title}")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("", overflow="fold", min_width=24)
-    for column in made.columns[2:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for case, label, *numbers in made.rows:
-        table.add_row(escape(f"{case}\n  {label}"), *numbers)
-    console = Console()
-    console.print(table)
-    console.print(f"{made.note}\n", style="dim")
-    for line in case_lines(cases):
-        console.print(escape(line), soft_wrap=True)
+    print_candidates(cases_table(cases), name, case_lines(cases))
 
 
 def cases_table(cases: Sequence[PlannedCase]) -> PageTable:

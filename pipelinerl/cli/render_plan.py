@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +24,18 @@ def print_plan(report: PlanReport, name: str) -> None:
         report: The plan.
         name: The run file, for the title.
     """
-    made = plan_table(report)
+    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]
+    print_candidates(plan_table(report), name, [*reasons, *assumption_lines(report), *against_lines(report)])
+
+
+def print_candidates(made: PageTable, name: str, lines: Sequence[str]) -> None:
+    """Print a table of candidates, each below what it stands for, and what is said of them.
+
+    Args:
+        made: The table; its first two columns are what a candidate stands for, and its label.
+        name: The run file, for the title.
+        lines: What is said.
+    """
     title = escape(f"{name}: {made.title}")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", overflow="fold", min_width=24)
@@ -33,8 +46,7 @@ def print_plan(report: PlanReport, name: str) -> None:
     console = Console()
     console.print(table)
     console.print(f"{made.note}\n", style="dim")
-    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]
-    for line in [*reasons, *assumption_lines(report), *against_lines(report)]:
+    for line in lines:
         console.print(escape(line), soft_wrap=True)
 
 
