@@ -247,11 +247,22 @@ def test_a_rollout_that_lives_too_long_is_given_up_while_its_environment_acts_an
     assert environments["retries"] == environments["errors"] == environments["timeouts"] == 0
 
 
+class Late(FakeEngine):
+    """Gives each answer 0.6 s after it is made."""
+
+    async def generate(self, request):
+        answer = await super().generate(request)
+        await asyncio.sleep(0.6)
+        return answer
+
+
 def test_a_turn_that_an_engine_ends_after_the_rollouts_life_is_not_acted_on(out, caplog):
-    """Each token takes the engine 1 s; environments live for half a second, and answer at once."""
+    """Environments live for half a second, and answer at once; no answer of an engine comes that soon."""
     config = turns_of(settings={"turns": 1}, steps=1, longest=2, discard_limit=4, limits={"lifetime_s": 0.5}, count=2)
+    parts = parts_of(config)
+    parts.engines = [Late(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
     with pytest.raises(RunFailedError, match="stalled"):
-        run(config, out, parts_of(config, step_s=1.0))
+        run(config, out, parts)
     assert "failed: it has lived for more than 0.5 s (environment.lifetime_s)" in caplog.text
     assert not [row for row in records(out) if isinstance(row.event, RolloutFinished)]
 
