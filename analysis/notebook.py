@@ -29,16 +29,20 @@ NOTHING = FigureData(
 """Of a run of which only the report is at hand."""
 
 
-def html_of(report: RunReport | ComparisonReport | PlanReport, table: Table, answer: str) -> str:
+def html_of(
+    report: RunReport | ComparisonReport | PlanReport, table: Table, answer: str, lines: Sequence[str] = ()
+) -> str:
     """Return a report as HTML for a notebook: the answer in a sentence, its table, its figure as a picture.
 
     Args:
         report: What the figure shows.
         table: Its numbers.
         answer: Its sentence; may be empty.
+        lines: What else is to know, below the table.
     """
     figure = _figure(report)
-    return f"<p>{escape(answer)}</p>{_table(table)}{'' if figure is None else _picture(figure)}"
+    said = f"<p>{'<br/>'.join(escape(line) for line in lines)}</p>" if lines else ""
+    return f"<p>{escape(answer)}</p>{_table(table)}{said}{'' if figure is None else _picture(figure)}"
 
 
 def _figure(report: RunReport | ComparisonReport | PlanReport) -> Figure | None:

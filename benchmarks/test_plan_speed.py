@@ -18,7 +18,7 @@ from sim.planning.axes import all_choices
 from sim.planning.candidates import Screener, candidate_of, own_candidate, screen_all
 from sim.planning.search import plan
 from sim.planning.search_space import SearchSpace
-from sim.planning.simulate import Job, Runner, simulate_job
+from sim.planning.simulate import HowToPlan, Job, Runner, simulate_job
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "plan_qwen7b_128_h100.toml"
@@ -53,7 +53,7 @@ def test_the_whole_plan_of_the_example_takes_a_minute_and_a_half_on_two_cores(ta
         return sum(resource.getrusage(who).ru_utime for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
     before, before_s = time.perf_counter(), processor_s()
-    report = plan(load_run(EXAMPLE), workers=2)
+    report = plan(load_run(EXAMPLE), HowToPlan(workers=2))
     seconds, used = time.perf_counter() - before, processor_s() - before_s
     table.append(("plan: the whole example, seconds on two processes", f"{seconds:.0f}"))
     table.append(("plan: the whole example, processor seconds", f"{used:.0f}"))
@@ -71,7 +71,7 @@ def test_two_processes_are_nearly_twice_as_fast_as_one(benchmark, table):
 
     def seconds(workers):
         before = time.perf_counter()
-        Runner(workers=workers, ray_address=None, on_progress=lambda *_: None).run("simulations", jobs)
+        Runner(HowToPlan(workers=workers)).run("simulations", jobs)
         return time.perf_counter() - before
 
     one = seconds(1)

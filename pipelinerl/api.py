@@ -82,18 +82,23 @@ def plan(
     Raises:
         ConfigError: If the question is wrong, nothing is feasible, or ``out`` is not empty; nothing is written.
     """
+    from sim.planning.cases import plan_cases
     from sim.planning.search import plan as search_plan
+    from sim.planning.simulate import HowToPlan
 
+    how = HowToPlan(out=_path(out), workers=workers)
     if unknown := [name for name in question if name not in OPTIONS]:
         raise ConfigError(f"plan takes {', '.join(OPTIONS)}, got {unknown[0]}")
     if isinstance(run, RunConfig):
         if question:
             raise ConfigError(f"plan takes a RunConfig or a question, got both: {', '.join(question)}")
-        return search_plan(run, out=_path(out), workers=workers)
-    cases = ask(question, None if run is None else Path(run)).cases
-    if len(cases) > 1:
-        raise ConfigError(f"plan takes one value of each option here, got {len(cases)} cases")
-    return search_plan(cases[0].config, out=_path(out), workers=workers, whole=cases[0].whole)
+        return search_plan(run, how)
+    asked = ask(question, None if run is None else Path(run))
+    if len(asked.cases) > 1:
+        raise ConfigError(f"plan takes one value of each option here, got {len(asked.cases)} cases")
+    (planned,) = plan_cases(asked, how)
+    assert planned.report is not None  # else an error has been raised
+    return planned.report
 
 
 def replay(folder: str | Path) -> ReplayResult:
@@ -135,20 +140,22 @@ def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None =
 def _html(report: object) -> str | None:
     """Return what a notebook shows of a report: its sentence, its table and a figure; None for other reports."""
     from pipelinerl.cli import render_comparison, render_plan, render_run
+    from pipelinerl.cli.render_what_if import assumption_lines
 
     match report:
         case RunReport():
             rows = [list(row) for row in render_run.summary_rows(report)]
-            table, answer = Table(title=report.scheduler, columns=("", ""), rows=rows), ""
+            table, answer, lines = Table(title=report.scheduler, columns=("", ""), rows=rows), "", []
         case ComparisonReport():
-            table, answer = render_comparison.comparison_table(report), report.answer
+            table, answer, lines = render_comparison.comparison_table(report), report.answer, report.too_short
         case PlanReport():
             table, answer = render_plan.plan_table(report), f"bottleneck: {report.recommended.verdict}"
+            lines = assumption_lines(report)
         case _:
             return None
     from analysis.notebook import html_of
 
-    return html_of(report, table, answer)
+    return html_of(report, table, answer, lines)
 
 
 Report.shown_by = _html

@@ -218,6 +218,7 @@ def _arms(cells: list[Cell], reports: dict[str, RunReport], baseline: str) -> li
                 speedup=speedup(first),
                 summary=reports[first.folder],
                 repeats=repeats or None,
+                too_short=reports[first.folder].too_short or None,
             )
         )
     return arms

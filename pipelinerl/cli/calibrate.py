@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelinerl.cli.options import JsonOption, SetOption, complain, print_json
+from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption, complain, print_json
 from pipelinerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipelinerl.config.run import RunConfig
 
 
 def calibrate(
@@ -38,6 +41,7 @@ def calibrate(
         int | None, typer.Option("--accelerators", metavar="N", help="Of a log: how many, if it does not tell.")
     ] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
+    hardware: HardwareOption = None,
     train_step_s: Annotated[
         float | None, typer.Option("--train-step-s", metavar="S", help="Seconds of an optimizer step.")
     ] = None,
@@ -58,15 +62,20 @@ def calibrate(
     as_json: JsonOption = False,
 ) -> None:
     """Fit the hardware model to a trace, a log, a table of step times, or three numbers; print the [hardware] table."""
+    from pipelinerl.config.run_file import load_run
+
     numbers = {"train_step_s": train_step_s, "rollout_batch_s": rollout_batch_s, "weight_sync_s": weight_sync_s}
     given = {name: value for name, value in numbers.items() if value is not None}
     named = {"model": model, "gpu": gpu, "accelerators": accelerators}
+    if run is None and hardware is not None:
+        raise ConfigError("--hardware takes the place of a table of --run RUN.toml, which is missing")
     if format_ is not None:
         if given:
             raise ConfigError("calibrate takes --from with logs, or numbers, got both")
         if run is not None and any(value is not None for value in named.values()):
             raise ConfigError("--model, --gpu and --accelerators describe a job without --run RUN.toml, got both")
-        _calibrate_log(sources or [], format_, run, named, overrides, out, as_json=as_json)
+        config = None if run is None else load_run(run, overrides, hardware=hardware)
+        _calibrate_log(sources or [], format_, config, named, overrides, out, as_json=as_json)
         return
     if stray := [name for name, value in named.items() if value is not None]:
         raise ConfigError(f"--{stray[0]} describes the job of a log: it needs --from FORMAT")
@@ -74,13 +83,13 @@ def calibrate(
         raise ConfigError("--set overrides keys of --run RUN.toml, which is missing")
     if len(sources or []) > 1:
         raise ConfigError("calibrate takes one SOURCE, or several logs with --from FORMAT")
-    _calibrate_source(sources[0] if sources else None, run, overrides, given, out, as_json=as_json)
+    config = None if run is None else load_run(run, overrides, hardware=hardware)
+    _calibrate_source(sources[0] if sources else None, config, given, out, as_json=as_json)
 
 
 def _calibrate_source(
     source: Path | None,
-    run: Path | None,
-    overrides: list[str],
+    config: RunConfig | None,
     numbers: dict[str, float],
     out: Path | None,
     *,
@@ -91,9 +100,7 @@ def _calibrate_source(
     from pipelinerl.calibration.hardware_file import as_json as result_as_json
     from pipelinerl.calibration.hardware_file import doubts, hardware_toml, write_hardware
     from pipelinerl.calibration.known_numbers import calibrate_numbers
-    from pipelinerl.config.run_file import load_run
 
-    config = None if run is None else load_run(run, overrides)
     if source is None:
         if config is None:
             raise ConfigError("calibrate needs SOURCE, or --run RUN.toml with numbers such as --train-step-s")
@@ -129,7 +136,7 @@ def _calibrate_source(
 def _calibrate_log(
     sources: list[Path],
     format_: str,
-    run: Path | None,
+    config: RunConfig | None,
     named: dict[str, Any],
     overrides: list[str],
     out: Path | None,
@@ -143,13 +150,12 @@ def _calibrate_log(
     from pipelinerl.calibration.logs.readers import read_log
     from pipelinerl.calibration.logs.record import logged_run
     from pipelinerl.cli.render_log import log_as_json, print_log
-    from pipelinerl.config.run_file import dump_run, load_run
+    from pipelinerl.config.run_file import dump_run
     from sim.batch import measured_steps, train_step_s
 
     if not sources:
         raise ConfigError(f"--from {format_} needs the log: calibrate --from {format_} FILE...")
     log = logged_run(read_log(sources, format_))
-    config = None if run is None else load_run(run, overrides)
     described, assumed = described_run(log, run=config, named=named, overrides=overrides)
     result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
     name = ", ".join(source.name for source in sources)

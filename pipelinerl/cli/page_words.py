@@ -105,7 +105,11 @@ def comparison_page(comparison: ComparisonReport, folder: Path) -> Page:
         question=f"Which schedule trains {_setting(config)} fastest?",
         answer=f"{best.name} trains fastest: {over}{_speed(report)}, with {lag}.",
         facts=[("Band", seeds), *_cost(report)],
-        lists={CHANGES: [*changes, _REMEDIES[report.bottleneck]], "Failed": comparison.failures},
+        lists={
+            "Too short": comparison.too_short,
+            CHANGES: [*changes, _REMEDIES[report.bottleneck]],
+            "Failed": comparison.failures,
+        },
         assumptions=_assumptions(config),
         tables=[one for one in tables if one.rows],
         run_file=(folder / best.folder / RUN_FILE).read_text(encoding="utf-8"),

@@ -62,6 +62,7 @@ def plan(
     from pipelinerl.cli.progress import stage_bars
     from pipelinerl.config.question import ask, question_file, write_question
     from sim.planning.cases import plan_cases
+    from sim.planning.simulate import HowToPlan
 
     options = {
         "model": model, "gpu": gpu, "accelerators": accelerators, "sync": sync, "train_batch_size": train_batch_size,
@@ -72,16 +73,16 @@ def plan(
     file = run or question_file(question, out)
     with stage_bars() as on_progress:
         other = None if against is None else (str(against), _other(against, workers=workers, on_progress=on_progress))
-        cases = plan_cases(
-            question,
+        how = HowToPlan(
             out=out,
             workers=workers,
             ray_address=ray,
             on_progress=on_progress,
             measured=measured,
-            run_file=_as_given(file, overrides if run is not None else []),
+            run_file=(str(file), *([] if run is None or hardware is None else ["--hardware", str(hardware)])),
             against=other,
         )
+        cases = plan_cases(question, how)
     if run is None:
         write_question(question, file)
     raise typer.Exit(_show(cases, file.name, out=out, as_json=as_json, kept=file if run is None else None))
@@ -120,19 +121,11 @@ def _other(path: Path, *, workers: int | None, on_progress: Callable[[str, int, 
     from pipelinerl.records.plan_report import PlanReport
     from pipelinerl.records.run_folder import PLAN_FILE
     from sim.planning.cases import plan_cases
+    from sim.planning.simulate import HowToPlan
 
     if path.is_dir() or path.suffix == ".json":
         return PlanReport.read(path / PLAN_FILE if path.is_dir() else path)
-    (case,) = plan_cases(
-        ask({}, path),
-        workers=workers,
-        on_progress=lambda stage, *numbers: on_progress(f"{path.name}: {stage}", *numbers),
-    )
+    how = HowToPlan(workers=workers, on_progress=lambda stage, *numbers: on_progress(f"{path.name}: {stage}", *numbers))
+    (case,) = plan_cases(ask({}, path), how)
     assert case.report is not None  # else an error has been raised
     return case.report
-
-
-def _as_given(run: Path, overrides: list[str]) -> str:
-    """Return the run file with its overrides as a command line has them, but for those of ``[plan]``."""
-    sets = (word for one in overrides if not one.startswith("plan.") for word in ("--set", one))
-    return shlex.join([str(run), *sets])

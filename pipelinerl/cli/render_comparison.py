@@ -37,7 +37,8 @@ def print_comparison(comparison: ComparisonReport, name: str) -> None:
     console = Console()
     console.print(table)
     console.print(made.note, style="dim")
-    console.print(comparison.answer, markup=False, highlight=False)
+    for line in (comparison.answer, *comparison.too_short):
+        console.print(line, markup=False, highlight=False)
 
 
 def comparison_table(comparison: ComparisonReport) -> PageTable:

@@ -12,10 +12,6 @@ from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.reports import RunReport
 
-START_UP_SHARE = 0.1
-"""Share by which the second half of a run may be faster than the whole; beyond it the start-up has not faded. The whole
-is slow by start-up time / duration: with twice as many steps the share would be about half."""
-
 LAST_EVALUATIONS = 5
 """Evaluations beside the run that are shown, the newest (count)."""
 
@@ -49,8 +45,8 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "optimizer steps", f"{report.optimizer_steps:,}"
     yield "time" if report.updates else "simulated time", duration(report.duration_s)
     yield "throughput", f"{report.tokens_per_s:,.0f} tokens/s, {report.samples_per_s:,.1f} samples/s"
-    if (later := _second_half(report)) > (1 + START_UP_SHARE) * report.tokens_per_s:
-        yield "", f"the second half alone {later:,.0f} tokens/s: too few optimizer steps for the start-up to fade"
+    if report.too_short:
+        yield "  too few optimizer steps", ";\n".join(report.too_short)
     if report.tokens_per_flash is not None:
         yield "", f"{report.tokens_per_flash:.2f} tokens/flash"
     yield "token lag (optimizer steps)", f"mean {lag.mean:.2f}, p95 {lag.p95}, p99 {lag.p99}, max {lag.max}"
@@ -88,16 +84,6 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "held-out problems", ", ".join(f"{when} {rate:.1%}" for when, rate in rates if rate is not None)
     if not report.complete:
         yield "complete", "no: the run ended early"
-
-
-def _second_half(report: RunReport) -> float:
-    """Return the trained tokens per second in the second half of the optimizer steps; 0 without one."""
-    steps = report.steps
-    half = len(steps) // 2
-    if not half:
-        return 0.0
-    seconds = float(steps.time_s[-1] - steps.time_s[half - 1])
-    return float(steps.tokens[half:].sum()) / seconds if seconds else 0.0
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,16 @@ import typer
 
 from pipelinerl.cli.interrupts import said_if_interrupted
 from pipelinerl.cli.kept_figures import draw_kept
-from pipelinerl.cli.options import JsonOption, OutOption, RunArgument, SeedOption, SetOption, needs_extra, print_json
+from pipelinerl.cli.options import (
+    HardwareOption,
+    JsonOption,
+    OutOption,
+    RunArgument,
+    SeedOption,
+    SetOption,
+    needs_extra,
+    print_json,
+)
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +36,14 @@ def train(
     check: Annotated[
         bool, typer.Option("--check", help="Check task, machines and links, and make a few optimizer steps.")
     ] = False,
+    hardware: HardwareOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train for real, with vLLM engines and a DeepSpeed trainer: the [train] table of the run file."""
     from pipelinerl.cli.progress import training_bar
     from pipelinerl.config.run_file import load_run
 
-    config = load_run(run, overrides, seed)
+    config = load_run(run, overrides, seed, hardware=hardware)
     if check:
         if resume:
             raise ConfigError("--check begins a run of its own, got --resume, too")

@@ -72,6 +72,8 @@ class Case:
     config: RunConfig
     whole: bool
     """Whether nothing that ``plan`` finds was left out: it can run as it is."""
+    sets: tuple[str, ...] = ()
+    """Overrides that make it of the run file, or of the file of the question; without those of ``[plan]``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def ask(
     combinations = list(itertools.product(*lists))
     if len(combinations) > MOST_CASES:
         raise ConfigError(f"a question must have at most {MOST_CASES} cases, got {len(combinations)}")
-    said = flat(with_overrides({}, [*(f"{key}={value}" for key, value in combinations[0]), *overrides]))
+    first = [f"{key}={value}" for key, value in combinations[0]]
+    said = flat(with_overrides({}, [*first, *overrides]))
     if hardware is not None:
         said |= flat({"hardware": read_hardware(hardware, "--hardware")})
     assumed = () if run is not None else _assumed(said)
@@ -125,7 +128,9 @@ def ask(
         name = " ".join(
             f"{value} GPUs" if key == OPTIONS["accelerators"] else value for key, value in settings if key in several
         )
-        cases.append(Case(name, parse_run(filled, title), whole))
+        own = [*sets, *overrides] if run is not None else [one for one in sets if one not in first]
+        own = [one for one in own if not one.startswith("plan.")]
+        cases.append(Case(name, parse_run(filled, title), whole, tuple(own)))
     return Question(tables[0], tuple(cases), assumed)
 
 

@@ -40,6 +40,8 @@ class ArmReport(Report):
     """The numbers of its run."""
     repeats: list[RepeatReport] | None = None
     """Its runs with every seed. Absent: the comparison has no seeds."""
+    too_short: list[str] | None = None
+    """Why its optimizer steps are too few to stand for a longer run, a text each. Absent: nothing says so."""
 
     @property
     def folders(self) -> list[str]:
@@ -72,6 +74,18 @@ class ComparisonReport(Report):
     def arms(self) -> list[ArmReport]:
         """The arms of all scenarios."""
         return [arm for scenario in self.scenarios for arm in scenario.arms]
+
+    @property
+    def too_short(self) -> list[str]:
+        """For which arms ``optimizer_steps`` are too few, and why, a line each; none where they are enough."""
+        found: dict[str, list[str]] = {}
+        for arm in self.arms:
+            if arm.too_short:
+                found.setdefault(arm.name, []).append("; ".join(arm.too_short))
+        others = {name: f" (and in {len(lines) - 1} more scenarios)" for name, lines in found.items() if lines[1:]}
+        return [
+            f"too few optimizer steps for {name}: {lines[0]}{others.get(name, '')}" for name, lines in found.items()
+        ]
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per scenario and arm.

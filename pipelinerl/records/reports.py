@@ -14,6 +14,7 @@ from pydantic import ConfigDict, PrivateAttr
 
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.cost import CostReport
+from pipelinerl.records.steady import too_short
 from pipelinerl.records.steps import STEPS_FILE, StepRow, as_records, read_steps
 from pipelinerl.rl.drift import EssBand
 from pipelinerl.rl.ess import EssReport, MismatchReport
@@ -348,6 +349,11 @@ class RunReport(RunMeasurements, RunTotals, RunIdentity):  # pydantic orders fie
     def steps(self) -> np.recarray[Any, Any]:
         """A record per optimizer step with the columns of steps.csv: ``report.steps.lag_mean`` is an array."""
         return as_records(self._steps)
+
+    @property
+    def too_short(self) -> list[str]:
+        """Why its optimizer steps are too few to stand for a longer run; none where its steps are not at hand."""
+        return too_short(self.steps, rl_step=self.optimizer_steps_per_rl_step)
 
     def to_frame(self) -> Any:
         """Return a pandas data frame with a row per optimizer step, the columns of steps.csv.

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipelinerl.config.question import Question
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.plan_report import PlanReport
 from sim.planning.search import plan
-from sim.planning.simulate import OnProgress
+from sim.planning.simulate import HowToPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +29,14 @@ class PlannedCase:
         return re.sub(r"[^\w.]+", "_", self.name)
 
 
-def plan_cases(
-    question: Question,
-    *,
-    out: Path | None = None,
-    workers: int | None = None,
-    ray_address: str | None = None,
-    on_progress: OnProgress = lambda *_: None,
-    measured: Sequence[Path] = (),
-    run_file: str = "RUN.toml",
-    against: tuple[str, PlanReport] | None = None,
-) -> list[PlannedCase]:
+def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
     """Plan every case of a question; the first also tells what its assumptions decide.
 
     On Ctrl-C the case that is under way keeps what was simulated, and those after it are left out.
 
     Args:
         question: What is asked.
-        out: Folder for the plan, or of several for a folder each.
-        workers: Processes (count). None: one per core.
-        ray_address: Simulate on this Ray cluster instead.
-        on_progress: As of ``plan``; of several cases each stage has the name of its case.
-        measured: Measurements to merge into each.
-        run_file: As of ``plan``.
-        against: Another plan to compare the first with, and its name.
+        how: As of ``plan``. Of several cases each stage has the name of its case, and the first is compared.
 
     Raises:
         ConfigError: If the input is wrong, or nothing keeps to the limits in any case.
@@ -64,19 +46,15 @@ def plan_cases(
     for case in question.cases:
         before = f"{case.name}: " if several else ""
         planned, first = PlannedCase(case.name, None), all(one.report is None for one in done)
+        its = replace(
+            how,
+            out=how.out and (how.out / planned.folder if several else how.out),
+            on_progress=lambda stage, *numbers, before=before: how.on_progress(before + stage, *numbers),
+            run_file=(*how.run_file, *(word for one in case.sets for word in ("--set", one))),
+            against=how.against if first else None,
+        )
         try:
-            report = plan(
-                case.config,
-                out=out and (out / planned.folder if several else out),
-                workers=workers,
-                ray_address=ray_address,
-                on_progress=lambda stage, *numbers, before=before: on_progress(before + stage, *numbers),
-                measured=measured,
-                run_file=run_file,
-                whole=case.whole,
-                assumed=question.assumed if first else (),
-                against=against if first else None,
-            )
+            report = plan(case.config, its, whole=case.whole, assumed=question.assumed if first else ())
         except (ConfigError, RunFailedError) as error:
             done.append(replace(planned, failure=str(error)))
             stop = isinstance(error, RunFailedError) or case is question.cases[-1]

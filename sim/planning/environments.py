@@ -15,8 +15,8 @@ from pipelinerl.records.comparison_report import ArmReport
 from pipelinerl.records.cost import Prices
 from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.run_folder import ENVIRONMENTS_FILE, write_json
+from pipelinerl.records.steady import steady_part
 from sim.compare import compare
-from sim.planning.simulate import steady_part
 
 SHARES_OF_SLOTS = (0.25, 0.5, 0.75, 1.0, 1.125, 1.25, 1.5, 2.0)
 """Environments tried by default, over the slots of all engines (no unit)."""

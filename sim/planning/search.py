@@ -10,8 +10,8 @@ again with the optimistic and the pessimistic coefficients.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from pipelinerl.calibration.measured import Measured, merged
@@ -62,7 +62,7 @@ from sim.planning.explain import (
 )
 from sim.planning.more_gpus import bottleneck, verdict
 from sim.planning.search_space import SearchSpace
-from sim.planning.simulate import Job, OnProgress, Outcome, Runner, cycle
+from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, cycle
 from sim.planning.uncertainty import Bets
 from sim.planning.what_if import compared_with, effects_of
 
@@ -76,17 +76,7 @@ Bands = dict[Level, list[Outcome]]
 
 
 def plan(
-    config: RunConfig,
-    *,
-    out: Path | None = None,
-    workers: int | None = None,
-    ray_address: str | None = None,
-    on_progress: OnProgress = lambda *_: None,
-    measured: Sequence[Path] = (),
-    run_file: str = "RUN.toml",
-    whole: bool = True,
-    assumed: Sequence[Assumption] = (),
-    against: tuple[str, PlanReport] | None = None,
+    config: RunConfig, how: HowToPlan | None = None, *, whole: bool = True, assumed: Sequence[Assumption] = ()
 ) -> PlanReport:
     """Search for the best way to run.
 
@@ -94,15 +84,9 @@ def plan(
 
     Args:
         config: The run file; its ``plan`` table holds the lists to search and the limits.
-        out: Folder for plan.json and recommended.toml.
-        workers: Processes (count). None: one per core.
-        ray_address: Simulate on this Ray cluster instead.
-        on_progress: Called with the stage, the number of simulations done, and their number.
-        measured: Measurements to merge into the run file (``pipelinerl.calibration.measured``).
-        run_file: Its path and overrides, as words of the commands that measure what is not known.
+        how: Where to, with which processes, beside what. None: as its defaults have it.
         whole: Whether the run file is a way to run as it is, to compare with; else it has placeholders.
         assumed: What of it nobody gave.
-        against: Another plan to compare with, and its name.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -113,14 +97,16 @@ def plan(
             "plan simulates without [policy], with the lengths of [workload]: remove the table, and give "
             f"workload.length as a run with it has them, got policy.task='{config.policy.task}'"
         )
+    how = how or HowToPlan()
+    out = how.out
     if out is not None:
         check_vacant(out)
-    runner = Runner(workers=workers, ray_address=ray_address, on_progress=on_progress)
+    runner = Runner(how)
     with runner.interruptible():
-        search = _Search(*merged(config, measured), run_file=run_file, whole=whole)
+        search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole)
         report, recommended = search.report(search.simulated(runner), runner)
         effects = effects_of(() if runner.interrupted else assumed, report.asked)
-        other = None if against is None else compared_with(*against, report.asked)
+        other = None if how.against is None else compared_with(*how.against, report.asked)
         report = report.model_copy(update={"assumed": effects, "against": other})
     if out is not None:
         make_folder(out)

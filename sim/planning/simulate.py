@@ -8,12 +8,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from pathlib import Path
 from types import FrameType
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import PipelineRLError, RunFailedError
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.bottleneck import Admission, Bottleneck, find_bottleneck
+from pipelinerl.records.plan_report import PlanReport
+from pipelinerl.records.steady import steady_part
 from pipelinerl.records.step_ledger import Step
 from pipelinerl.rl.drift import modelled_ess
 from sim.parallel import run_all, run_all_on_ray
@@ -31,6 +34,26 @@ STEADY_LAG_STEPS = 0.1
 
 OnProgress = Callable[[str, int, int], None]
 """Called with the stage, the number done, and the number in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HowToPlan:
+    """All that a plan is told besides its question."""
+
+    out: Path | None = None
+    """Folder for plan.json and recommended.toml; of several cases for a folder each."""
+    workers: int | None = None
+    """Processes (count). None: one per core."""
+    ray_address: str | None = None
+    """Simulate on this Ray cluster instead."""
+    on_progress: OnProgress = lambda *_: None
+    """Called with the stage, the number of simulations done, and their number."""
+    measured: Sequence[Path] = ()
+    """Measurements to merge into the run file (``pipelinerl.calibration.measured``)."""
+    run_file: tuple[str, ...] = ("RUN.toml",)
+    """The run file and what it is read with, as words of the commands that measure what is not known."""
+    against: tuple[str, PlanReport] | None = None
+    """Another plan to compare with, and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +109,8 @@ class Outcome:
 class Runner:
     """Simulates jobs in parallel, each run once however many candidates make it; remembers whether it was stopped."""
 
-    def __init__(self, *, workers: int | None, ray_address: str | None, on_progress: OnProgress) -> None:
-        self._workers, self._ray_address, self.say = workers, ray_address, on_progress
+    def __init__(self, how: HowToPlan) -> None:
+        self._workers, self._ray_address, self.say = how.workers, how.ray_address, how.on_progress
         self._done: dict[str, Outcome] = {}  # by the run simulated, as text
         self.failures: list[str] = []
         self.interrupted = False
@@ -172,12 +195,6 @@ def cycle(candidate: Candidate) -> int:
     """Return the optimizer steps after which a run repeats itself: of an RL step, or between publications (count)."""
     scheduler = candidate.config.scheduler
     return scheduler.optimizer_steps_per_rl_step if candidate.schedule.has_rl_steps else scheduler.publish_every
-
-
-def steady_part(num_rows: int, unit: int) -> tuple[int, int]:
-    """Return the first and the last but one index of the rows that stand for the rest of a run, in whole units."""
-    end = num_rows // unit * unit
-    return end // 2 // unit * unit, end
 
 
 def is_steady(rows: Sequence[Step], unit: int) -> bool:

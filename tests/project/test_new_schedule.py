@@ -23,6 +23,7 @@ from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.scheduler.rollouts import RolloutGroup
 from sim.compare import compare
 from sim.planning.search import plan
+from sim.planning.simulate import HowToPlan
 from sim.run import simulate
 
 
@@ -108,7 +109,7 @@ def test_it_is_compared_in_other_processes() -> None:
 def test_it_is_planned() -> None:
     """Its steady state is that of the shipped kind with the same facts, which is too fast; its simulation is right."""
     search = (f"plan.schedulers=['{KIND}', 'pipeline']", "plan.generation_batch_size=[8]", "plan.simulate=4")
-    result = plan(run_of(*search, "plan.generation_accelerators=[2, 4]", "plan.lag_limit=0"), workers=1)
+    result = plan(run_of(*search, "plan.generation_accelerators=[2, 4]", "plan.lag_limit=0"), HowToPlan(workers=1))
     own = result.families[KIND]
     assert own is not None
     assert own.label.startswith("on_policy ")

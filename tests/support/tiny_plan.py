@@ -19,6 +19,7 @@ from sim.planning.axes import all_choices
 from sim.planning.candidates import Candidate, candidate_of
 from sim.planning.search import plan
 from sim.planning.search_space import SearchSpace
+from sim.planning.simulate import HowToPlan
 
 FAST_SYNC = {
     "sync_s_per_root_gb": 0.2,
@@ -56,7 +57,7 @@ def tiny_run(*overrides: str) -> RunConfig:
 def planned(*overrides: str, **arguments: Any) -> PlanReport:
     """Return the plan of the run file with overrides."""
     with in_this_process():
-        return plan(tiny_run(*overrides), **arguments)
+        return plan(tiny_run(*overrides), HowToPlan(**arguments))
 
 
 def refused(*overrides: str) -> str:

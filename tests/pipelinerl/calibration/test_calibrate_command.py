@@ -77,6 +77,7 @@ def test_what_simulated_traces_and_kernels_give_is_not_doubted(pipeline_folder: 
     [
         ((), "calibrate needs SOURCE, or --run RUN.toml"),
         (("--set", "seed=1"), "--set overrides keys of --run RUN.toml"),
+        (("--hardware", "hw.toml"), "--hardware takes the place of a table of --run RUN.toml"),
         (("nowhere",), "cannot read trace nowhere"),
         (("nowhere.csv",), "cannot read the table of step times nowhere.csv"),
         (("nowhere", "--train-step-s", "3"), "calibrate takes SOURCE or numbers"),

@@ -1,6 +1,7 @@
 """How sure a plan is, as it is printed; the commands that measure, and the plan that takes what they wrote."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -99,19 +100,24 @@ def test_a_check_of_a_run_file_is_its_first_steps() -> None:
 def test_train_check_ends_with_status_1_if_something_is_wrong(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finding: Finding, status: int
 ) -> None:
-    seen: list[tuple[Path, bool]] = []
+    """Its hardware may come from another file."""
+    hardware = tmp_path / "hw.toml"
+    hardware.write_text('[hardware]\ngpu = "H200"\nmodel = "Qwen2.5-7B"\n')
+    gpus, seen = [], list[tuple[Path, bool]]()
 
     def check(config: RunConfig, *, out: Path, shared: bool, **_: Any) -> CheckReport:
         seen.append((out, shared))
+        gpus.append(config.hardware.gpu)
         return CheckReport(rows=[CheckRow(what="links", measured="1 GB/s", finding=finding, advice="look")])
 
     monkeypatch.setattr("backends.check.run_check.check", check)
     assert command("train", EXAMPLE, "--check", "--out", tmp_path / "out").status == status
-    result = command("train", EXAMPLE, "--check", "--json")
+    result = command("train", EXAMPLE, "--check", "--json", "--hardware", hardware)
     assert (result.status, json.loads(result.out)["rows"][0]["finding"]) == (status, finding)
     (out, shared), (temporary, alone) = seen
     assert (out, shared, alone) == (tmp_path / "out", True, False)
     assert not temporary.exists()
+    assert gpus == ["H100", "H200"]
     assert_fails(command("train", EXAMPLE, "--check", "--resume"), 2, "--check begins a run of its own, got --resume")
 
 
@@ -119,18 +125,28 @@ def test_train_check_ends_with_status_1_if_something_is_wrong(
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.slow
 def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path: Path) -> None:
-    path, check = tmp_path / "run.toml", tmp_path / "check"
+    """What it proposes carries the file of hardware and the overrides, and is a command."""
+    path, check, hardware = tmp_path / "run.toml", tmp_path / "check", tmp_path / "hw.toml"
+    hardware.write_text('[hardware]\ngpu = "H100"\nmodel = "Qwen2.5-1.5B"\n')
     path.write_text(dump_run(unknown_run()))
     truth = "hardware.coefficients={sync_s_per_root_gb=6.0}"
     simulate(check_config(unknown_run(truth)), out=check, trace=True)
     plans = [
-        json.loads(command("plan", path, "--json", *sets("seed=1", "plan.simulate=5"), *options).out)["certainty"]
+        json.loads(
+            command("plan", path, "--json", *sets("seed=1", "plan.simulate=5"), *options, "--hardware", hardware).out
+        )["certainty"]
         for options in ([], ["--measured", check])
     ]
     assert plans[1]["right"] > plans[0]["right"] + 0.1
     assert plans[1]["unknown"]["decode step"] < plans[0]["unknown"]["decode step"]
     (asked,) = plans[0]["measurements"][0]["commands"]
-    assert f"{path} --set seed=1 --weight-sync-s SECONDS" in asked
+    assert f"{path} --hardware {hardware} --set seed=1 --weight-sync-s SECONDS" in asked
+    assert (
+        command(
+            *shlex.split(asked.replace("SECONDS", "5").replace("measured.toml", str(tmp_path / "m.toml")))[1:]
+        ).status
+        == 0
+    )
     for name in ("plan", "simulate", "compare"):
         assert_fails(
             command(name, path, "--measured", tmp_path / "none"), 2, "--measured must be a folder of `measure`"

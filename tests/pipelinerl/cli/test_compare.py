@@ -22,6 +22,8 @@ def test_compare_prints_a_row_per_arm_and_keeps_what_it_prints(command: Command,
     kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert "tiny.toml: speed-up over conventional" in result.out
     assert "as given" in result.out
+    assert "too few optimizer steps for pipeline: the second half alone gives " in result.out
+    assert kept["scenarios"][0]["arms"][0]["too_short"][0].startswith("the second half alone gives ")
     for arm in kept["scenarios"][0]["arms"]:
         (row,) = [line for line in result.out.splitlines() if line.startswith(arm["name"])]
         summary, seconds = arm["summary"], arm["summary"]["seconds"]

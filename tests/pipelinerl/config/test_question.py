@@ -165,3 +165,13 @@ def test_measured_hardware_needs_no_model_and_is_not_assumed(tmp_path: Path) -> 
     question = ask({"accelerators": "8"}, hardware=path)
     assert question.cases[0].config.hardware.training is not None
     assert not [one for one in question.assumed if one.key.startswith("hardware.")]
+
+
+def test_a_case_is_the_run_file_with_its_overrides(tmp_path: Path) -> None:
+    """Without a run file the file that is kept is the first case's; the lists of ``[plan]`` make no run another."""
+    _, second = ask(GIVEN).cases
+    assert second.sets == ("cluster.accelerators=96",)
+    run = tmp_path / "run.toml"
+    run.write_text(tomli_w.dumps(OPEN))
+    (case,) = ask({"gpu": "A100", "max_mean_lag": "3"}, run, ["optimizer_steps=5", "plan.simulate=2"]).cases
+    assert case.sets == ("hardware.gpu=A100", "optimizer_steps=5")

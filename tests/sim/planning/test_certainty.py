@@ -10,6 +10,7 @@ from pipelinerl.config.check import check_config
 from pipelinerl.hardware.prior import CERTAIN
 from pipelinerl.records.plan_report import PlanReport
 from sim.planning.search import plan
+from sim.planning.simulate import HowToPlan
 from sim.run import simulate
 
 TRUTH = "hardware.coefficients={sync_s_per_root_gb=6.0, kv_efficiency=0.6, training_mfu=0.5}"
@@ -18,7 +19,7 @@ TRUTH = "hardware.coefficients={sync_s_per_root_gb=6.0, kv_efficiency=0.6, train
 
 def planned_unknown(*overrides: str, measured: tuple[Path, ...] = ()) -> PlanReport:
     with in_this_process():
-        return plan(unknown_run(*overrides), measured=measured)
+        return plan(unknown_run(*overrides), HowToPlan(measured=measured))
 
 
 @cache

@@ -16,7 +16,7 @@ from pipelinerl.errors import RunFailedError
 from sim.parallel import run_all_on_ray
 from sim.planning import simulate as planning_simulate
 from sim.planning.choose import TIE, pareto_front
-from sim.planning.simulate import Runner
+from sim.planning.simulate import HowToPlan, Runner
 from sim.run import simulate
 
 # ------------------------------------------------------------------------------------- recommendation
@@ -140,7 +140,7 @@ def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_p
 
 def test_ctrl_c_between_simulations_ends_them_and_a_second_one_ends_all() -> None:
     """The first is remembered, so that the plan is finished from what there is."""
-    runner = Runner(workers=1, ray_address=None, on_progress=lambda *_: None)
+    runner = Runner(HowToPlan(workers=1))
     before = signal.getsignal(signal.SIGINT)
     with runner.interruptible():
         signal.raise_signal(signal.SIGINT)

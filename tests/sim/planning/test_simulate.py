@@ -12,7 +12,7 @@ from pipelinerl.records.steps import StepRow
 from sim.planning import simulate as planning_simulate
 from sim.planning.candidates import own_candidate
 from sim.planning.search_space import SearchSpace
-from sim.planning.simulate import Job, Outcome, Runner, extended, is_steady, simulate_job
+from sim.planning.simulate import HowToPlan, Job, Outcome, Runner, extended, is_steady, simulate_job
 from sim.run import simulate, simulate_steps
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_two_candidates_make_is_simulated_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(planning_simulate, "simulate_job", simulated_job)
     own = own_candidate(SearchSpace.of(tiny_run()))
     other = replace(own, label="the same by another name")
-    runner = Runner(workers=1, ray_address=None, on_progress=lambda *_: None)
+    runner = Runner(HowToPlan(workers=1))
     both = runner.run("simulations", [Job(own, Level.CENTRAL, 4), Job(other, Level.CENTRAL, 4)])
     assert sorted(one.candidate.label for one in both) == sorted([own.label, other.label])
     assert replace(both[0], candidate=own) == replace(both[1], candidate=own)
