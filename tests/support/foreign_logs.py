@@ -261,6 +261,7 @@ def areal_lengths(step: LoggedStep) -> dict[str, float]:
         "ppo_actor/prompt_len/avg": step.prompt_mean,
         "ppo_actor/seq_len/avg": step.length_mean + step.prompt_mean,
         "ppo_actor/seq_len/max": step.length_max + step.prompt_mean,
+        "ppo_actor/no_eos_ratios/avg": step.clipped_share,
         "ppo_actor/update/version_stats/sample_staleness_theta_avg": step.lag_mean,
         "ppo_actor/update/version_stats/sample_staleness_theta_max": step.lag_max,
     }

@@ -72,20 +72,22 @@ def described_run(
         overrides: Keys of the run that is made, ``a.b=value``.
 
     Raises:
-        ConfigError: If GPU, model, accelerators or batch are known from nowhere, or a key is wrong.
+        ConfigError: If GPU, model, accelerators, lengths or batch are known from nowhere, or a key is wrong.
     """
-    length, fitted = logged_lengths(log)
-    assumed = [f"lengths: log-normal, fitted to {fitted}"]
-    mean = log.mean
-    workload: dict[str, Any] = {"length": length.model_dump(mode="json", exclude_defaults=True)}
+    mean, workload = log.mean, dict[str, Any]()
+    assumed = list[str]()
+    if mean.length_mean is None:
+        assumed.append("lengths: not in the log, those that were given")
+    else:
+        length, fitted = logged_lengths(log)
+        workload["length"] = length.model_dump(mode="json", exclude_defaults=True)
+        assumed.append(f"lengths: log-normal, fitted to {fitted}")
     if mean.prompt_mean is not None:
         workload["prompt_tokens"] = round(mean.prompt_mean)
     if run is not None:
         data = run.model_dump(mode="json", exclude_none=True, exclude_unset=True)
         data["workload"] = {**data["workload"], **workload}
         return parse_run(data, "run file with the lengths of the log"), assumed
-    if mean.prompt_mean is None:
-        assumed.append("workload.prompt_tokens: not in the log, 0 taken")
     data = {
         "optimizer_steps": 100,
         "cluster": {},
@@ -94,6 +96,13 @@ def described_run(
         "hardware": {"gpu": named.get("gpu"), "model": named.get("model")},
     }
     data = with_overrides(data, overrides)
+    if "length" not in data["workload"]:
+        raise ConfigError(
+            "--set 'workload.length={...}' is missing: the log must tell the mean length of the answers (length_mean), "
+            "got none"
+        )
+    if "prompt_tokens" not in data["workload"]:
+        assumed.append("workload.prompt_tokens: not in the log, 0 taken; where it knows but sums, answers hold prompts")
     _add_cluster(data, log, named, assumed)
     _add_scheduler(data, log, assumed)
     if not any(one.startswith("workload.group_size") for one in overrides):

@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 Alternatives = tuple[tuple[str, ...], ...]
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)"
+NUMPY = r"(?:np\.\w+\()?"
+"""What NumPy 2 prints before a number in a dictionary."""
+DURATION = r"(\d[\d.]*(?:ms|[dhms])(?: \d+[hms])?)"
+"""Seconds in units: 15m 56s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class Format:
     """A line of the console that begins a step; its group is the number."""
     console: tuple[tuple[re.Pattern[str], str], ...] = ()
     """Numbers of a line, and the metric each is: ``{0}`` stands for the first group, the last group is the value."""
+    console_wraps: re.Pattern[str] | None = None
+    """A line's end that a terminal put in, not the system."""
+    besides: tuple[str, ...] = ()
+    """Seconds that are no part of a step, though some versions count them in it: evaluation, checkpoint."""
 
 
 VERL = Format(
@@ -59,11 +67,14 @@ VERL = Format(
     asynchronous=("fully_async/count/current_param_version", "timing_s/generate_async", "timing_s/param_sync"),
     asynchronous_columns={"wait_s": (("timing_s/gen",),), "generation_s": (("timing_s/generate_async",),)},
     console_step=re.compile(r"\bstep:(\d+) - "),
-    console=((re.compile(r" - ([^\s:]+):(?:np\.\w+\()?" + NUMBER), "{0}"),),
+    console=((re.compile(rf" - ([^\s:]+):{NUMPY}{NUMBER}"), "{0}"),),
+    console_wraps=re.compile(r"(?<=\S)\n(?=(?!\(|[^\n]*\bstep:\d+ - )(?:[^\n]* - [\w/.@-]+:|[\d.]+\)?\n))"),
+    besides=("timing_s/testing", "timing_s/save_checkpoint"),
 )  # fmt: skip
-"""volcengine/verl, January 2026: ``verl/trainer/ppo/metric_utils.py``, ``verl/trainer/ppo/ray_trainer.py``, console in
-``verl/utils/logger/aggregate_logger.py``, JSONL in ``verl/utils/tracking.py``; asynchronous in
-``verl/experimental/one_step_off_policy/ray_trainer.py`` and ``verl/experimental/fully_async_policy/``."""
+"""volcengine/verl, March 2025 to January 2026: ``verl/trainer/ppo/metric_utils.py``,
+``verl/trainer/ppo/ray_trainer.py``, console in ``verl/utils/logger/aggregate_logger.py``, JSONL in
+``verl/utils/tracking.py``; asynchronous in ``verl/experimental/one_step_off_policy/ray_trainer.py`` and
+``verl/experimental/fully_async_policy/``."""
 
 NEMO_RL = Format(
     name="nemo-rl",
@@ -110,6 +121,7 @@ NEMO_RL = Format(
             "performance/generation_tokens_per_sec_per_gpu",
         ),
     ),
+    besides=("timing/train/checkpointing",),
 )  # fmt: skip
 """NVIDIA-NeMo/RL, August 2026: ``nemo_rl/algorithms/grpo.py`` (timers, console), ``nemo_rl/algorithms/utils.py``
 (performance), ``nemo_rl/experience/rollouts.py`` and ``rollout_manager.py`` (lengths)."""
@@ -122,22 +134,31 @@ PRIME_RL = Format(
         "wait_s": (("time/wait_for_batch",),),
         "training_s": (("time/forward_backward", "time/load_data"),),
         "sync_s": (("time/broadcast_weights",),),
-        "tokens": (("progress/output_tokens",),),
-        "length_mean": (("train/agg/effective/num_output_tokens/mean",),),
+        "tokens": (("progress/output_tokens",), ("progress/decode_tokens",)),
+        "samples": (("progress/samples",),),
+        "length_mean": (("train/agg/effective/num_output_tokens/mean",), ("decode_len/mean",)),
         "length_p90": (("train/agg/effective/num_output_tokens/p90",),),
         "length_max": (("train/agg/effective/num_output_tokens/max",),),
-        "prompt_mean": (("train/agg/effective/num_input_tokens/mean",),),
+        "clipped_share": (("is_truncated/mean",),),
+        "prompt_mean": (("train/agg/effective/num_input_tokens/mean",), ("prefill_len/mean",)),
+        "sequence_mean": (("seq_len/mean",),),
         "lag_mean": (("off_policy/mean",),),
-        "lag_max": (("off_policy/max",),),
+        "lag_max": (("console/async_level", "off_policy/max"), ("off_policy/max",)),
     },
-    ratios={"training_accelerators": (("perf/throughput",), ("perf/throughput_per_gpu",))},
+    ratios={
+        "training_accelerators": (("perf/throughput",), ("perf/throughput_per_gpu",)),
+        "total_tokens": (("console/throughput", "time/step"), ()),
+    },
     console_step=re.compile(r"\bStep (\d+) \|"),
     console=(
-        (re.compile(rf"\bStep \d+ \|\s+{NUMBER}s \|"), "time/step"),
-        (re.compile(rf"\| Max Off-Policy {NUMBER}"), "off_policy/max"),
+        (re.compile(rf"\bStep \d+ \|(?: Time:)?\s+{DURATION} \|"), "time/step"),
+        (re.compile(rf"Throughput: {NUMBER} tokens/s \| Seq"), "console/throughput"),
+        (re.compile(rf"Seq\. Length: {NUMBER} tokens/sample"), "seq_len/mean"),
+        (re.compile(rf"\| Async Level: {NUMBER}"), "console/async_level"),
+        (re.compile(rf"\| Max\.? Off-Policy(?: Level:)? {NUMBER}"), "off_policy/max"),
     ),
 )
-"""PrimeIntellect-ai/prime-rl, August 2026: ``src/prime_rl/trainer/rl/train.py``,
+"""PrimeIntellect-ai/prime-rl, December 2025 to August 2026: ``src/prime_rl/trainer/rl/train.py``,
 ``src/prime_rl/orchestrator/orchestrator.py``, ``src/prime_rl/orchestrator/metrics.py``; JSONL in
 ``src/prime_rl/monitors/file.py``. Trainer and orchestrator write a file each: give both."""
 
@@ -145,21 +166,22 @@ SLIME = Format(
     name="slime",
     steps=("rollout/step", "_step", "step"),
     columns={
-        "step_s": (("perf/step_time",),),
+        "step_s": (("perf/step_time",), ("perf/total_train_time",)),
         "generation_s": (("perf/rollout_time",),),
         "training_s": (("perf/train_time",),),
         "sync_s": (("perf/update_weights_time",),),
-        "length_mean": (("rollout/response_len/mean",),),
+        "length_mean": (("rollout/response_len/mean",), ("rollout/response_lengths",)),
         "length_max": (("rollout/response_len/max",),),
-        "clipped_share": (("rollout/truncated_ratio",),),
+        "clipped_share": (("rollout/truncated_ratio",), ("rollout/truncated",)),
         "sequence_mean": (("rollout/total_lengths",),),
     },
     ratios={"total_tokens": (("perf/actor_train_tok_per_s", "perf/actor_train_time"), ())},
     console_step=re.compile(r"\b(?:perf|rollout) (\d+): \{"),
-    console=((re.compile(rf"'([\w/.@-]+)': {NUMBER}"), "{0}"),),
+    console=((re.compile(rf"'([\w/.@-]+)': {NUMPY}{NUMBER}"), "{0}"),),
 )  # fmt: skip
-"""THUDM/slime, August 2026: ``slime/observability/train_metric_utils.py``, ``slime/observability/rollout_metrics.py``,
-timers in ``slime/backends/megatron_utils/actor.py``."""
+"""THUDM/slime, September 2025 to August 2026: ``slime/observability/train_metric_utils.py``,
+``slime/observability/rollout_metrics.py``, timers in ``slime/backends/megatron_utils/actor.py``; the older names in
+``slime/utils/train_metric_utils.py``."""
 
 AREAL_PARTS = (
     "timeperf/train_step", "timeperf/recompute_logp", "timeperf/ref_logp", "timeperf/teacher_logp",

@@ -24,6 +24,9 @@ Metrics = dict[int, dict[str, float]]
 """Numbers by step and name."""
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+DURATIONS = re.compile(r"([\d.]+)(ms|[dhms])")
+UNITS = {"d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+"""Seconds of a unit."""
 RUN_PREFIX = " - "
 """What stands between the name of a run and that of a metric where W&B exports a chart."""
 EXTREMES = ("__MIN", "__MAX")
@@ -83,6 +86,8 @@ def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedS
         if all(one for names in values for one in names):
             over, under = (math.prod(one for one in names if one) for names in values)
             found[column] = over / under
+    if found.get("step_s") is not None:
+        found["step_s"] = _without(sum(_metric(name, metrics) or 0.0 for name in format_.besides), found)
     known = {column: value for column, value in found.items() if value or (value is not None and column in MAY_BE_0)}
     if not known:
         return None
@@ -90,6 +95,13 @@ def _step(number: int, metrics: Mapping[str, float], format_: Format) -> LoggedS
         return LoggedStep(step=number, **known)
     except ValidationError as error:
         raise ConfigError(f"step {number} of the log: {explain(error, LoggedStep)[0]}") from None
+
+
+def _without(besides_s: float, found: Mapping[str, float | None]) -> float:
+    """Return the seconds of a step without its evaluation and checkpoint, if they fit into what its parts leave."""
+    waits = "generation_s" if found.get("wait_s") is None else "wait_s"
+    step_s, *parts_s = (found.get(name) or 0.0 for name in ("step_s", waits, "training_s", "sync_s"))
+    return step_s - besides_s if sum(parts_s) + besides_s <= step_s else step_s
 
 
 def _sum(alternatives: Alternatives, metrics: Mapping[str, float]) -> float | None:
@@ -117,19 +129,27 @@ def _numbers(path: Path, format_: Format) -> Iterator[tuple[int, dict[str, float
 
 def _from_console(text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:
     assert format_.console_step is not None
-    step = None
-    for line in COLOURS.sub("", text).splitlines():
+    step, text = None, COLOURS.sub("", text)
+    if format_.console_wraps is not None:
+        text = format_.console_wraps.sub("", text)
+    for line in text.splitlines():
         if begun := format_.console_step.search(line):
             step = int(begun[1])
         if step is None:
             continue
         found = {
-            name.format(*match.groups()): float(match.groups()[-1])
+            name.format(*match.groups()): _seconds(match.groups()[-1])
             for pattern, name in format_.console
             for match in pattern.finditer(line)
         }
         if found:
             yield step, found
+
+
+def _seconds(text: str) -> float:
+    """Return a number, or seconds that have units."""
+    parts = DURATIONS.findall(text)
+    return sum(float(number) * UNITS[unit] for number, unit in parts) if parts else float(text)
 
 
 def _from_csv(path: Path, text: str, format_: Format) -> Iterator[tuple[int, dict[str, float]]]:

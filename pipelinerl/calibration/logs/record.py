@@ -129,7 +129,7 @@ class LoggedRun:
     @property
     def asynchronous(self) -> bool:
         """Whether generation and training ran side by side."""
-        return self.mean.wait_s is not None
+        return self.mean.wait_s is not None or (self.mean.lag_max or 0.0) >= 1
 
 
 def logged_run(steps: Sequence[LoggedStep]) -> LoggedRun:
@@ -139,7 +139,7 @@ def logged_run(steps: Sequence[LoggedStep]) -> LoggedRun:
         steps: At least one, in order.
 
     Raises:
-        ConfigError: If no step has seconds, or no answers' length is known.
+        ConfigError: If no step has seconds.
     """
     whole = [step.completed() for step in steps]
     timed = [step for step in whole if step.step_s is not None]
@@ -154,8 +154,8 @@ def logged_run(steps: Sequence[LoggedStep]) -> LoggedRun:
         if name != "step"
     }
     means = {name: float(np.mean(some)) for name, some in values.items() if some}
-    if "length_mean" not in means:
-        raise ConfigError("the log must tell the mean length of the answers (length_mean), got none")
+    if "length_mean" not in means and "sequence_mean" in means:
+        means["length_mean"] = means["sequence_mean"]
     if values["lag_max"]:
         means["lag_max"] = max(values["lag_max"])
     if "tokens" in means:

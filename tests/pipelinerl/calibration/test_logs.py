@@ -120,7 +120,7 @@ def assert_close(found: dict[str, float], truth: dict[str, float], *, by: float)
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=by)
 
 
-@pytest.mark.parametrize("case", ["verl console", "plain"])
+@pytest.mark.parametrize("case", ["verl console", "slime console", "areal console"])
 def test_a_synchronous_job_gives_its_hardware_back(tmp_path: Path, synchronous: list[LoggedStep], case: str) -> None:
     """Simulated with known hardware: seconds within 3 %, also where the log says nothing: at another batch."""
     result = calibrated(
@@ -130,7 +130,8 @@ def test_a_synchronous_job_gives_its_hardware_back(tmp_path: Path, synchronous: 
     assert (found.cluster.accelerators, found.scheduler.kind) == (16, "conventional")
     assert found.scheduler.train_batch_size == truth.scheduler.train_batch_size
     assert result.fit.table["weights"] == {"publish_s": pytest.approx(2.5), "pause_s": pytest.approx(2.5)}
-    assert result.fit.table["switch"]["to_training_s"] == pytest.approx(3.0, rel=1e-3)
+    rest_s = 0.0 if case.startswith("areal") else 3.0  # AReaL logs its parts, not the whole step
+    assert result.fit.table["switch"]["to_training_s"] == pytest.approx(rest_s, rel=1e-3, abs=1e-3)
     assert set(result.fit.factors) == {"training", "generation"}
     for name in ("step_s", "generation_s", "training_s", "sync_s", "tokens_per_s"):
         measured = getattr(result.log.mean, name)
@@ -144,8 +145,11 @@ def test_a_synchronous_job_gives_its_hardware_back(tmp_path: Path, synchronous: 
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
-def test_an_asynchronous_job_that_waits_gives_its_generation_back(tmp_path: Path, waiting: list[LoggedStep]) -> None:
-    log = log_of(tmp_path, waiting, *ASYNCHRONOUS["nemo-rl history"])
+@pytest.mark.parametrize("case", ["nemo-rl history", "prime-rl jsonl"])
+def test_an_asynchronous_job_that_waits_gives_its_generation_back(
+    tmp_path: Path, waiting: list[LoggedStep], case: str
+) -> None:
+    log = log_of(tmp_path, waiting, *ASYNCHRONOUS[case])
     result = calibrated(
         log,
         "cluster.generation_accelerators=2",
@@ -306,7 +310,6 @@ def test_one_step_off_in_verl_is_an_asynchronous_job_with_seconds_of_generation(
         ("a.csv", "step,step_s,lenght\n1,2,3\n", "csv", r"'lenght' is an unknown column"),
         ("a.csv", "step,step_s\n1,x\n", "csv", r"step_s must be a number above 0, got 'x'"),
         ("a.csv", "step,sync_s\n1,2\n", "csv", r"the log must tell the seconds of a step"),
-        ("a.csv", "step,step_s\n1,2\n", "csv", r"the log must tell the mean length of the answers"),
     ],
 )
 def test_a_log_that_cannot_be_used_is_refused_in_one_line(
