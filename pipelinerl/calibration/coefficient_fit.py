@@ -73,7 +73,9 @@ def simpler(simple: Fit, full: Fit, fitted: Sequence[str], *, always_full: bool)
     if full.mean_error < (QUIET_SHARE if always_full else MUCH_BETTER) * simple.mean_error:
         return full
     kept = {*fitted, "dispatch_s"}
-    others = {name: "the times are explained as well without it" for name in full.values if name not in kept}
+    others = {
+        name: "fitted, it explains the times hardly better: kept as given" for name in full.values if name not in kept
+    }
     return replace(simple, undetermined={**others, **simple.undetermined})
 
 
