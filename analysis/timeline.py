@@ -3,7 +3,9 @@
 Theory of operation. One pass over the trace of a run, simulated or real. What takes time becomes a slice when it ends;
 a track is a thread of the format. Slices of a thread must not overlap, so an engine has *lanes*: a rollout takes the
 first free one of the first ``LANES``, and is left out if none is free. Environments likewise. A weight update is an
-arrow from the trainer's slice to the slice of each engine that loads it. Counters change at every optimizer step, those
+arrow from the trainer's slice to the slice of each engine that loads it. A real trainer's ranks have a track each: the
+trace does not know them, the metrics have the seconds of each phase, summed over the micro-batches of a step; they are
+drawn one after the other from where the step began. Counters change at every optimizer step, those
 of engines at most every ``COUNTER_STEP`` of the time that is shown.
 
 Source: the Trace Event Format of Chromium's Catapult project: phases X (a slice), s and f (an arrow), C (a counter),
@@ -15,11 +17,16 @@ from __future__ import annotations
 import heapq
 import json
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, assert_never
 
-from pipelinerl.records.run_folder import TRACE_FILE
+import numpy as np
+
+from analysis.metrics import read_metrics
+from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Record, Trace
 from pipelinerl.scheduler.events import (
@@ -55,6 +62,10 @@ MAX_ENTRIES = 400_000
 """Entries of a file, where it is cut (count): about 60 MB."""
 COUNTER_STEP = 1e-3
 """Shortest time between two values of a counter (share of the run)."""
+FIRST_RANK = 10
+"""Thread of the trainer's rank 0."""
+RANK_SECONDS = re.compile(r"train/rank([0-9]+)/([a-z]+)_s")
+"""Metrics of a real trainer's ranks: the rank, and what it did."""
 RUN, TRAINER, SANDBOXES, FIRST_ENGINE = 1, 2, 3, 10
 """Processes of the format."""
 
@@ -119,6 +130,8 @@ class Timeline:
         self._aborting: set[int] = set()
         self._training: StartTraining | None = None
         self._training_s = 0.0
+        self._steps: dict[int, tuple[float, float]] = {}  # first and last second of training, by step
+        self._ranks: set[int] = set()
         self._loaded_s = [0.0] * num_engines
         self._published: dict[int, float] = {}
         self._num_arrows = 0
@@ -140,6 +153,22 @@ class Timeline:
         if self._begin_s <= row.time_s <= self._end_s:
             for name, value in (("mean lag", row.lag_mean), ("in progress", row.in_progress), ("ready", row.ready)):
                 self._entry("C", RUN, row.time_s, name=name, args={name: value})
+
+    def ranks(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show what the trainer's ranks did in an optimizer step, by its metrics."""
+        if step not in self._steps:
+            return
+        begin_s, end_s = self._steps[step]
+        at_s: dict[int, float] = {}
+        for name, seconds in metrics.items():
+            if not (found := RANK_SECONDS.fullmatch(name)) or not seconds > 0:
+                continue
+            rank, start_s = int(found[1]), at_s.get(int(found[1]), begin_s)
+            at_s[rank] = min(end_s, start_s + seconds)  # a rank has a clock of its own
+            if rank not in self._ranks:
+                self._ranks.add(rank)
+                self._name_thread(TRAINER, FIRST_RANK + rank, f"rank {rank}")
+            self._slice((TRAINER, FIRST_RANK + rank), found[2], start_s, at_s[rank], step=step)
 
     def record(self, record: Record) -> None:
         """Show an event or a command."""
@@ -222,6 +251,7 @@ class Timeline:
         self.counts.optimizer_steps += command.completes_step
         args = {"rollouts": len(command.rollout_ids), "completes_step": command.completes_step}
         start_s = max(now_s - train_s, self._training_s)  # a real trainer has a clock of its own
+        self._steps[command.version + 1] = (self._steps.get(command.version + 1, (start_s,))[0], now_s)
         self._slice((TRAINER, 1), f"step {command.version + 1}", start_s, now_s, **args)
 
     def _loaded(self, engine: int, version: int, now_s: float, pause_s: float) -> None:
@@ -285,8 +315,11 @@ class Timeline:
         self._entry("M", process, 0.0, name="process_name", args={"name": name})
         self._entry("M", process, 0.0, name="process_sort_index", args={"sort_index": process})
         for thread, one in (threads or {}).items():
-            self._entry("M", process, 0.0, tid=thread, name="thread_name", args={"name": one})
-            self._entry("M", process, 0.0, tid=thread, name="thread_sort_index", args={"sort_index": thread})
+            self._name_thread(process, thread, one)
+
+    def _name_thread(self, process: int, thread: int, name: str) -> None:
+        self._entry("M", process, 0.0, tid=thread, name="thread_name", args={"name": name})
+        self._entry("M", process, 0.0, tid=thread, name="thread_sort_index", args={"sort_index": thread})
 
     def _entry(self, phase: str, process: int, time_s: float, *, tid: int = 0, **rest: Any) -> None:
         self.entries.append({"ph": phase, "pid": process, "tid": tid, "ts": _microseconds(time_s), **rest})
@@ -302,9 +335,10 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
 
     Raises:
         TraceError: If there is no trace, or a broken one.
-        ConfigError: If the rows of the optimizer steps cannot be read.
+        ConfigError: If the rows or the metrics of the optimizer steps cannot be read.
     """
     trace, rows = Trace(folder / TRACE_FILE), read_steps(folder / STEPS_FILE)
+    metrics = read_metrics(folder / METRICS_FILE, np.array([row.step for row in rows]))
     config = trace.config
     timeline = Timeline(
         num_engines=config.num_engines,
@@ -322,9 +356,12 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
     if timeline.full:
         timeline.counts.cut_at_s = now_s
     timeline.finish(now_s)
-    for row in rows:
+    for number, row in enumerate(rows):
         if row.time_s <= now_s:
             timeline.step(row)
+            timeline.ranks(
+                row.step, {name: float(column[number]) for name, column in metrics.items() if number < len(column)}
+            )
     return timeline
 
 

@@ -55,6 +55,7 @@ from pipelinerl.scheduler.events import (
     AbortRollout,
     Command,
     DiscardRollouts,
+    EngineSeconds,
     EnvironmentFailed,
     Event,
     ObservationReady,
@@ -258,13 +259,14 @@ class EventLoop:
         data.extend(generated)
         state.metrics.busy(command.engine, generated.front_end_s)
         state.metrics.busy(None, busy_s())
+        seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
-            self._aborted(rollout_id, command.engine)
+            self._aborted(rollout_id, command.engine, seconds)
             return
         if self._turns is None:
             self._finished(rollout_id, command.engine)
             return
-        self._deliver(TurnFinished(rollout_id, command.engine, data.spans))
+        self._deliver(TurnFinished(rollout_id, command.engine, data.spans, seconds))
         if rollout_id in state.rollouts:
             state.acting.add(rollout_id)
             self._tasks.spawn(self._act(rollout_id, partial(self._turns.act, rollout_id, data)))
@@ -313,12 +315,12 @@ class EventLoop:
         elif self._turns is not None:
             self._turns.environments.release(rollout_id)
 
-    def _aborted(self, rollout_id: int, engine: int) -> None:
+    def _aborted(self, rollout_id: int, engine: int, seconds: EngineSeconds | None = None) -> None:
         """Report a rollout that ended early, with what it has."""
         spans = self._state.rollouts[rollout_id].spans
         if rollout_id in self._state.aborting and not self.frozen:
             self._forget(rollout_id)
-        self._deliver(RolloutAborted(rollout_id, engine, spans))
+        self._deliver(RolloutAborted(rollout_id, engine, spans, seconds))
 
     def _failed(self, rollout_id: int, why: str, engine: int | None = None) -> None:
         """Report a rollout that will not be scored, and its engine if it has not finished."""

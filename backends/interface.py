@@ -30,7 +30,7 @@ from backends.facts import SelfTest
 from backends.workers import Launch, LocalWorker
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
-from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
+from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
 
 # Legend of shapes: T generated tokens of one answer; P tokens of one prompt.
 
@@ -75,6 +75,8 @@ class Generated:
     """Whether it ended early, by ``abort`` or by an update of kind ``abort``."""
     front_end_s: float = 0.0
     """Time that the engine's front end has been busy with requests since its start (seconds); 0: not known."""
+    seconds: EngineSeconds | None = None
+    """Where the time of this request has gone on the engine. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             gpu_memory_utilization=train.engine.gpu_memory_utilization,
             colocated=config.colocated,
             cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
+            request_times=config.environment is not None,
             cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
             log_file=None if logs is None else str(logs / f"engine-{engine_id}.log"),
             start_timeout_s=train.engine.start_timeout_s,

@@ -23,6 +23,7 @@ import numpy as np
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
 from backends.vllm.process import VLLMSettings
+from backends.vllm.request_times import RequestTimes, no_logger
 from backends.vllm.spawned import main_of_children
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
@@ -196,7 +197,8 @@ def start_client(settings: VLLMSettings) -> Client:
             raise ConfigError(f"{error.name} is not installed: {install(f'train-{settings.device}')}") from error
         transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
         arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
-        return Client(AsyncLLM.from_engine_args(arguments))
+        loggers = [no_logger()] if settings.request_times else None
+        return Client(AsyncLLM.from_engine_args(arguments, stat_loggers=loggers))
 
 
 class Client:
@@ -208,6 +210,7 @@ class Client:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
+        self._times = RequestTimes()
         self.outputs_s = 0.0
         """Time that this process has been busy with the outputs of decode steps (seconds)."""
         self.last_output_s = time.monotonic()
@@ -257,7 +260,8 @@ class Client:
                 pass
         except EngineDeadError:
             raise EngineDiedError from None
-        return replace(as_generated(output), front_end_s=busy_s() - self.outputs_s)
+        seconds = self._times.of(output.metrics)  # type: ignore[union-attr]
+        return replace(as_generated(output), front_end_s=busy_s() - self.outputs_s, seconds=seconds)
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early; no effect if it is unknown."""
@@ -273,10 +277,12 @@ class Client:
         await self.llm.pause_generation(mode=mode, clear_cache=weight_update is WeightUpdate.RECOMPUTE)
         if not await self.llm.is_paused():
             raise BackendError("the engine did not pause")
+        self._times.stop()
 
     async def resume(self) -> None:
         """Go on."""
         await self.llm.resume_generation()
+        self._times.go_on()
 
     async def join_group(self, info: Mapping[str, Any]) -> None:
         """Have every worker join the group that weights are sent through; see ``broadcast_receiver.JoinInfo``."""

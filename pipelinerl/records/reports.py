@@ -126,12 +126,12 @@ class RolloutSeconds(Report):
     scoring: float
     """It was being scored (s)."""
     queue: float | None = None
-    """Of ``engine``: the rest. It was on its way, in the engine's queue, or weights were loaded (s). Absent in a real
-    run."""
+    """Of ``engine``: the rest. It was on its way, in the engine's queue, or weights were loaded (s)."""
     prefill: float | None = None
-    """Of ``engine``: its prefill was under way, or that of others held up its batch (s). Absent in a real run."""
+    """Of ``engine``: its prefill was under way, or that of others held up its batch (s). In a real run that of others
+    counts as decode; absent where the engine does not tell."""
     decode: float | None = None
-    """Of ``engine``: its batch made decode steps (s). Absent in a real run."""
+    """Of ``engine``: its batch made decode steps (s). Absent where the engine does not tell."""
 
     @property
     def prefill_share(self) -> float:

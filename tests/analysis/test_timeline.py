@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,37 @@ def test_a_file_that_is_full_says_where(folder: Path, monkeypatch: pytest.Monkey
     last = max(one["ts"] + one.get("dur", 0) for one in entries) / 1e6
     assert len(entries) <= 300 + 4 * analysis.timeline.LANES + 18  # what was open, and counters of six steps
     assert counts.cut_at_s == pytest.approx(last, abs=1e-6)
+
+
+def test_a_real_trainers_ranks_have_a_track_each(tmp_path: Path, folder: Path) -> None:
+    """From where the step began, one phase after the other, not beyond its end; a step without metrics has none."""
+    shutil.copytree(folder, tmp_path / "run")
+    _, before = drawn(tmp_path / "run")
+    steps = {one["name"]: one for one in before if (one["ph"], one["pid"], one["tid"]) == ("X", TRAINER, 1)}
+    lasts_s = [steps[f"step {number}"]["dur"] / 1e6 for number in (1, 2)]
+    lines: list[dict[str, float]] = [
+        {"step": step, "reward/mean": 0.5, "train/rank0/forward_s": 0.5 * lasts_s[step - 1],
+         "train/rank0/backward_s": 0.25 * lasts_s[step - 1], "train/rank1/forward_s": 9.0 * lasts_s[step - 1],
+         "train/rank1/optimizer_s": 1.0}
+        for step in (1, 2)
+    ]  # fmt: skip
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, entries = drawn(tmp_path / "run")
+    named = {
+        one["args"]["name"]: one["tid"] for one in entries if one["name"] == "thread_name" if one["pid"] == TRAINER
+    }
+    assert {name for name in named if name.startswith("rank")} == {"rank 0", "rank 1"}
+    for rank, shares in ((0, {"forward": 0.5, "backward": 0.25}), (1, {"forward": 1.0, "optimizer": 0.0})):
+        own = [
+            one for one in entries if one["ph"] == "X" and (one["pid"], one["tid"]) == (TRAINER, named[f"rank {rank}"])
+        ]
+        assert [(one["name"], one["args"]["step"]) for one in own] == [
+            (name, step) for step in (1, 2) for name in shares
+        ]
+        for one in own:
+            step = steps[f"step {one['args']['step']}"]
+            assert one["dur"] == pytest.approx(shares[one["name"]] * step["dur"], abs=2)
+            assert step["ts"] <= one["ts"] <= one["ts"] + one["dur"] <= step["ts"] + step["dur"]
 
 
 def test_tracks_are_named(folder: Path) -> None:

@@ -170,6 +170,9 @@ def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     assert 2.5 < summary.environments.turns_mean < 4.5
     assert summary.rollouts.failed == summary.environments.errors == summary.environments.timeouts == 0
     assert summary.mismatch.kl_at_lag_0 < 1e-6
+    seconds = summary.environments.seconds
+    assert seconds.queue + seconds.prefill + seconds.decode == pytest.approx(seconds.engine)
+    assert min(seconds.queue, seconds.prefill, seconds.decode) > 0
     assert run.left_over() == []
 
 

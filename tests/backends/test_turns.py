@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.rl.environments import Observation
 from pipelinerl.rl.segments import SegmentKind
 from pipelinerl.scheduler.events import (
+    EngineSeconds,
     ObservationReady,
     OpenEnvironment,
     RolloutFailed,
@@ -100,6 +102,32 @@ def test_a_rollout_is_generated_and_observed_segments_and_no_token_is_made_of_te
             - len(sample.prompt_P)
             - sum(len(one.tokens) for one in sample.segments if one.kind is SegmentKind.OBSERVED)
         )
+
+
+class Timed(FakeEngine):
+    """Says that each request was two seconds in prefill and one in decode."""
+
+    num_answers = 0
+
+    async def generate(self, request):
+        generated = await super().generate(request)
+        self.num_answers += 1
+        return replace(generated, seconds=EngineSeconds(2.0, 1.0))
+
+
+def test_prefill_and_decode_of_engines_that_tell_them_are_in_trace_and_report(out):
+    """Every answer counts, those that were cut short, too; the replay of the trace gives the same report."""
+    config = turns_of(settings={"turns": 3}, steps=3)
+    parts = parts_of(config)
+    parts.engines = [Timed(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    summary = run_checked(config, out, parts)
+    seconds, finished = summary.environments.seconds, summary.rollouts.finished
+    num_answers = sum(engine.num_answers for engine in parts.engines)
+    assert seconds.prefill * finished == pytest.approx(2.0 * num_answers)
+    assert seconds.decode * finished == pytest.approx(1.0 * num_answers)
+    assert seconds.prefill_share == pytest.approx(2 / 3)
+    told = [one.seconds for one in (row.event for row in records(out)) if isinstance(one, TurnFinished)]
+    assert set(told) == {EngineSeconds(2.0, 1.0)}
 
 
 def test_every_generated_token_has_the_version_that_sampled_it(out):
