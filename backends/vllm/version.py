@@ -23,7 +23,7 @@ import numpy as np
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
 from backends.vllm.process import VLLMSettings
-from backends.vllm.request_times import RequestTimes, no_logger
+from backends.vllm.request_times import RequestTimes
 from backends.vllm.spawned import main_of_children
 from pipelinerl.errors import BackendError, ConfigError, install
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
@@ -201,6 +201,25 @@ def start_client(settings: VLLMSettings) -> Client:
         return Client(AsyncLLM.from_engine_args(arguments, stat_loggers=loggers))
 
 
+def no_logger() -> Any:
+    """Return a logger of statistics that logs nothing: vLLM keeps the times of requests if something logs.
+
+    Its Prometheus logger would log besides, whatever it is told, but for one that takes its place.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    class NoLogger(PrometheusStatLogger):  # type: ignore[misc,unused-ignore]
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def record(self, *_: Any, **__: Any) -> None:
+            pass
+
+        record_sleep_state = record_admission_rejection = log_engine_initialized = log = record
+
+    return NoLogger
+
+
 class Client:
     """The calls of vLLM's engine that we use. None of them is timed here, and none returns once the engine is dead.
 
@@ -260,7 +279,9 @@ class Client:
                 pass
         except EngineDeadError:
             raise EngineDiedError from None
-        seconds = self._times.of(output.metrics)  # type: ignore[union-attr]
+        times = output.metrics  # type: ignore[union-attr]
+        known = times and (times.scheduled_ts, times.first_token_ts, times.last_token_ts)
+        seconds = self._times.of(*known) if known else None
         return replace(as_generated(output), front_end_s=busy_s() - self.outputs_s, seconds=seconds)
 
     async def abort(self, rollout_id: int) -> None:

@@ -1,11 +1,9 @@
 """Prefill and decode of a request by vLLM's times of it, less the seconds in which the engine stood still."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from backends.vllm import request_times
-from backends.vllm.request_times import MOST_STOPS, RequestTimes
+from backends.vllm.request_times import RequestTimes
 from pipelinerl.scheduler.events import EngineSeconds
 
 
@@ -34,10 +32,4 @@ def times(monkeypatch: pytest.MonkeyPatch) -> RequestTimes:
 def test_seconds_of_a_request_by_hand(
     times: RequestTimes, scheduled_s: float, first_token_s: float, last_token_s: float, seconds: EngineSeconds
 ) -> None:
-    metrics = SimpleNamespace(scheduled_ts=scheduled_s, first_token_ts=first_token_s, last_token_ts=last_token_s)
-    assert times.of(metrics) == seconds
-
-
-def test_without_times_nothing_is_known_and_old_stops_are_forgotten(times: RequestTimes) -> None:
-    assert times.of(None) is None
-    assert times._stops.maxlen == MOST_STOPS
+    assert times.of(scheduled_s, first_token_s, last_token_s) == seconds
