@@ -317,6 +317,14 @@ class Sender(Protocol):
             TransferError: If they do not all have them.
         """
 
+    async def abort_group(self, meeting: str, why: str) -> None:
+        """Have a ``join_group`` or ``send`` under way raise at once, and the members leave; else do nothing.
+
+        Args:
+            meeting: What ``open_group`` returned; another group is left alone.
+            why: Which member is lost.
+        """
+
 
 class Receiver(Protocol):
     """An engine's part in it."""
@@ -334,6 +342,9 @@ class Receiver(Protocol):
         Raises:
             EngineLostError: If the engine does not answer.
         """
+
+    async def until_lost(self) -> None:
+        """Wait until the engine is lost, whoever finds it; another start makes it another engine."""
 
 
 @dataclass(frozen=True, slots=True)

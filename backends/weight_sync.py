@@ -146,7 +146,7 @@ class WeightSync:
                     return
             for engine, error in lost.items():
                 self._pool.lost(self._pool[engine], error)
-            num_failed += not lost
+            num_failed += all(self._pool[engine].up.is_set() for engine in takers)
 
     async def _update(
         self,

@@ -11,6 +11,7 @@ What is streamed is put together while it is sent: then nothing is kept, and not
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,8 @@ KEPT_FILES = 2
 """Published files kept: the newest, and the one that engines may still be reading (count)."""
 TRANSFER_THREAD = "transfer"
 """Ray's concurrency group of the calls that send."""
+ABORT_THREAD = "abort"
+"""Ray's concurrency group of the calls that end a transfer under way."""
 
 
 class Publisher:
@@ -56,6 +59,8 @@ class Publisher:
         self._folder, self._model_path = folder, model_path
         self._files = sorted(folder.glob(FILES)) if self._receives else []  # of a rank before, that was killed
         self._door: Door | None = None
+        self._meeting = self._why_aborted = ""
+        self._changing_group = threading.Lock()
         self._sender: Sender | None = None
         self._parameters: Parameters = ()
         self._row: torch.Tensor | None = None
@@ -144,13 +149,28 @@ class Publisher:
 
     def open_group(self) -> str:
         """Leave the group of before; return what members of a new one have to know to join it (rank 0)."""
-        if self._sender is not None:
-            self._sender.leave()
-            self._sender = None
-        if self._door is not None:
-            self._door.close()
-        self._door = Door.open(own_address())
-        return self._door.meeting
+        with self._changing_group:
+            if self._sender is not None:
+                self._sender.leave()
+                self._sender = None
+            if self._door is not None:
+                self._door.close()
+            self._door = Door.open(own_address())
+            self._meeting, self._why_aborted = self._door.meeting, ""
+        return self._meeting
+
+    def abort_group(self, meeting: str, why: str) -> None:
+        """End at once what is under way in a group, from another thread; it is of no use then (rank 0).
+
+        Args:
+            meeting: What ``open_group`` has returned; nothing happens if there is another group by now.
+            why: What ``join_group`` or ``send`` says then.
+        """
+        with self._changing_group:
+            if meeting == self._meeting:
+                self._why_aborted = why
+                if self._sender is not None:
+                    self._sender.leave(why)
 
     def join_group(self, names: Sequence[str], timeout_s: float) -> str | None:
         """Join the group that ``open_group`` has opened; returns when all have joined (rank 0).
@@ -163,8 +183,13 @@ class Publisher:
             What went wrong, if something did; this rank is well nevertheless.
         """
         assert self._door is not None
+        with self._changing_group:
+            if self._why_aborted:
+                return f"transfer failed: phase=join at {names[0]}; {self._why_aborted}"
+            sender = Sender(self._door, names=names, parameters=self._parameters, timeout_s=timeout_s)
+            self._sender = sender
         try:
-            self._sender = Sender(self._door, names=names, parameters=self._parameters, timeout_s=timeout_s)
+            sender.meet()
         except BackendError as error:
             return str(error)
         return None

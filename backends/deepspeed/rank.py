@@ -248,6 +248,10 @@ class TrainerRank:
         """See ``Publisher``."""
         return self._publisher.join_group(names, timeout_s)
 
+    def abort_group(self, meeting: str, why: str) -> None:
+        """See ``Publisher``; training goes on meanwhile."""
+        self._publisher.abort_group(meeting, why)
+
     def send(self, version: int) -> str | None:
         """See ``Publisher``; training goes on meanwhile."""
         return self._publisher.send(version)

@@ -32,7 +32,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from backends.deepspeed.packing import pack
-from backends.deepspeed.publisher import TRANSFER_THREAD
+from backends.deepspeed.publisher import ABORT_THREAD, TRANSFER_THREAD
 from backends.deepspeed.rank import TrainerRank
 from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.ray_calls import explain_fault, future_of
@@ -100,7 +100,7 @@ class DeepSpeedTrainer:
         Raises:
             TrainerLostError: If a rank fails or does not answer in time.
         """
-        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1, SAVING_THREAD: 1})(TrainerRank)
+        actor = ray.remote(concurrency_groups={TRANSFER_THREAD: 1, ABORT_THREAD: 1, SAVING_THREAD: 1})(TrainerRank)
         self._ranks = [
             actor.options(**options).remote(replace(self._settings, rank=rank))
             for rank, options in enumerate(self._options)
@@ -147,7 +147,7 @@ class DeepSpeedTrainer:
         Raises:
             TrainerLostError: If rank 0 fails or does not answer in time.
         """
-        meeting: str = await self._in_transfer_thread("join", "open_group")
+        meeting: str = await self._beside_training(TRANSFER_THREAD, "join", "open_group")
         return meeting
 
     async def join_group(self, names: Sequence[str], *, timeout_s: float) -> None:
@@ -158,6 +158,14 @@ class DeepSpeedTrainer:
             TrainerLostError: If rank 0 fails or does not answer in time.
         """
         await self._transfer("join", "join_group", list(names), timeout_s)
+
+    async def abort_group(self, meeting: str, why: str) -> None:
+        """See ``interface.Sender``.
+
+        Raises:
+            TrainerLostError: If rank 0 fails or does not answer in time.
+        """
+        await self._beside_training(ABORT_THREAD, "abort", "abort_group", meeting, why)
 
     async def send(self, weights: Weights) -> None:
         """See ``interface.Trainer``. Files need no sending.
@@ -174,13 +182,13 @@ class DeepSpeedTrainer:
                 raise TransferError(fault)
 
     async def _transfer(self, phase: str, method: str, *arguments: Any) -> None:
-        fault = await self._in_transfer_thread(phase, method, *arguments)
+        fault = await self._beside_training(TRANSFER_THREAD, phase, method, *arguments)
         if fault is not None:
             raise TransferError(fault)
 
-    async def _in_transfer_thread(self, phase: str, method: str, *arguments: Any) -> Any:
-        """Have rank 0 do something beside training."""
-        call = getattr(self._ranks[0], method).options(concurrency_group=TRANSFER_THREAD)
+    async def _beside_training(self, thread: str, phase: str, method: str, *arguments: Any) -> Any:
+        """Have rank 0 do something in a thread of its own."""
+        call = getattr(self._ranks[0], method).options(concurrency_group=thread)
         return (await self._all(phase, [call.remote(*arguments)]))[0]
 
     async def snapshot(self) -> None:

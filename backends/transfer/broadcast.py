@@ -16,6 +16,8 @@ verdict     waits for all                                right, or refused; labe
 
 When all say that it is right the weights can be loaded everywhere. When one refuses they can be sent again. Where
 anything else goes wrong (a member has died, or does not answer in ``timeout_s``) the group is left, and a new one made.
+Whoever knows before these time-outs that a member is lost has the sender leave at once, from another thread; and a
+receiver leaves when the sender has, whatever it waits for.
 
 Plain connections, because they can be closed under whoever waits, and report the death of the other end; with several
 sends under way gloo ends the whole process then. The bytes stay in the host's memory. A GPU reads them there to verify
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,44 +50,49 @@ HASH_THREADS = 4
 """Threads that verify what arrives, if as many cores are allowed (count)."""
 JOIN_TIMEOUT_S = 60.0
 """Longest wait for the workers of a group: they have been told of it (seconds)."""
+CHAIN = 0
+"""Stands for the sender where workers are counted from 1."""
 BLAME_TIMEOUT_S = 2.0
 """Time to look for the member that is to blame when a transfer has failed (seconds)."""
 
 
 class Sender:
-    """Rank 0's end. Making it returns when all workers have joined.
+    """Rank 0's end: to ``meet`` first.
 
     Args:
         door: What the members meet at.
         names: What messages call them: the sender, then every worker of every engine.
         parameters: What will be sent, every time.
         timeout_s: Longest wait for the others, when joining and in every step of a transfer (seconds).
-
-    Raises:
-        BackendError: If not all workers come in time, or one refuses the list of parameters.
     """
 
     def __init__(self, door: Door, *, names: Sequence[str], parameters: Parameters, timeout_s: float) -> None:
-        self._names, self._timeout_s = names, timeout_s
-        self._lines: dict[int, Line] = {}
+        self._door, self._names, self._parameters, self._timeout_s = door, names, parameters, timeout_s
+        self._lines: dict[int, Line] = {}  # by worker; CHAIN: to the first machine
         self._leaders: list[int] = []
         self._awaited: list[int] = []  # leaders that have not said whether what they received is right
-        self._chain: Line | None = None
-        self._why_left = ""
-        began = time.perf_counter()
-        try:
-            self._meet(door, parameters)
-        except Exception as error:
-            absent = [name for worker, name in enumerate(names) if worker and worker not in self._lines]
-            who = f"{', '.join(absent)} did not come; " if absent else ""
-            raise self._broken("join", began, error, who) from error
-        finally:
-            door.close()
+        self._why_left: str | None = None  # None: it has not been left
 
     @property
     def left(self) -> bool:
         """Whether the group has been left: it is of no use then."""
-        return self._chain is None
+        return self._why_left is not None
+
+    def meet(self) -> None:
+        """Return when all workers have joined.
+
+        Raises:
+            BackendError: If not all come in time, or one refuses the list of parameters, or the group is left.
+        """
+        began = time.perf_counter()
+        try:
+            self._meet()
+        except Exception as error:
+            absent = [name for worker, name in enumerate(self._names) if worker and worker not in self._lines]
+            who = f"{', '.join(absent)} did not come; " if absent else ""
+            raise self._broken("join", began, error, who) from error
+        finally:
+            self._door.close()
 
     def send(self, row: torch.Tensor, *, version: int, sums: Sequence[int], parts: Sequence[int] | None = None) -> int:
         """Send a row of bytes to all machines.
@@ -99,9 +107,9 @@ class Sender:
             How many machines refuse what they have received.
 
         Raises:
-            BackendError: If a machine does not say. The group is of no use then.
+            BackendError: If a machine does not say, or the group is left. It is of no use then.
         """
-        if self._chain is None:
+        if self._why_left is not None:
             raise BackendError(f"the group has been left{self._why_left and ': '}{self._why_left}")
         began = time.perf_counter()
         try:
@@ -110,44 +118,53 @@ class Sender:
                 self._lines[worker].tell(version=version, sums=sums, parts=parts)
             content = memoryview(row.numpy())
             for begin, end in cuts(row.numel(), BUCKET_BYTES):
-                empty(self._chain.connection, content[begin:end])
+                empty(self._lines[CHAIN].connection, content[begin:end])
             num_refusing = 0
             while self._awaited:
                 num_refusing += self._lines[self._awaited[0]].hear()["refused"]
                 self._awaited.pop(0)
             return num_refusing
         except Exception as error:
-            raise self._broken("send", began, error, self._to_blame()) from error
+            raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
 
     def leave(self, why: str = "") -> None:
-        """Leave the group: whatever the others wait for fails; a second call does nothing."""
-        if self._chain is not None:
-            self._why_left = why
-        for line in (*self._lines.values(), *([] if self._chain is None else [self._chain])):
-            line.close()
-        self._chain = None
+        """Leave the group, also under a thread that meets or sends: whatever anybody waits for fails at once.
 
-    def _meet(self, door: Door, parameters: Parameters) -> None:
+        A second call does nothing.
+        """
+        if self._why_left is None:
+            self._why_left = why
+        self._door.close()
+        for line in list(self._lines.values()):
+            line.close()
+
+    def _meet(self) -> None:
         until_s = time.monotonic() + min(self._timeout_s, JOIN_TIMEOUT_S)
         hellos: dict[int, dict[str, Any]] = {}
         while len(hellos) + 1 < len(self._names):
-            line, hello = door.let_in(until_s=until_s, timeout_s=self._timeout_s)
-            self._lines[hello["worker"]], hellos[hello["worker"]] = line, hello
+            line, hello = self._door.let_in(until_s=until_s, timeout_s=self._timeout_s)
+            self._keep(hello["worker"], line)
+            hellos[hello["worker"]] = hello
         workers = sorted(hellos)
         places = [hellos[worker]["place"] for worker in workers]
         self._leaders = [workers[index] for index, place in enumerate(places) if place not in places[:index]]
         rows: dict[str, str] = {}
         for worker, after in zip(self._leaders, [*self._leaders[1:], None], strict=True):
             meeting = None if after is None else hellos[after]["meeting"]
-            self._lines[worker].tell(parameters=parameters, leads=True, after=meeting)
+            self._lines[worker].tell(parameters=self._parameters, leads=True, after=meeting)
         for worker in self._leaders:
             rows[hellos[worker]["place"]] = self._lines[worker].hear()["row"]
         mates = [worker for worker in workers if worker not in self._leaders]
         for worker in mates:
-            self._lines[worker].tell(parameters=parameters, leads=False, row=rows[hellos[worker]["place"]])
+            self._lines[worker].tell(parameters=self._parameters, leads=False, row=rows[hellos[worker]["place"]])
         for worker in mates:
             self._lines[worker].hear()
-        self._chain = come_in(hellos[self._leaders[0]]["meeting"], timeout_s=self._timeout_s)
+        self._keep(CHAIN, come_in(hellos[self._leaders[0]]["meeting"], timeout_s=self._timeout_s))
+
+    def _keep(self, worker: int, line: Line) -> None:
+        self._lines[worker] = line
+        if self.left:  # meanwhile, by another thread
+            line.close()
 
     def _to_blame(self) -> str:
         """Say which members have gone or have failed, if any."""
@@ -163,7 +180,8 @@ class Sender:
 
     def _broken(self, phase: str, began: float, error: Exception, who: str) -> BackendError:
         seconds = time.perf_counter() - began
-        failure = f"transfer failed: phase={phase} at {self._names[0]} after {seconds:.1f} s; {who}{error}"
+        why = f"{who}{error}" if self._why_left is None else self._why_left
+        failure = f"transfer failed: phase={phase} at {self._names[0]} after {seconds:.1f} s; {why}"
         self.leave(failure)
         return BackendError(failure)
 
@@ -199,6 +217,7 @@ class Receiver:
 
     def __init__(self, member: Membership, *, place: str, reuse: SharedRow | None = None, keeps: bool = True) -> None:
         self._lines: list[Line] = []
+        self._closed = False
         began = time.perf_counter()
         meeting, timeout_s = member.meeting, member.timeout_s
         address, _, password = meeting.split(":")
@@ -207,6 +226,7 @@ class Receiver:
             said = {"worker": member.worker, "place": place, "meeting": door.meeting}
             self._device = member.device
             self._sender = self._kept(come_in(meeting, timeout_s=timeout_s, **said))
+            threading.Thread(target=self._close_with_sender, name="weights-sender", daemon=True).start()
             told = self._sender.hear()
             self.parameters: Parameters = told["parameters"]
             self.leads: bool = told["leads"]
@@ -227,8 +247,14 @@ class Receiver:
 
     def close(self) -> None:
         """Leave the group, also under a thread that waits; a second call does nothing."""
-        for line in self._lines:
+        self._closed = True
+        for line in list(self._lines):
             line.close()
+
+    def _close_with_sender(self) -> None:
+        """Leave when the sender has: the machine before, whose bytes are waited for, may be silent for ever."""
+        self._sender.wait_for_end()
+        self.close()
 
     def next_transfer(self) -> dict[str, Any]:
         """Wait until the sender begins to send, for as long as it takes; return what it says of it.
@@ -320,6 +346,8 @@ class Receiver:
 
     def _kept(self, line: Line) -> Line:
         self._lines.append(line)
+        if self._closed:  # meanwhile, by another thread
+            line.close()
         return line
 
 

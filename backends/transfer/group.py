@@ -6,14 +6,15 @@ hand, trainer and engines join a new one first. An engine that has been started 
 in a group of two; the next publication finds it up, and makes a group of all.
 
 Engines generate and the trainer trains while weights are sent. Where an engine is lost in the middle of a transfer, the
-others go on with the weights that they have, and get the new ones in a group without it.
+sender ends it at once, as it would wait for an engine that is silent; the others go on with the weights that they have,
+and get the new ones in a group without it.
 
 =============  =============================================  ===================================================
 call           waits for                                      bounded by
 =============  =============================================  ===================================================
 ``turn``       the transfer before                            its own time-outs
 ``form``       engines, to begin to join; then the trainer    ``update_timeout_s``
-``send``       engines, to receive and verify                 ``update_timeout_s`` per bucket
+``send``       engines, to receive and verify                 ``update_timeout_s`` per bucket; the loss of one
 =============  =============================================  ===================================================
 """
 
@@ -21,7 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from backends.interface import GroupMembers, Weights
 from backends.transfer.misfit import is_misfit
@@ -41,6 +43,7 @@ class WeightSyncGroup:
         self._trainer, self._receivers = members.sender, members.receivers
         self._workers_each, self._timeout_s = members.workers_each, members.timeout_s
         self._members: tuple[tuple[int, int], ...] | None = None
+        self._meeting = ""
         self.turn = asyncio.Lock()
         """Held while weights are put together or sent: what is sent must not change."""
 
@@ -62,10 +65,10 @@ class WeightSyncGroup:
         self._members = None
         if not members:
             return {}
-        meeting = await self._trainer.open_group()
+        self._meeting = await self._trainer.open_group()
         names = ["trainer", *(name for engine in engines for name in self._names(engine))]
         joins = [
-            self._receivers[engine].join_group(meeting, first_worker=1 + place * self._workers_each)
+            self._receivers[engine].join_group(self._meeting, first_worker=1 + place * self._workers_each)
             for place, engine in enumerate(engines)
         ]
         ends = await asyncio.gather(*joins, return_exceptions=True)
@@ -76,7 +79,7 @@ class WeightSyncGroup:
         if lost:
             return lost
         try:
-            await self._trainer.join_group(names, timeout_s=self._timeout_s)
+            await self._while_there(members, self._trainer.join_group(names, timeout_s=self._timeout_s))
         except TransferError as error:
             if is_misfit(str(error)):
                 raise WeightsRefusedError(str(error)) from None
@@ -94,12 +97,26 @@ class WeightSyncGroup:
         if self._members is None:
             return False
         try:
-            await self._trainer.send(weights)
+            await self._while_there(self._members, self._trainer.send(weights))
         except TransferError as error:
             self._members = None
             LOG.warning("version %d did not reach the engines: %s", weights.version, error)
             return False
         return True
+
+    async def _while_there(self, members: Iterable[tuple[int, int]], work: Coroutine[Any, Any, None]) -> None:
+        """Have the sender do its part; it ends at once when a member is lost."""
+        watching = [asyncio.ensure_future(self._abort_without(engine)) for engine, _ in members]
+        try:
+            await work
+        finally:
+            for one in watching:
+                one.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)  # without the trainer its part has failed, too
+
+    async def _abort_without(self, engine: int) -> None:
+        await self._receivers[engine].until_lost()
+        await self._trainer.abort_group(self._meeting, f"engine {engine} is lost")
 
     def _names(self, engine: int) -> list[str]:
         if self._workers_each == 1:

@@ -21,6 +21,8 @@ HELLO_TIMEOUT_S = 5.0
 """Longest wait for it (seconds)."""
 HOST_PERIOD_S = 0.5
 """Time between two looks at whether the host is there (seconds)."""
+CONNECT_TIMEOUT_S = 20.0
+"""Longest wait for a machine whose door is open to answer (seconds)."""
 KEEPALIVE_S = 30
 """Seconds of silence after which it is asked whether the other end's machine is still there."""
 
@@ -84,9 +86,20 @@ class Line:
 
     def close(self) -> None:
         """Close the connection, also under whoever waits in another thread; a second call does nothing."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+        _shut(self.connection)
+
+    def wait_for_end(self) -> None:
+        """Wait until the other end has gone, or ``close`` has been called; what it has said stays to be heard."""
+        looking = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # closed already
+            looking.register(self.connection, select.POLLRDHUP)
+            looking.poll()
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()
 
 
 def _wait_at_most(connection: socket.socket, timeout_s: float) -> None:
@@ -178,8 +191,8 @@ class Door:
             connection.close()
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        self.listener.close()
+        """Let nobody in any more, and end the wait of another thread for somebody; a second call does nothing."""
+        _shut(self.listener)
 
 
 def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
@@ -187,14 +200,15 @@ def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
 
     Args:
         meeting: What ``Door.meeting`` said.
-        timeout_s: Of the line, and to connect (seconds).
+        timeout_s: Of the line; to connect takes no longer, and ``CONNECT_TIMEOUT_S`` at most (seconds).
         said: What the other end is told.
 
     Raises:
         OSError: If it cannot be reached.
     """
     address, port, password = meeting.split(":")
-    line = Line(socket.create_connection((address, int(port)), timeout=timeout_s), timeout_s)
+    connection = socket.create_connection((address, int(port)), timeout=min(timeout_s, CONNECT_TIMEOUT_S))
+    line = Line(connection, timeout_s)
     line.tell(password=password, **said)
     return line
 

@@ -123,7 +123,12 @@ class VLLMEngine:
         remove_shared_memory(shared)
 
     async def is_there(self) -> None:
-        """Do nothing: that this returns is a sign of life."""
+        """Do nothing: that this returns is a sign of life.
+
+        Raises:
+            EngineLostError: If vLLM's processes are lost.
+        """
+        self._alive()
 
     async def shared_memory(self) -> set[str]:
         """Return the files of shared memory that would be left if this process were killed."""

@@ -3,7 +3,7 @@
 Theory of operation. The actor looks after vLLM's processes, and this object after the actor. Placing it has a time
 limit, which ends the wait for a machine that is gone, and its start has another. From then on it is asked for a sign of
 life every ``BEAT_S``: when it gives none for ``generate_timeout_s`` it hangs, and every call in progress ends. A dead
-actor is reported by Ray.
+actor is reported by Ray. What any call finds, that the engine is lost, ends ``until_lost``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RayEngine:
         self._actor: Any = None
         self._shared_memory: set[str] = set()
         self._node = ""  # of Ray's cluster, where that is
-        self._hung = asyncio.Event()
+        self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self.num_started = 0
 
@@ -54,7 +54,7 @@ class RayEngine:
             EngineLostError: If that fails, or takes too long; it can be placed nowhere then, or it hangs.
         """
         self.num_started += 1
-        self._hung = asyncio.Event()
+        self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
         phase, limit_s = "placing", PLACING_S
         try:
@@ -89,6 +89,10 @@ class RayEngine:
         """Join the group that weights arrive through; see ``group.Receiver``."""
         await self._call("join_group", meeting, first_worker=first_worker)
 
+    async def until_lost(self) -> None:
+        """Wait until the engine is lost, or has been shut down; see ``interface.Receiver``."""
+        await self._lost.wait()
+
     async def checksums(self) -> dict[str, str]:
         """Return the checksums that the last update was verified against; see ``interface.Engine``."""
         checksums: dict[str, str] = await self._call("checksums")
@@ -105,6 +109,7 @@ class RayEngine:
     async def shutdown(self) -> None:
         """End the process; a second call does nothing."""
         actor, self._actor = self._actor, None
+        self._lost.set()
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
@@ -123,7 +128,7 @@ class RayEngine:
                 await asyncio.wait_for(_future(_removal(left, self._node)), SHUTDOWN_TIMEOUT_S)
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        actor = self._actor
+        actor, lost = self._actor, self._lost
         if actor is None:
             raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}; it is being started again")
         call = asyncio.ensure_future(_future(getattr(actor, method).remote(*arguments, **keywords)))
@@ -137,8 +142,11 @@ class RayEngine:
                 )
             return call.result()
         except RayTaskError as error:
+            if isinstance(error.cause, EngineLostError):
+                lost.set()
             raise error.cause from None
         except RayError as error:
+            lost.set()
             what = str(error).strip().partition("\n")[0]
             raise EngineLostError(f"engine {self._settings.engine_id} lost: phase={method}: {what}") from None
         finally:
@@ -146,17 +154,17 @@ class RayEngine:
             hung.cancel()
 
     async def _watch(self) -> None:
-        """Find that the actor's process hangs."""
-        while True:
+        """Find that the actor's process hangs, or that it or vLLM is lost while nobody calls it."""
+        while not self._lost.is_set():
             await asyncio.sleep(BEAT_S)
             try:
                 async with asyncio.timeout(self._settings.generate_timeout_s):
                     await _future(self._actor.is_there.remote())
             except TimeoutError:
                 self._hung.set()
-                return
+                self._lost.set()
             except RayError:  # who calls it is told
-                return
+                self._lost.set()
 
 
 async def _future(reference: Any) -> Any:

@@ -137,3 +137,15 @@ def test_weights_that_engines_do_not_know_are_refused_when_the_trainer_starts(tr
         publisher(tmp_path, transport).check(model)
     assert is_misfit(str(refused.value))
     assert not is_misfit("weights to be sent have a wrong checksum in 1 of 3 parameters: x")  # another transfer helps
+
+
+def test_the_group_that_is_meant_is_ended_and_no_other(tmp_path: Path) -> None:
+    one = publisher(tmp_path, "broadcast")
+    before, _ = one.open_group(), one.open_group()
+    one.abort_group(before, "engine 0 is lost")
+    assert "did not come" in str(one.join_group(["trainer", "engine 0"], 0.01))
+    meeting = one.open_group()
+    one.abort_group(meeting, "engine 0 is lost")  # before the call that it is to end
+    fault = one.join_group(["trainer", "engine 0"], 1000.0)
+    assert fault == "transfer failed: phase=join at trainer; engine 0 is lost"
+    one.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ class Meeting:
             self.door, names=names(self.num_workers), parameters=described(self.tensors), timeout_s=self.timeout_s
         )
         self.made.append(sender)
+        sender.meet()
         return sender
 
     def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
@@ -216,6 +218,37 @@ def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes
     assert not waiting[1].done()
     sender.leave()
     assert isinstance(waiting[1].exception(timeout=5), OSError)
+
+
+def test_a_transfer_to_a_silent_machine_is_ended_by_whoever_knows_that_it_is_lost(
+    meet: Meet, threads: ThreadPoolExecutor
+) -> None:
+    """Its line stays open, as that of a machine without power; nothing is waited for until its time-out."""
+    meeting = meet(3, timeout_s=1000.0)
+    joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
+    sender = meeting.sender()
+    silent, *others = (one.result() for one in joining)
+    receiving = [threads.submit(take, one) for one in others]
+    sending = threads.submit(sender.send, row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
+    silent.next_transfer()
+    assert not any(one.done() for one in (sending, *receiving))
+    sender.leave("engine 0 is lost")
+    pattern = r"^transfer failed: phase=send at trainer after \d+\.\d s; engine 0 is lost$"
+    assert re.match(pattern, str(sending.exception(timeout=20)))
+    assert all(isinstance(one.exception(timeout=20), OSError) for one in receiving)
+    assert [one.row.label for one in others] == ["", ""]  # what has arrived in part is nothing
+
+
+def test_a_meeting_is_ended_by_whoever_knows_that_a_member_is_lost(meet: Meet, threads: ThreadPoolExecutor) -> None:
+    meeting = meet(2, timeout_s=1000.0)
+    joining = threads.submit(meeting.receiver, 1)
+    meets = threads.submit(meeting.sender)
+    while not (senders := [one for one in meeting.made if isinstance(one, Sender)]):
+        time.sleep(0.01)
+    senders[0].leave("engine 1 is lost")
+    pattern = r"^transfer failed: phase=join at trainer after \d+\.\d s; engine 1 is lost$"
+    assert re.match(pattern, str(meets.exception(timeout=20)))
+    assert isinstance(joining.exception(timeout=20), BackendError)
 
 
 def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: ThreadPoolExecutor) -> None:

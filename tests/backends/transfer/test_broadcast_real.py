@@ -41,12 +41,15 @@ from backends.vllm.process import VLLMSettings  # noqa: E402
 from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
+from pipelinerl.errors import EngineLostError  # noqa: E402
 from pipelinerl.records.reports import RunReport  # noqa: E402
 from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate  # noqa: E402
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 NUM_CORES = 5
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0
+"""Nothing here waits for it."""
+SILENCE_S = 10.0
 
 
 def find(name: str, cores: list[int] | None = None) -> Any:
@@ -69,7 +72,9 @@ def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_ray")
-def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one_engine_only(tmp_path: Path) -> None:
+def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one_engine_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_model(tmp_path / "model", seed=0, end_token=None)
     engines = [engine(tmp_path / "model", index) for index in range(2)]
     given = settings(
@@ -109,11 +114,14 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
         assert len({json.dumps(weights.checksums) for weights in published}) == 3  # something was learnt in every step
         await trainer.train(samples(4), completes_step=True)
         published.append(await trainer.publish(4))
-        find("VLLM::Worker", [0]).suspend()  # the one that receives for both engines
-        await killed_while_weights_arrive(engines[1], trainer, asyncio.create_task(send([0, 1])))
-        while 0 not in await group.form([0, 1]):
-            await asyncio.sleep(0.1)
+        silent = find("VLLM::Worker", [0])  # the one that receives for both engines
+        silent.suspend()
+        await silent_while_weights_arrive(engines, trainer, asyncio.create_task(send([0, 1])))
+        assert "version 4 did not reach the engines: " in caplog.text
+        assert "engine 0 is lost" in caplog.text
+        assert list(await group.form([0, 1])) == [0]
         assert await send([1])
+        assert silent.status() == psutil.STATUS_STOPPED  # its end has helped nobody
         await hold_the_same(4, [1])
         await engines[0].shutdown()
         await engines[0].start()
@@ -130,13 +138,20 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
     asyncio.run(live())
 
 
-async def killed_while_weights_arrive(other: RayEngine, trainer: DeepSpeedTrainer, sending: asyncio.Task[bool]) -> None:
-    """Kill the worker that all wait for; the other engine generates with the old weights, and the trainer trains."""
-    meanwhile = await other.generate(GenerateRequest(1, (3, 13), 20, seed=0, temperature=1.0))
+async def silent_while_weights_arrive(
+    engines: list[RayEngine], trainer: DeepSpeedTrainer, sending: asyncio.Task[bool]
+) -> None:
+    """The worker that all wait for says nothing: the other engine generates with the old weights, the trainer trains.
+
+    The transfer ends when the loss is known, not before and not when its time-out comes.
+    """
+    request = GenerateRequest(1, (3, 13), 20, seed=0, temperature=1.0)
+    meanwhile = await engines[1].generate(request)
     assert meanwhile.spans.versions == (3,)
     await trainer.train(samples(5)[:1], completes_step=False)
     assert not sending.done()
-    find("VLLM::Worker", [0]).kill()
+    with pytest.raises(EngineLostError, match=f"no decode step for {SILENCE_S:g} s"):
+        await engines[0].generate(request)
     assert not await sending
 
 
@@ -151,6 +166,7 @@ def engine(model_path: Path, index: int) -> RayEngine:
         cpu_cores=str(index % (os.cpu_count() or 1)),
         start_timeout_s=300,
         update_timeout_s=TIMEOUT_S,
+        generate_timeout_s=SILENCE_S,
     )
     return RayEngine(given, {"num_cpus": 1, "max_concurrency": 100})
 

@@ -16,6 +16,7 @@ from backends.transfer.group import WeightSyncGroup
 from pipelinerl.errors import EngineLostError, TransferError, WeightsRefusedError
 
 TIMEOUT_S = 0.2
+SILENCE_S = 30.0  # nothing that is right waits for it
 SEND_S = 0.005
 TRAIN_S = 0.02  # longer than a transfer, so that a run does not end before the restart of an engine
 
@@ -24,7 +25,7 @@ class Wire:
     """Where the members of a group meet, and what they have been sent."""
 
     def __init__(self):
-        self.groups = []
+        self.groups, self.meetings = [], []
         self.joining = {}
 
 
@@ -61,25 +62,31 @@ class Sending(FakeTrainer):
     async def open_group(self):
         with self.one_thing("open", but_not=["send"]):
             self.wire.joining, self.members = {}, {}
-            return "memory"
+            self.aborted = asyncio.get_running_loop().create_future()
+            self.wire.meetings.append(f"meeting {len(self.wire.meetings)}")
+            return self.wire.meetings[-1]
+
+    async def abort_group(self, meeting, why):
+        if meeting == self.wire.meetings[-1] and not self.aborted.done():
+            self.aborted.set_result(why)
 
     async def join_group(self, names, *, timeout_s):
         with self.one_thing("join", but_not=["send"]):
-            for _ in range(100):
-                if len(self.wire.joining) == len(names) - 1:
-                    break
-                await asyncio.sleep(timeout_s / 100)
-            else:
-                raise TransferError("no group")
+            if len(self.wire.joining) < len(names) - 1 or not all(one.runs for one in self.wire.joining.values()):
+                await self.silence()
             self.members = dict(self.wire.joining)
             self.wire.groups.append([*sorted(self.members), "trainer"])
+
+    async def silence(self):
+        """Wait for an engine that says nothing, until somebody ends it."""
+        raise TransferError(await asyncio.wait_for(self.aborted, SILENCE_S))
 
     async def send(self, weights):
         with self.one_thing("send", weights.version, but_not=["publish"]):
             await asyncio.sleep(SEND_S)
             started = {index: engine.num_started for index, engine in self.members.items()}
             if any(not engine.runs or started[index] != engine.joined_at for index, engine in self.members.items()):
-                raise TransferError("an engine is lost")
+                await self.silence()
             for engine in self.members.values():
                 engine.staged = weights.version
 
@@ -90,14 +97,19 @@ class Receiving(FakeEngine):
     def __init__(self, wire, index, **options):
         super().__init__(**options)
         self.wire, self.index, self.staged, self.joined_at, self.runs = wire, index, None, 0, False
+        self.gone = asyncio.Event()
 
     def die(self):
         super().die()
         self.runs = False
+        self.gone.set()
 
     async def start(self):
         await super().start()
-        self.runs, self.staged = True, None
+        self.runs, self.staged, self.gone = True, None, asyncio.Event()
+
+    async def until_lost(self):
+        await self.gone.wait()
 
     async def join_group(self, meeting, *, first_worker):
         self._check()

@@ -34,6 +34,7 @@ class Trainer:
     def join(self, num_workers: int = 1) -> None:
         names = ["trainer", *(f"engine {number}" for number in range(num_workers))]
         self.sender = Sender(self.door, names=names, parameters=PARAMETERS, timeout_s=20)
+        self.sender.meet()
 
     def send(self, version: int, *, sums: list[int] | None = None) -> tuple[int, str]:
         places = layout(PARAMETERS)

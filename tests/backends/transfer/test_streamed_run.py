@@ -13,6 +13,7 @@ from backends.interface import GroupMembers
 from pipelinerl.errors import EngineLostError, TransferError
 
 SEND_S = 0.005
+SILENCE_S = 30.0  # of an engine that is lost, unless somebody ends the transfer
 RESTART_S = 0.05
 
 
@@ -39,7 +40,11 @@ class Streaming(FakeTrainer):
         for engine in self.members:
             engine.cut("another group")
         self.members = []
+        self.aborted = asyncio.get_running_loop().create_future()
         return "memory"
+
+    async def abort_group(self, meeting, why):
+        self.aborted.set_result(why)
 
     async def join_group(self, names, *, timeout_s):
         self.members = [engine for engine in self.engines if engine.joined]
@@ -64,7 +69,7 @@ class Streaming(FakeTrainer):
         for due in [version for version in self.hooks if version <= weights.version]:
             self.hooks.pop(due)()
         if not all(engine.alive for engine in self.members):
-            raise TransferError("an engine is lost")
+            raise TransferError(await asyncio.wait_for(self.aborted, SILENCE_S))
         for engine in self.members:
             engine.arrived.set_result(None)
 
@@ -75,10 +80,12 @@ class Loading(FakeEngine):
     def __init__(self, index, **options):
         super().__init__(**options)
         self.index, self.joined, self.alive, self.arrived = index, False, False, None
+        self.gone = asyncio.Event()
 
     def die(self):
         super().die()
         self.alive = False
+        self.gone.set()
         self.cut("dead")
 
     def cut(self, why):
@@ -89,7 +96,10 @@ class Loading(FakeEngine):
         await asyncio.sleep(RESTART_S if self.num_started else 0)
         self._between_steps, self.stands_still = asyncio.Lock(), False
         await super().start()
-        self.alive = True
+        self.alive, self.gone = True, asyncio.Event()
+
+    async def until_lost(self):
+        await self.gone.wait()
 
     async def join_group(self, meeting, *, first_worker):
         self._check()

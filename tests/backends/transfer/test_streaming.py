@@ -58,6 +58,7 @@ class Meeting:
         ]
         names = ["trainer", *(f"engine {n}" for n in range(num_workers))]
         self.group = Sender(door, names=names, parameters=PARAMETERS, timeout_s=timeout_s)
+        self.group.meet()
         self.sender = StreamSender(PARAMETERS, pinned=False)
 
     def end(self) -> None:
@@ -212,6 +213,7 @@ def test_a_worker_needs_two_buckets_and_a_layer() -> None:
     process.start()
     try:
         group = Sender(door, names=["trainer", "engine 0"], parameters=LARGE, timeout_s=60)
+        group.meet()
         tensors = {name: torch.randn(shape) for name, _, shape in LARGE}
         first = {name for name in tensors if name.startswith(("head", *LAYERS[:7]))}
         for version in (1, 2):
