@@ -150,15 +150,22 @@ class EnginePool:
                 self.lost(handle, error)
 
     async def update(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> float:
-        """Bring a seat's engine to a version, over as many restarts as it takes; return how long it stood still (s)."""
+        """Bring a seat's engine to a version, unless it is lost; return how long it stood still (s)."""
         if weight_update is WeightUpdate.WAIT:
             await self.drained([seat])  # the scheduler starts nothing on it meanwhile
         times = await self._bring_to(seat, weights, weight_update)
-        self._known[seat].set()
         if times is None:
             return 0.0
         self._on_update(times)
         return times.total_s
+
+    def has(self, seat: int, version: int) -> bool:
+        """Return whether a seat's engine is up and has this version, or a newer one."""
+        return self._seats[seat].up.is_set() and self._seats[seat].version >= version
+
+    def known(self, seat: int) -> None:
+        """Say that a seat's weights are from now on what they are said to be, once its engine is up."""
+        self._known[seat].set()
 
     def updated(self, handle: EngineHandle, weights: Weights, times: UpdateTimes) -> None:
         """Note that an engine has been brought to a version."""
@@ -172,12 +179,13 @@ class EnginePool:
                 await self._seats[seat].idle.wait()
 
     async def _bring_to(self, seat: int, weights: Weights, weight_update: WeightUpdate) -> UpdateTimes | None:
-        """Bring a seat's engine to a version; return None if a restart, or another seat, has brought it there."""
-        while True:
-            handle = await self.serving(seat)
+        """Bring a seat's engine to a version; return None if another seat has, or a restart has or will."""
+        while (handle := self._seats[seat]).up.is_set():
             async with handle.updating:
                 if handle.version >= weights.version:
                     return None
+                if not handle.up.is_set():
+                    continue
                 try:
                     times = await handle.engine.update(weights, weight_update)
                 except EngineLostError as error:
@@ -185,6 +193,7 @@ class EnginePool:
                     continue
                 handle.version = weights.version
                 return times
+        return None
 
     def lost(self, handle: EngineHandle, error: EngineLostError) -> None:
         """Have a lost engine started again, once however many notice."""

@@ -8,7 +8,9 @@ before all engines have loaded, and then what is newest: there is one transfer a
 *Streamed* weights are not kept: engines load what the trainer sends while it sends it, and all stand still until then.
 
 Where a transfer fails, lost engines are left out and it is tried again. An engine that has not got the weights in the
-end counts as lost when it is to load them.
+end counts as lost when it is to load them. Nobody waits for a lost engine: it gets the newest weights before it
+generates again. So when the others have loaded a version, its seat is reported to have it, too; whichever engine serves
+that seat then generates with nothing older.
 
 Colocated engines and trainer share their accelerators: the engines sleep while the trainer works, and the trainer is
 offloaded while they generate.
@@ -18,7 +20,7 @@ coroutine        waits for                                   bounded by
 ===============  ==========================================  ==================================
 ``publish``      the trainer; a restarted engine's transfer  ``step_timeout_s``; one at a time
 a transfer       its turn, the engines that are up           ``update_timeout_s`` per bucket
-an update        its engine, and that one's restart          ``update_timeout_s``; one a engine
+an update        its engine                                  ``update_timeout_s``; one a engine
 ``bring_back``   its turn, the engine that was lost          ``update_timeout_s``
 ===============  ==========================================  ==================================
 """
@@ -95,8 +97,8 @@ class WeightSync:
         lag that is reported of it is too large.
         """
         async with self._turn():
-            newest = self._pool.newest
-            if newest is not None:
+            loaded: Weights | None = None
+            while (newest := self._pool.newest) is not None and newest is not loaded:
                 if self._standing_still:
                     times, lost = await self._stream_once([handle], newest, WeightUpdate.KEEP)
                     if not times:
@@ -107,7 +109,7 @@ class WeightSync:
                             raise error
                         await self._group.send(newest)
                     await handle.engine.update(newest, WeightUpdate.KEEP)
-                handle.version = newest.version
+                handle.version, loaded = newest.version, newest
             handle.up.set()
 
     async def _snapshot(self, version: int) -> Weights:
@@ -126,8 +128,22 @@ class WeightSync:
         """Have every engine load; ``pauses``: seconds that those have stood still that already have, None: none has."""
         if pauses is None:
             await self._transfer(weights)
-        seats = self._pool.seats
-        await asyncio.gather(*(self._update(one, weights, weight_update, on_loaded, pauses or {}) for one in seats))
+        lost: list[int] = []
+
+        async def update(seat: int) -> None:
+            pause_s = await self._pool.update(seat, weights, weight_update)
+            if self._pool.has(seat, weights.version):
+                report(seat, (pauses or {}).get(seat, pause_s))
+            else:
+                lost.append(seat)
+
+        def report(seat: int, pause_s: float) -> None:
+            self._pool.known(seat)
+            on_loaded(WeightsLoaded(seat, weights.version, pause_s))
+
+        await asyncio.gather(*(update(seat) for seat in self._pool.seats))
+        for seat in lost:
+            report(seat, 0.0)
 
     async def _transfer(self, weights: Weights) -> None:
         """Bring the weights to where the engines that are up load them from.
@@ -147,17 +163,6 @@ class WeightSync:
             for engine, error in lost.items():
                 self._pool.lost(self._pool[engine], error)
             num_failed += all(self._pool[engine].up.is_set() for engine in takers)
-
-    async def _update(
-        self,
-        seat: int,
-        weights: Weights,
-        weight_update: WeightUpdate,
-        on_loaded: Callable[[WeightsLoaded], None],
-        pauses: dict[int, float],
-    ) -> None:
-        pause_s = await self._pool.update(seat, weights, weight_update)
-        on_loaded(WeightsLoaded(seat, weights.version, pauses.get(seat, pause_s)))
 
     # ----------------------------------------------------------------- loaded while they are sent, all standing still
 

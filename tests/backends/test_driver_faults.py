@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -77,6 +78,55 @@ def test_losses_count_for_an_hour(out, monkeypatch):
     parts = parts_with_two_losses()
     with pytest.raises(BackendError, match="engine lost"):
         run(config, out.with_name("within an hour"), parts)
+
+
+class Publisher(Killer):
+    """Knows what it has published last."""
+
+    published = 0
+
+    async def publish(self, version):
+        self.published = version
+        return await super().publish(version)
+
+
+class Slow(FakeEngine):
+    """Comes back when the trainer has published three times more."""
+
+    def __init__(self, trainer, **settings):
+        super().__init__(**settings)
+        self.trainer, self.back_at = trainer, 0
+
+    def die(self):
+        self.back_at = self.trainer.published + 3
+        super().die()
+
+    async def start(self):
+        async with asyncio.timeout(30):
+            while self.trainer.published < self.back_at:
+                await asyncio.sleep(0.001)
+        await super().start()
+
+
+@pytest.mark.parametrize("weight_update", KINDS)
+def test_publications_do_not_wait_for_an_engine_that_is_being_started_again(out, weight_update):
+    config = config_of(steps=16, weight_update=weight_update, longest=40, slots=16)
+    parts = parts_of(config)
+    parts.trainer = Publisher(train_batch_size=8, at=2, do=None)
+    parts.engines[1] = Slow(parts.trainer, num_slots=16)
+    parts.trainer.do = parts.engines[1].die
+    summary = run_checked(config, out, parts)
+    assert summary.engine_restarts == 1
+    loaded, at_least = {0: [0], 1: [0]}, {}
+    for row in records(out):
+        match row.event or row.command:
+            case WeightsLoaded(engine=engine, version=version):
+                loaded[engine].append(version)
+            case StartRollout(rollout_id=rollout_id, engine=engine):
+                at_least.setdefault(rollout_id, loaded[engine][-1])
+            case RolloutFinished(rollout_id=rollout_id, spans=spans):
+                assert spans.versions[0] >= at_least[rollout_id]
+    assert loaded[0] == loaded[1] == sorted(set(loaded[0]))  # the seat is said to have what its engine will have
 
 
 class NoMore(FakeEngine):
