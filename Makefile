@@ -21,7 +21,7 @@ demo: $(VENV)/.demo
 	$(BIN)/pipelinerl report runs/demo --out runs/demo/page.html
 	@echo "What rests on evidence, and why the paper measured more: docs/main_run.md. The paper's figures: docs/paper_figures.md"
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(VENV)/.chromium
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not real" --cov --cov-report=term:skip-covered
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not real"  # counting branches would slow them down
 	$(BIN)/python -m pytest -m real  # one after the other: each takes all cores
@@ -44,6 +44,9 @@ docs: $(VENV)/.dev
 site: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Documentation: build/site/index.html"
+
+$(VENV)/.chromium: scripts/get_chromium.py | $(VENV)/.dev
+	-$(BIN)/python scripts/get_chromium.py && touch $@  # without npm the tests in a browser are skipped
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m pytest benchmarks -o addopts= --benchmark-only --benchmark-columns=min,median,rounds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from needs import need
 
 need("playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+OURS = Path(__file__).parents[2] / "build" / "chromium"
+"""Where scripts/get_chromium.py puts one, with libraries and a font."""
+CHROMIUM = shutil.which("chromium", path=OURS) or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the path; apt-get install chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; scripts/get_chromium.py"),
 ]
 
 from playwright.sync_api import Page as Tab  # noqa: E402
@@ -65,7 +68,9 @@ def tab(path: Path) -> Iterator[Tab]:
     requests: list[str] = []
     complaints: list[str] = []
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        own = {"LD_LIBRARY_PATH": str(OURS / "lib"), "FONTCONFIG_FILE": str(OURS / "fonts.conf")}
+        env = {**os.environ, **(own if OURS in Path(CHROMIUM).parents else {})}
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], env=env)
         tab = browser.new_page(viewport={"width": 1000, "height": 900})
         tab.on("request", lambda one: requests.append(one.url))
         tab.on("pageerror", lambda one: complaints.append(str(one)))

@@ -1,0 +1,41 @@
+"""Get a headless Chromium from npm into build/chromium, for the tests of pages in a browser.
+
+The package is @sparticuz/chromium (MIT; 68 MB, 200 MB unpacked), which brings the libraries and a font that a bare
+machine lacks. npm fetches and verifies it; nothing of it runs here.
+"""
+
+import io
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+
+import brotli
+
+PACKAGE = "@sparticuz/chromium@147.0.0"
+FOLDER = Path(__file__).parents[1] / "build" / "chromium"
+FONTS = "<fontconfig><dir prefix='relative'>fonts</dir><cachedir prefix='xdg'>fontconfig</cachedir></fontconfig>"
+
+
+def main() -> None:
+    """Get it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        subprocess.run(["npm", "pack", PACKAGE, "--silent", "--pack-destination", scratch], check=True)
+        (archive,) = Path(scratch).glob("*.tgz")
+        with tarfile.open(archive) as package:
+            parts = {
+                name: brotli.decompress(package.extractfile(f"package/bin/{name}.br").read())
+                for name in ("al2023.tar", "fonts.tar", "chromium")
+            }
+    program = FOLDER / "chromium"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in ("al2023.tar", "fonts.tar"):
+        with tarfile.open(fileobj=io.BytesIO(parts[name])) as files:
+            files.extractall(FOLDER, filter="data")
+    (FOLDER / "fonts.conf").write_text(FONTS)
+    program.write_bytes(parts["chromium"])
+    program.chmod(0o755)
+
+
+if __name__ == "__main__":
+    main()
