@@ -12,7 +12,7 @@ from typing import Any
 
 from backends.huggingface_codec import first_line, load_codec
 from backends.interface import Parts
-from backends.vllm.version import check_arguments, check_version
+from backends.vllm.version.arguments import check_arguments, check_version
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.train import TrainConfig
 from pipelinerl.errors import ConfigError, install

@@ -11,7 +11,7 @@ from backends.transfer.broadcast import Membership
 from backends.transfer.staging import Staging
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.vllm.verified_receiver import VerifiedTransferEngine
-from backends.vllm.version import transfer_bases
+from backends.vllm.version.workers import transfer_bases
 from pipelinerl.errors import BackendError
 
 InitInfo: Any = transfer_bases().WeightTransferInitInfo

@@ -41,7 +41,7 @@ from backends.vllm.process import (
     remove_shared_memory,
     shared_memory_of,
 )
-from backends.vllm.version import Client, EngineDiedError, start_client
+from backends.vllm.version.client import Client, EngineDiedError, start_client
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import WeightUpdate
 from pipelinerl.util.user_code import kind_and_line

@@ -10,7 +10,7 @@ import torch
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.transfer.weights_file import read_verified
 from backends.vllm.verified_receiver import VerifiedTransferEngine
-from backends.vllm.version import transfer_bases
+from backends.vllm.version.workers import transfer_bases
 
 InitInfo: Any = transfer_bases().WeightTransferInitInfo
 UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from backends.vllm.spawned import imported
-from backends.vllm.version import IN_PLACE, keep_parameters_in_place, register_transports
+from backends.vllm.version.workers import IN_PLACE, keep_parameters_in_place, register_transports
 
 ENGINES = {
     "pipelinerl_file": ("backends.vllm.file_receiver", "FileTransferEngine"),

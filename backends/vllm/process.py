@@ -60,7 +60,7 @@ class VLLMSettings:
     generate_timeout_s: float = 300.0
     """Seconds without a decode step while requests are in progress, after which the engine hangs."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """More arguments of vLLM's engine, by name; see ``version.py``."""
+    """More arguments of vLLM's engine, by name; see ``version/arguments.py``."""
 
 
 def check_model(settings: VLLMSettings) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from backends.transfer.streaming import Streaming
 from backends.vllm.broadcast_receiver import JoinInfo, membership
-from backends.vllm.version import load_weights, transfer_bases
+from backends.vllm.version.workers import load_weights, transfer_bases
 from pipelinerl.errors import BackendError
 
 TransferEngine: Any = transfer_bases().WeightTransferEngine

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from backends.vllm.direct_copies import Swap, Tensors
-from backends.vllm.version import load_weights, transfer_bases
+from backends.vllm.version.workers import load_weights, transfer_bases
 
 TransferEngine: Any = transfer_bases().WeightTransferEngine
 

@@ -204,12 +204,14 @@ def test_only_modules_with_a_reason_import_by_string() -> None:
     assert {own for own, path in ALL.items() if imports_by_string(path.read_text(encoding="utf-8"))} == set(BY_STRING)
 
 
-def test_what_holds_for_one_version_of_vllm_is_in_one_file() -> None:
+def test_what_holds_for_one_version_of_vllm_is_in_one_folder() -> None:
     others = {
         "backends.vllm.offline",  # for measuring: the plainest calls
         "backends.vllm.tool_calls",  # for environments, whose processes have no engine
     }
-    assert {own for own, path in ALL.items() if "vllm" in roots(imported(path))} == {"backends.vllm.version", *others}
+    users = {own for own, path in ALL.items() if "vllm" in roots(imported(path))}
+    assert {own for own in users if not own.startswith("backends.vllm.version.")} == others
+    assert users > others
 
 
 @pytest.mark.parametrize(

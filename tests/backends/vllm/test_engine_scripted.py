@@ -14,7 +14,8 @@ from vllm_engine import real, settings
 from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
-from backends.vllm.version import Client, version_spans
+from backends.vllm.version.answers import version_spans
+from backends.vllm.version.client import Client
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, WeightsRefusedError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 

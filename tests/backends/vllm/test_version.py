@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from vllm_engine import settings
 
-from backends.vllm import version
-from backends.vllm.version import as_generated, check_arguments, check_version, engine_arguments
+from backends.vllm.version import arguments
+from backends.vllm.version.answers import as_generated
+from backends.vllm.version.arguments import check_arguments, check_version, engine_arguments
 from pipelinerl.errors import BackendError, ConfigError
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -58,14 +59,14 @@ def test_replicas_divide_an_engines_accelerators(replicas: object) -> None:
 @needs_vllm
 def test_every_argument_that_is_named_here_is_one_of_this_version() -> None:
     check_version()
-    named = engine_arguments(settings(Path("model"))).keys() | version.DECIDED_BY.keys() | version.REFUSED.keys()
-    assert named - version._argument_names() == set()
+    named = engine_arguments(settings(Path("model"))).keys() | arguments.DECIDED_BY.keys() | arguments.REFUSED.keys()
+    assert named - arguments._argument_names() == set()
 
 
 @needs_vllm
 def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version, "VERSION", "0.3")  # not even the beginning of it is enough
-    with pytest.raises(ConfigError, match=r"^train needs vLLM 0\.3 \(backends/vllm/version\.py .*\), got 0\.32\.\d+$"):
+    monkeypatch.setattr(arguments, "VERSION", "0.3")  # not even the beginning of it is enough
+    with pytest.raises(ConfigError, match=r"^train needs vLLM 0\.3 \(backends/vllm/version/ .*\), got 0\.32\.\d+$"):
         check_version()
 
 

@@ -1,0 +1,131 @@
+"""The version, and what an engine of it is started with: checked by name before anything starts."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from backends.vllm.process import VLLMSettings
+from pipelinerl.errors import ConfigError
+from pipelinerl.util.explain import did_you_mean, shown
+
+VERSION = "0.32"
+"""What all of this was read in and run with. 0.33 has changed the transfer of weights."""
+KEY = "train.engine.vllm"
+"""Table of the run file whose entries are arguments of vLLM."""
+DECIDED_BY = {
+    "model": "train.model.path",
+    "tokenizer": "train.model.path",
+    "dtype": "train.device",
+    "max_model_len": "train.task.max_prompt_tokens and workload.length.max",
+    "max_num_seqs": "scheduler.generation_batch_size",
+    "tensor_parallel_size": "cluster.tensor_parallel",
+    "gpu_memory_utilization": "train.engine.gpu_memory_utilization",
+    "enable_sleep_mode": "scheduler.kind",
+    "weight_transfer_config": "train.transport",
+}
+"""Arguments that follow from a key of the run file."""
+REFUSED = {
+    "logprobs_mode": "importance weights need those of the distribution that is sampled from",
+    "quantization": "new weights can be loaded into plain parameters only",
+    "quantization_config": "new weights can be loaded into plain parameters only",
+    "cpu_offload_gb": "new weights can be loaded into parameters in place only",
+    "enable_lora": "all weights are trained",
+    "speculative_config": "the weights of what drafts are not updated",
+    "pipeline_parallel_size": "an engine is one stage",
+    "distributed_executor_backend": "an engine's workers are processes of one machine",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+}
+"""Arguments that would break what the driver relies on."""
+MIN_BATCHED_TOKENS = 8192
+"""Tokens of prompts and answers that one decode step may compute, if not more slots (tokens)."""
+
+
+def check_version() -> None:
+    """Check that the version of vLLM is the one that this file is for; vLLM is found, not loaded.
+
+    Raises:
+        ConfigError: If it is another one.
+    """
+    text = (_package() / "_version.py").read_text(encoding="utf-8")
+    found = re.search(r"^__version__ = .*'(.+)'", text, re.MULTILINE)
+    there = found[1] if found else "an unknown version"
+    if not there.startswith(f"{VERSION}."):
+        raise ConfigError(f"train needs vLLM {VERSION} (backends/vllm/version/ is written for it), got {there}")
+
+
+def check_arguments(arguments: Mapping[str, Any], *, accelerators: int, device: Literal["cpu", "gpu"]) -> None:
+    """Check the arguments of vLLM that a run file gives, as far as names go; the values are vLLM's to judge.
+
+    Args:
+        arguments: By their names in vLLM.
+        accelerators: Of an engine: ``cluster.tensor_parallel`` (count).
+        device: Of the engine.
+
+    Raises:
+        ConfigError: If a name is unknown (where vLLM is installed), or decided elsewhere.
+    """
+    known = _argument_names() if find_spec("vllm") is not None else None
+    for name, value in arguments.items():
+        if name in DECIDED_BY or name in REFUSED:
+            why = f"{DECIDED_BY[name]} decides" if name in DECIDED_BY else REFUSED[name]
+            raise ConfigError(f"{KEY}.{name} must be left out, since {why}, got {shown(value)}")
+        if known is not None and name not in known:
+            near = did_you_mean(name, known)
+            raise ConfigError(f"{KEY}.{name} is no argument of vLLM {VERSION}'s engine; {near}got {shown(value)}")
+    if device == "cpu" and arguments.get("enable_expert_parallel"):
+        raise ConfigError(
+            f"{KEY}.enable_expert_parallel must be false on device='cpu', where vLLM's kernel would read beyond the "
+            "experts that a worker has, got true"
+        )
+    replicas = arguments.get("data_parallel_size", 1)
+    if type(replicas) is not int or replicas < 1 or accelerators % replicas:
+        raise ConfigError(
+            f"{KEY}.data_parallel_size must divide cluster.tensor_parallel={accelerators}, the accelerators of an "
+            f"engine, got {shown(replicas)}"
+        )
+
+
+def _package() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+def _argument_names() -> set[str]:
+    """Return the fields of vLLM's ``EngineArgs``, read from its source: loading it takes seconds."""
+    tree = ast.parse((_package() / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    fields = [*classes["EngineArgs"].body, *classes["AsyncEngineArgs"].body]
+    names = {one.target.id for one in fields if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine; those of the run file go before ours where nothing depends on them."""
+    replicas = settings.arguments.get("data_parallel_size", 1)
+    on_cpu = settings.device == "cpu"
+    ours = {
+        "enforce_eager": on_cpu,
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, settings.num_slots),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+    }
+    fixed = {
+        "model": settings.model_path,
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "max_model_len": settings.max_tokens,
+        "max_num_seqs": math.ceil(settings.num_slots / replicas),
+        "tensor_parallel_size": settings.tensor_parallel // replicas,
+        "distributed_executor_backend": "mp",
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enable_sleep_mode": settings.colocated and not on_cpu,
+        "logprobs_mode": "processed_logprobs",
+    }
+    return {**ours, **settings.arguments, **fixed}

@@ -1,0 +1,53 @@
+"""vLLM's workers: their transports, and how weights get into their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
+"""Variable that asks vLLM's processes for ``keep_parameters_in_place``."""
+
+
+def transfer_bases() -> Any:
+    """Return the module of the classes that the worker's end of a transport is made of."""
+    from vllm.distributed.weight_transfer import base
+
+    return base
+
+
+def register_transports(engines: Mapping[str, tuple[str, str]]) -> None:
+    """Make transports known to this process's vLLM, by name: module and class; a second call does nothing."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+
+    for name, (module, cls) in engines.items():
+        if name not in Factory._registry:
+            Factory.register_engine(name, module, cls)
+
+
+def load_weights(model: Any, model_config: Any, weights: Iterable[tuple[str, Any]]) -> None:
+    """Load a checkpoint's weights into a worker's model, in place.
+
+    The model's parameters may be packed or fused after loading. vLLM's layerwise reload undoes that, lets the model's
+    own loader have the weights, and packs again into the same storage. It is made for plain, unquantised models.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if next(model.parameters()).device.type == "cpu":
+        # Experts are packed for the CPU where their kernel is made, which is once: reloaded ones would stay unpacked,
+        # and be read as if they were not. So it is made again.
+        for module in model.modules():
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+    initialize_layerwise_reload(model)
+    try:
+        model.load_weights(iter(weights))
+    finally:  # what has not come is put back, and it can be tried again
+        finalize_layerwise_reload(model, model_config)
+
+
+def keep_parameters_in_place() -> None:
+    """Keep linear layers on CPU from being packed for oneDNN, out of which no parameter can be changed."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
