@@ -47,7 +47,7 @@ class VLLMSettings:
     """On CPU: leave parameters as they are loaded, as on a GPU, so that direct copies can be tried. Decode is 2 to 3
     times slower."""
     request_times: bool = False
-    """Whether answers say where their time on the engine has gone; costs its front end some 2 us a token."""
+    """Whether answers say where their time on the engine has gone; costs its front end some 5 us a token."""
     cpu_cores: str | None = None
     """Cores that the workers compute on, such as ``0`` or ``0-3``; of several workers one after the other, such as
     ``0|1``. None: vLLM chooses."""
