@@ -1,7 +1,7 @@
 """Get a headless Chromium from npm into build/chromium, for the tests of pages in a browser.
 
 The package is @sparticuz/chromium (MIT; 68 MB, 200 MB unpacked), which brings the libraries and a font that a bare
-machine lacks. npm fetches and verifies it; nothing of it runs here.
+machine lacks. npm fetches and verifies it, and runs no script of it.
 """
 
 import io

@@ -68,7 +68,7 @@ VERL = Format(
     asynchronous_columns={"wait_s": (("timing_s/gen",),), "generation_s": (("timing_s/generate_async",),)},
     console_step=re.compile(r"\bstep:(\d+) - "),
     console=((re.compile(rf" - ([^\s:]+):{NUMPY}{NUMBER}"), "{0}"),),
-    console_wraps=re.compile(r"(?<=\S)\n(?=(?!\(|[^\n]*\bstep:\d+ - )(?:[^\n]* - [\w/.@-]+:|[\d.]+\)?\n))"),
+    console_wraps=re.compile(r"(?<=\S)\n(?!\(|[^\n]*\bstep:\d+ - )(?=[^\n]* - [\w.@-]+/[\w/.@-]+:)"),
     besides=("timing_s/testing", "timing_s/save_checkpoint"),
 )  # fmt: skip
 """volcengine/verl, March 2025 to January 2026: ``verl/trainer/ppo/metric_utils.py``,

@@ -89,6 +89,15 @@ def test_numbers_of_numpy_2_are_read_in_dictionaries(tmp_path: Path) -> None:
     assert read_log([tmp_path / "a.log"], "slime") == [step]
 
 
+def test_what_others_print_is_no_part_of_a_broken_line(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(
+        "(TaskRunner pid=1) step:1 - timing_s/gen:12.0 - timing_s/step:3\n0.5 - timing_s/update_actor:7\n"
+        "2025-10-07 07:01:41,025 - verl - INFO: saved\n(WorkerDict pid=2) 5 - actor/lr:0.1\n"
+    )
+    step = LoggedStep(step=1, step_s=30.5, generation_s=12.0, training_s=7.0)
+    assert read_log([tmp_path / "a.log"], "verl") == [step]
+
+
 @pytest.mark.parametrize(("step_s", "taken"), [(30.0, 20.0), (21.0, 21.0)], ids=["in the step", "beside it"])
 def test_evaluation_and_checkpoint_are_no_part_of_a_step(tmp_path: Path, step_s: float, taken: float) -> None:
     """Older versions of verl count them in the step: then its parts leave room for them."""
