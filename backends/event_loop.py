@@ -12,9 +12,8 @@ task              waits for                        bounded by                   
 ``_score``        a reward, the reference          their time-outs                     scored, failed
 ``_train``        the trainer                      ``step_timeout_s``; one at a time   training finished
 ``_publish``      the trainer                      ``step_timeout_s``; one at a time   weights published
-a transfer        the trainer beside training,     ``update_timeout_s``; one at a time an update of each engine
-                  engines beside generation
-an update         its engine (and its restart)     ``update_timeout_s``; one a engine  weights loaded
+a transfer        trainer and engines beside work  ``update_timeout_s``; one at a time an update of each engine
+an update         its engine, unless it is lost    ``update_timeout_s``; one a engine  weights loaded
 ================  ===============================  ==================================  =========================
 
 A lost engine costs what its rollouts had generated since they were submitted: they are reported as aborted, so

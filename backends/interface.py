@@ -290,9 +290,6 @@ class Codec(Protocol):
         """Return the text of an answer, without the end token."""
 
 
-# ------------------------------------------------------------------- weights sent through a group of processes
-
-
 class Sender(Protocol):
     """The trainer's part in a group of processes that weights are sent through."""
 
@@ -311,19 +308,10 @@ class Sender(Protocol):
         """
 
     async def send(self, weights: Weights) -> None:
-        """Send to all members; returns when they have the weights, verified.
-
-        Raises:
-            TransferError: If they do not all have them.
-        """
+        """Send to all members; return when they have the weights, verified, else raise ``TransferError``."""
 
     async def abort_group(self, meeting: str, why: str) -> None:
-        """Have a ``join_group`` or ``send`` under way raise at once, and the members leave; else do nothing.
-
-        Args:
-            meeting: What ``open_group`` returned; another group is left alone.
-            why: Which member is lost.
-        """
+        """Have what is under way in this group, and in no later one, raise at once, with this reason."""
 
 
 class Receiver(Protocol):
@@ -361,9 +349,6 @@ class GroupMembers:
     """Longest wait for a member (seconds)."""
     standing_still: bool = False
     """Whether what is sent is loaded at once, not kept: engines and trainer stand still while it is sent."""
-
-
-# ------------------------------------------------------------------------------------------- all of it
 
 
 @dataclass(frozen=True, slots=True)

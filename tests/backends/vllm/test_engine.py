@@ -8,7 +8,6 @@ engine has no end token, so that its answers have the length asked for.
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import os
 import re
@@ -21,11 +20,12 @@ from typing import Any, TypeVar
 
 import pytest
 from character_model import make_model
+from sending_trainer import Trainer, wrong_in_one_bit
 from vllm_engine import PROMPT, Subject, real, settings
 
 from backends.interface import Generated, GenerateRequest, UpdateTimes, Weights
-from backends.vllm import version
 from backends.vllm.engine import VLLMEngine
+from backends.vllm.version import client
 from pipelinerl.errors import BackendError, EngineLostError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -175,8 +175,8 @@ def test_a_prompt_is_computed_once_per_version(
     subject: Subject, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs: list[Any] = []
-    as_generated = version.as_generated
-    monkeypatch.setattr(version, "as_generated", lambda output: outputs.append(output) or as_generated(output))
+    as_generated = client.as_generated
+    monkeypatch.setattr(client, "as_generated", lambda output: outputs.append(output) or as_generated(output))
     prompt = tuple(2 + number % 50 for number in range(300))
     answers = [run(subject.engine.generate(request(0, 5, prompt=prompt))) for _ in range(2)]
     run(subject.engine.update(subject.next_weights(), WeightUpdate.KEEP))
@@ -271,53 +271,6 @@ async def bad_update_loses_the_engine(engine: VLLMEngine, path: Path) -> None:
     for call in (in_progress, engine.generate(request(1, 5)), engine.update(Weights(7, "file:x"), WeightUpdate.KEEP)):
         with pytest.raises(EngineLostError, match="weight update failed"):
             await call
-
-
-class Trainer:
-    """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
-
-    async def meet(self, engine: VLLMEngine, model: Any) -> None:
-        from backends.transfer.broadcast import Sender
-        from backends.transfer.layout import described
-        from backends.transfer.lines import Door
-
-        door = Door.open("127.0.0.1")
-        await engine.join_group(door.meeting, first_worker=1)
-        names, parameters = ["trainer", "engine 2"], described(dict(model.named_parameters()))
-        self.sender = await asyncio.to_thread(Sender, door, names=names, parameters=parameters, timeout_s=30)
-
-    def weights(self, version: int, model: Any) -> Weights:
-        from backends.transfer.broadcast import label
-        from backends.transfer.layout import described, digest
-
-        checksum = digest(described(dict(model.named_parameters())), self.sums(model))
-        return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
-
-    def sums(self, model: Any) -> list[int]:
-        from backends.transfer.checksum64 import checksum64
-
-        return [checksum64(tensor) for _, tensor in sorted(model.named_parameters())]
-
-    async def send(self, version: int, model: Any, *, said_to_be: Any = None) -> int:
-        """Send a model under the checksums of another; return how many machines refuse it."""
-        import torch
-
-        from backends.transfer.layout import described, layout, row_bytes, seen_as
-
-        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        places = layout(described(tensors))
-        row = torch.zeros(row_bytes(places), dtype=torch.uint8)
-        for place in places:
-            seen_as(row, place).copy_(tensors[place.name])
-        return await asyncio.to_thread(self.sender.send, row, version=version, sums=self.sums(said_to_be or model))
-
-
-def wrong_in_one_bit(model: Any) -> Any:
-    import torch
-
-    wrong = copy.deepcopy(model)
-    wrong.lm_head.weight.data.view(torch.uint8)[5, 3] ^= 1
-    return wrong
 
 
 @real

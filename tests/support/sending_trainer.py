@@ -1,0 +1,58 @@
+"""The trainer's end of a transport in a test's own process, which an engine of vLLM receives from."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from backends.interface import Weights
+from backends.vllm.engine import VLLMEngine
+
+
+class Trainer:
+    """The trainer's end of the broadcast transport; what it sends can differ from what it says."""
+
+    async def meet(self, engine: VLLMEngine, model: Any) -> None:
+        from backends.transfer.broadcast import Sender
+        from backends.transfer.layout import described
+        from backends.transfer.lines import Door
+
+        door = Door.open("127.0.0.1")
+        await engine.join_group(door.meeting, first_worker=1)
+        names, parameters = ["trainer", "engine 2"], described(dict(model.named_parameters()))
+        self.sender = Sender(door, names=names, parameters=parameters, timeout_s=30)
+        await asyncio.to_thread(self.sender.meet)
+
+    def weights(self, version: int, model: Any) -> Weights:
+        from backends.transfer.broadcast import label
+        from backends.transfer.layout import described, digest
+
+        checksum = digest(described(dict(model.named_parameters())), self.sums(model))
+        return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})
+
+    def sums(self, model: Any) -> list[int]:
+        from backends.transfer.checksum64 import checksum64
+
+        return [checksum64(tensor) for _, tensor in sorted(model.named_parameters())]
+
+    async def send(self, version: int, model: Any, *, said_to_be: Any = None) -> int:
+        """Send a model under the checksums of another; return how many machines refuse it."""
+        import torch
+
+        from backends.transfer.layout import described, layout, row_bytes, seen_as
+
+        tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        places = layout(described(tensors))
+        row = torch.zeros(row_bytes(places), dtype=torch.uint8)
+        for place in places:
+            seen_as(row, place).copy_(tensors[place.name])
+        return await asyncio.to_thread(self.sender.send, row, version=version, sums=self.sums(said_to_be or model))
+
+
+def wrong_in_one_bit(model: Any) -> Any:
+    import torch
+
+    wrong = copy.deepcopy(model)
+    wrong.lm_head.weight.data.view(torch.uint8)[5, 3] ^= 1
+    return wrong
