@@ -58,6 +58,7 @@ def lag_by_position(runs: Sequence[Run]) -> Figure:
         bins = run.figure_data.lag_by_position
         middle_tokens = (np.arange(len(bins.lag_mean)) + 0.5) * bins.width_tokens
         axes.plot(middle_tokens, _array(bins.lag_mean), color=style.color, linestyle=style.dash, label=run.name)
+    draw_limit(axes, (run.report.max_lag for run in runs), across=True)
     axes.set(xlabel="position in the answer (tokens)", ylabel="mean lag (optimizer steps)")
     axes.set(xlim=(0, None), ylim=(0, max(1.0, axes.get_ylim()[1])))
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -94,7 +95,7 @@ def lag_by_step(runs: Sequence[Run]) -> Figure:
             _draw_envelopes(row[0], run, style)
         _draw_each_step(row[-1], run, style, last=100 if columns == 2 else num_steps)
         for axes in row:
-            draw_limit(axes, [run], across=True)
+            draw_limit(axes, [run.report.max_lag], across=True)
             axes.set(ylim=(0, top))
             axes.grid(axis="y")
             axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -134,7 +135,7 @@ def lag_histogram(runs: Sequence[Run]) -> Figure:
         edges = np.arange(len(tokens) + 1) - 0.5
         axes.stairs(100 * tokens / tokens.sum(), edges, fill=True, color=style.color, linewidth=0)
         axes.set_title(f"{run.name}\nmean {mean:.2f} = {flying:.2f} in flight + {queued:.2f} in queue")
-        draw_limit(axes, [run], across=False)
+        draw_limit(axes, [run.report.max_lag], across=False)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(3))
         axes.grid(axis="y")

@@ -6,7 +6,7 @@ its like draw on paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,7 @@ from analysis.read import Run
 from analysis.style import ACTIVITY_COLORS, BLUE, INK, MUTED, PALE, VERMILLION, handy_time, series_styles, styled
 from pipelinerl.hardware.coefficients import Level
 from pipelinerl.records.comparison_report import ComparisonReport
+from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.page import Table, sort_values
 from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import TrainerSeconds
@@ -270,6 +271,67 @@ def plan_figures(report: PlanReport) -> list[Interactive]:
     return made
 
 
+def case_figures(reports: Mapping[str, PlanReport]) -> list[Interactive]:
+    """Return the figure of plans of several cases: throughput against cost of each recommendation, with its band."""
+    costs = {name: one.recommended.cost for name, one in reports.items()}
+    priced = all(one.usd_per_million_tokens is not None for one in costs.values())
+    rates = {
+        name: one.usd_per_million_tokens if priced else one.gpu_hours_per_million_tokens for name, one in costs.items()
+    }
+
+    def draw(axes: Any) -> Series:
+        series: Series = {}
+        for (name, report), style in zip(reports.items(), styles, strict=True):
+            best = report.recommended
+            low, high = best.band_tokens_per_s
+            data = {"name": [name], "label": [best.label], "x": [rates[name]], "y": [best.tokens_per_s]}
+            look = {"marker": MARKERS[style.marker], "color": style.color, "size": 12}
+            bar = axes.segment([rates[name]], [low], [rates[name]], [high], color=style.color)
+            series[f"{name}: {best.family}"] = [axes.scatter("x", "y", source=Source(data), **look), bar]
+        texts = (("", "@name"), ("", "@label"), ("throughput", "@y{0,0} tokens/s"), (unit, "@x{0.000}"))
+        _hover(axes, [found[0] for found in series.values()], *texts)
+        return series
+
+    styles = series_styles([one.recommended.family for one in reports.values()], range(len(reports)))
+    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens"
+    labels: dict[str, Any] = {"x_axis_label": unit, "y_axis_label": "throughput (tokens/s)"}
+    caption = (
+        "Higher is faster, further left is cheaper; a bar is the band from pessimistic to optimistic coefficients."
+    )
+    return [_chart("Throughput against cost", caption, draw, **labels)]
+
+
+def environments_figures(report: EnvironmentsReport) -> list[Interactive]:
+    """Return the figures of numbers of environments: throughput, and with prices the cost of a rollout."""
+    counts = [row.count for row in report.rows]
+    shown: list[tuple[str, str, list[float | None]]] = [
+        ("Throughput", "trained (rollouts/h)", [row.rollouts_per_hour for row in report.rows]),
+        ("Cost", "USD per 1000 rollouts", [row.usd_per_1000_rollouts for row in report.rows]),
+    ]
+
+    def drawn(values: list[float], what: str) -> Callable[[Any], Series]:
+        def draw(axes: Any) -> Series:
+            source = Source({"x": counts, "y": values, "bottleneck": [row.bottleneck.value for row in report.rows]})
+            found = [axes.line("x", "y", source=source, color=BLUE, line_width=2)]
+            found.append(axes.scatter("x", "y", source=source, color=BLUE, size=9))
+            _hover(axes, found[1:], ("environments", "@x"), (what, "@y{0,0}"), ("bottleneck", "@bottleneck"))
+            ends = [min(values), max(values)]
+            knee = axes.line([report.knee] * 2, ends, color=VERMILLION, line_dash="dashed")
+            slots = axes.line([report.slots] * 2, ends, color=MUTED, line_dash="dotted")
+            return {what: found, f"knee: {report.knee}": [knee], f"slots of engines: {report.slots}": [slots]}
+
+        return draw
+
+    made = []
+    for title, what, values in shown:
+        known = [one for one in values if one is not None]
+        if len(known) == len(counts):
+            labels: dict[str, Any] = {"x_axis_label": "environments", "y_axis_label": what}
+            caption = "The knee: the fewest whose rate is within 5 % of the largest."
+            made.append(_chart(f"{title} against environments", caption, drawn(known, what), **labels))
+    return made
+
+
 def _draw_candidates(axes: Any, report: PlanReport) -> Series:
     series: Series = {}
     screened = report.screened
@@ -286,7 +348,7 @@ def _draw_candidates(axes: Any, report: PlanReport) -> Series:
     known = {label: (lag, rate) for label, _, lag, rate in simulated}
     front = [known[label] for label in report.front]
     lags, rates = [lag for lag, _ in front], [rate for _, rate in front]
-    series["Pareto front"] = [axes.line(lags, rates, color=MUTED)]
+    series["Pareto front"] = [axes.step(lags, rates, mode="after", color=MUTED)]
     for one, name, marker in ((report.own, "run file", "diamond"), (report.recommended, "recommended", "star")):
         if one is not None:
             low, high = one.band_tokens_per_s

@@ -23,12 +23,11 @@ def page_html(page: Page, figures: Sequence[Interactive]) -> str:
         figures: Drawn below them.
     """
     template = Environment(autoescape=True).from_string((resources.files("analysis") / "page.html").read_text("utf-8"))
-    tables = [sortable(table) for table in page.tables]
-    models = [one.model for one in figures]
-    for kind, drawn in (("table", tables), ("figure", models)):
-        for number, model in enumerate(drawn):
-            model.name = f"{kind}{number}"
+    drawn = {f"table{number}": sortable(table) for number, table in enumerate(page.tables) if table.sortable}
+    drawn |= {f"figure{number}": one.model for number, one in enumerate(figures)}
+    for name, model in drawn.items():
+        model.name = name
     link = "data:text/plain;base64," + b64encode((page.run_file or "").encode()).decode()
     words = {"page": page, "figures": figures, "run_file_link": link, "version": pipelinerl.__version__}
-    text: str = file_html([*tables, *models], INLINE, page.title, template=template, template_variables=words)
+    text: str = file_html([*drawn.values()], INLINE, page.title, template=template, template_variables=words)
     return text

@@ -50,7 +50,7 @@ def throughput_against_lag(report: PlanReport) -> Figure:
         axes.plot(*zip(*mine, strict=True), style.marker, color=style.color, label=f"{family}, simulated", **look)
     simulated = {one.label: (one.lag_mean, one.tokens_per_s / scale) for one in report.simulated}
     front = [simulated[label] for label in report.front]
-    axes.plot(*zip(*front, strict=True), color=MUTED, linewidth=0.7, label="Pareto front")
+    axes.plot(*zip(*front, strict=True), color=MUTED, linewidth=0.7, drawstyle="steps-post", label="Pareto front")
     for one, marker, name in ((report.own, "D", "run file"), (report.recommended, "*", "recommended")):
         if one is not None:
             low, high = one.band_tokens_per_s

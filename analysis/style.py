@@ -8,7 +8,7 @@ A method has one hue in all figures, and its runs go from light to dark with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,16 +142,15 @@ def styled(runs: Sequence[Run]) -> list[tuple[Run, SeriesStyle]]:
     )
 
 
-def draw_limit(axes: Axes, runs: Sequence[Run], *, across: bool) -> None:
+def draw_limit(axes: Axes, max_lags: Iterable[int | None], *, across: bool) -> None:
     """Draw the bounds that runs keep on the lag of a token, ``scheduler.max_lag``: a line each, named in the legend.
 
     Args:
         axes: A panel with lag on one of its axes.
-        runs: Those that it shows.
+        max_lags: Those of the runs that it shows; None: a run keeps none.
         across: Whether lag is on its vertical axis, so that the line runs across.
     """
-    limits = sorted({run.report.max_lag for run in runs if run.report.max_lag is not None})
-    for limit in limits:
+    for limit in sorted({one for one in max_lags if one is not None}):
         (axes.axhline if across else axes.axvline)(limit, label=f"max_lag = {limit}", **LIMIT)
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from analysis.read import Run
-from analysis.style import COLUMN_IN, add_legend, handy_scale, house_style, make_panels, series_styles
+from analysis.style import COLUMN_IN, add_legend, draw_limit, handy_scale, house_style, make_panels, series_styles
 from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -37,6 +37,8 @@ class RatePoint:
     """Largest lag of any trained token (optimizer steps)."""
     rate: float
     """Trained tokens per second or flash."""
+    bound: int | None = None
+    """Its ``scheduler.max_lag``. None: it keeps none (optimizer steps)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,10 @@ def rate_points(runs: Sequence[Run]) -> tuple[list[RatePoint], str]:
     known = [rate for rate in flashes if rate is not None]
     unit = "tokens/flash" if len(known) == len(runs) else "tokens/s"
     rates = known if unit == "tokens/flash" else [run.report.tokens_per_s for run in runs]
-    points = [RatePoint(run.name, run.method, run.report.lag.max, rate) for run, rate in zip(runs, rates, strict=True)]
+    points = [
+        RatePoint(run.name, run.method, run.report.lag.max, rate, run.report.max_lag)
+        for run, rate in zip(runs, rates, strict=True)
+    ]
     return points, unit
 
 
@@ -125,6 +130,7 @@ def throughput_against_max_lag(
             markeredgecolor="white",
             label=point.name,
         )
+    draw_limit(axes, (point.bound for point in points), across=False)
     axes.margins(0.08)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.set(

@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipelinerl.cli.render_cases import case_lines, cases_table
 from pipelinerl.cli.render_comparison import comparison_table
 from pipelinerl.cli.render_cost import cost_line
+from pipelinerl.cli.render_environments import environments_table
 from pipelinerl.cli.render_plan import plan_cost, plan_reasons, plan_table, what_changes
 from pipelinerl.cli.render_run import duration, summary_rows
+from pipelinerl.cli.render_what_if import assumption_lines
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
+from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.page import Page, Table
 from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 from pipelinerl.records.reports import RunReport
@@ -78,7 +82,7 @@ def run_page(reports: dict[str, RunReport], folders: Sequence[Path]) -> Page:
         facts=facts,
         lists={CHANGES: [_REMEDIES[report.bottleneck]]},
         assumptions=_assumptions(config, real=report.updates is not None),
-        tables=[Table("The run in numbers" if len(names) == 1 else "The runs in numbers", tuple(columns), rows)],
+        tables=[Table("In numbers", tuple(columns), rows, sortable=False)],
         run_file=(folders[place] / RUN_FILE).read_text(encoding="utf-8"),
     )
 
@@ -135,6 +139,53 @@ def plan_page(report: PlanReport, folder: Path) -> Page:
         ],
         tables=[plan_table(report)],
         run_file=(folder / RECOMMENDED_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def cases_page(reports: dict[str, PlanReport], folders: Sequence[Path]) -> Page:
+    """Return the page of the plans of several cases of a question.
+
+    Args:
+        reports: The plans by the names of the cases, in the order of ``folders``.
+        folders: Their folders.
+    """
+    best = max(reports, key=lambda name: reports[name].recommended.tokens_per_s)
+    folder = folders[list(reports).index(best)]
+    assumed = next((lines for lines in map(assumption_lines, reports.values()) if lines), [""])
+    config, its = load_run(folder / RECOMMENDED_FILE), reports[best].recommended
+    low, high = its.band_tokens_per_s
+    return Page(
+        title=f"Plans for {config.hardware.model or 'a model'}: {', '.join(reports)}",
+        question=f"Which is the best of these: {', '.join(reports)}?",
+        answer=f"{best} is the fastest: {_choice(its)}",
+        facts=[
+            ("Band", f"{low:,.0f} to {high:,.0f} tokens/s, pessimistic to optimistic" if low < high else "none"),
+            ("Cost", plan_cost(reports[best])),
+        ],
+        lists={
+            "Who wins where": case_lines(reports),
+            "Assumed by the question": [line.strip() for line in assumed[1:]],
+        },
+        assumptions=_assumptions(config),
+        tables=[cases_table(reports)],
+        run_file=(folder / RECOMMENDED_FILE).read_text(encoding="utf-8"),
+    )
+
+
+def environments_page(report: EnvironmentsReport, folder: Path) -> Page:
+    """Return the page of a run with several numbers of environments."""
+    knee = next(row for row in report.rows if row.count == report.knee)
+    run_file = folder / knee.folder / RUN_FILE
+    config = load_run(run_file)
+    return Page(
+        title=f"Environments for {_setting(config)}",
+        question=f"How many environments does {_setting(config)} need?",
+        answer=f"{report.verdict[:1].upper()}{report.verdict[1:]}.",
+        facts=[],
+        lists={CHANGES: [_REMEDIES[knee.bottleneck]], "Failed": report.failures},
+        assumptions=_assumptions(config),
+        tables=[environments_table(report)],
+        run_file=run_file.read_text(encoding="utf-8"),
     )
 
 

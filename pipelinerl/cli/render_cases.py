@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipelinerl.cli.render_cost import short
@@ -22,21 +22,20 @@ def print_cases(cases: Sequence[PlannedCase], name: str) -> None:
         cases: The cases that have ended.
         name: The run file, for the title.
     """
-    print_candidates(cases_table(cases), name, case_lines(cases))
+    plans = {one.name: one.report for one in cases if one.report is not None}
+    failures = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
+    first = next(iter(plans.values()))
+    lines = [*case_lines(plans), *failures, *assumption_lines(first), *against_lines(first)]
+    print_candidates(cases_table(plans), name, lines)
 
 
-def cases_table(cases: Sequence[PlannedCase]) -> PageTable:
-    """Return the recommendation of every case as a table."""
-    reports = [one.report for one in cases if one.report is not None]
-    priced = all(one.recommended.cost.usd is not None for one in reports)
-    rows = [
-        [one.name, one.report.recommended.label, *_numbers(one.report, priced=priced)]
-        for one in cases
-        if one.report is not None
-    ]
+def cases_table(plans: Mapping[str, PlanReport]) -> PageTable:
+    """Return the recommendation of every case, by its name, as a table."""
+    priced = all(one.recommended.cost.usd is not None for one in plans.values())
+    rows = [[name, one.recommended.label, *_numbers(one, priced=priced)] for name, one in plans.items()]
     per, cost = ("$/Mtok", "USD") if priced else ("GPU-h/Mtok", "GPU-hours")
     return PageTable(
-        title=f"the recommendation in each of {len(cases)} cases",
+        title=f"the recommendation in each of {len(plans)} cases",
         columns=("", "candidate", "tok/s", "band", "s/step", per, "lag", "sure"),
         rows=rows,
         note=f"{per}: {cost} per million trained tokens; mean lag in optimizer steps; band: pessimistic to optimistic "
@@ -62,9 +61,9 @@ def per_token(report: PlanReport, *, priced: bool) -> float:
     return (cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens) or 0.0
 
 
-def case_lines(cases: Sequence[PlannedCase]) -> list[str]:
+def case_lines(plans: Mapping[str, PlanReport]) -> list[str]:
     """Return a line per thing that is said of several cases: who wins where, and what limits each."""
-    planned = [(one.name, one.report) for one in cases if one.report is not None]
+    planned = list(plans.items())
     priced = all(report.recommended.cost.usd is not None for _, report in planned)
     unit = "USD" if priced else "GPU-hours"
     fastest, its = max(planned, key=lambda one: one[1].recommended.tokens_per_s)
@@ -85,7 +84,4 @@ def case_lines(cases: Sequence[PlannedCase]) -> list[str]:
         winners.setdefault(report.recommended.family, []).append(name)
     lines.append("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))
     lines += [f"{name}: {report.recommended.verdict}" for name, report in planned]
-    lines += [f"{name}: warning: {warning}" for name, report in planned for warning in report.warnings]
-    lines += [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
-    first = planned[0][1]
-    return [*lines, *assumption_lines(first), *against_lines(first)]
+    return lines + [f"{name}: warning: {warning}" for name, report in planned for warning in report.warnings]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.errors import ConfigError
+from pipelinerl.records.run_folder import PLAN_FILE
 
 if TYPE_CHECKING:
     from analysis.interactive import Interactive
@@ -24,7 +25,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="DIR...",
-            help="Folders of runs, simulated or real, or of one comparison, plan or validation.",
+            help="Folders of runs, simulated or real, of plans, or of one comparison, environments or validation.",
             show_default=False,
         ),
     ],
@@ -69,16 +70,17 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]
     """Return the words of what is in the folders, and what draws its figures."""
     from analysis.read import read_comparison, read_run, read_runs
     from pipelinerl.cli import page_words
+    from pipelinerl.records.environments_report import EnvironmentsReport
     from pipelinerl.records.plan_report import PlanReport
-    from pipelinerl.records.run_folder import COMPARISON_FILE, PLAN_FILE, VALIDATION_FILE
+    from pipelinerl.records.run_folder import COMPARISON_FILE, ENVIRONMENTS_FILE, VALIDATION_FILE
     from pipelinerl.records.validation_report import ValidationReport
 
-    held = [
-        (one, name)
-        for one in folders
-        for name in (PLAN_FILE, COMPARISON_FILE, VALIDATION_FILE)
-        if os.path.exists(one / name)
-    ]
+    kinds = (PLAN_FILE, ENVIRONMENTS_FILE, COMPARISON_FILE, VALIDATION_FILE)
+    cases = _plans_in(folders)
+    if len(cases) > 1:
+        plans = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
+        return page_words.cases_page(plans, cases), lambda: _drawn().case_figures(plans)
+    held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
         runs = read_runs(folders)
         page = page_words.run_page({run.name: run.report for run in runs}, folders)
@@ -89,6 +91,9 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]
     if file == PLAN_FILE:
         plan = PlanReport.read(folder / file)
         return page_words.plan_page(plan, folder), lambda: _drawn().plan_figures(plan)
+    if file == ENVIRONMENTS_FILE:
+        numbers = EnvironmentsReport.read(folder / file)
+        return page_words.environments_page(numbers, folder), lambda: _drawn().environments_figures(numbers)
     if file == VALIDATION_FILE:
         validation = ValidationReport.read(folder / file)
         return page_words.validation_page(validation), lambda: _drawn().validation_figures(validation)
@@ -96,6 +101,15 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]
     arms = next(one.arms for one in comparison.scenarios if one.arms)
     shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
     return page_words.comparison_page(comparison, folder), lambda: _drawn().run_figures(shown, comparison)
+
+
+def _plans_in(folders: list[Path]) -> list[Path]:
+    """Return the folders of several plans: those given, or those in one folder, the smallest cluster first."""
+    within = sorted(folders[0].glob(f"*/{PLAN_FILE}")) if len(folders) == 1 else []
+    plans = [path.parent for path in within] or folders
+    if not all(os.path.exists(one / PLAN_FILE) for one in plans):
+        return []
+    return sorted(plans, key=lambda one: [int(word) for word in one.name.split("_") if word.isdigit()])
 
 
 def _drawn() -> ModuleType:

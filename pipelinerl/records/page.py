@@ -21,6 +21,8 @@ class Table:
     """A cell per column."""
     note: str = ""
     """What the columns mean."""
+    sortable: bool = True
+    """Whether its rows are alike; else it is read from top to bottom, and may have long texts."""
 
 
 @dataclass(frozen=True, slots=True)

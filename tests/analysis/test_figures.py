@@ -86,6 +86,8 @@ def test_the_bound_on_lag_is_drawn_where_a_run_has_one(runs: list[Run]) -> None:
     above, below = figures.lag_histogram(bounded).axes
     assert [list(line.get_xdata()) for line in above.lines] == [[12, 12]]
     assert not below.lines
+    [by_position] = figures.lag_by_position(bounded).axes
+    assert [list(line.get_ydata()) for line in by_position.lines if line.get_label() == "max_lag = 12"] == [[12, 12]]
     for draw in (figures.lag_by_step, figures.lag_histogram):
         assert "max_lag" in [text.get_text() for text in draw(bounded).legends[0].get_texts()]
         assert "max_lag" not in [text.get_text() for text in draw(runs).legends[0].get_texts()]

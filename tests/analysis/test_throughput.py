@@ -29,6 +29,13 @@ def test_throughput_against_max_lag_joins_the_curves_and_no_runs() -> None:
     assert axes.get_ylabel() == "throughput (tokens/flash)"
 
 
+def test_the_bound_on_lag_is_drawn_where_runs_keep_one() -> None:
+    points = [replace(POINTS[0], bound=8), replace(POINTS[1], bound=8), POINTS[2]]
+    [axes] = throughput.throughput_against_max_lag(points, unit="tokens/flash").axes
+    [line] = [line for line in axes.lines if line.get_label() == "max_lag = 8"]
+    assert list(line.get_xdata()) == [8, 8]
+
+
 def test_throughput_in_tokens_per_second_cannot_be_drawn_with_curves_in_flashes() -> None:
     with pytest.raises(ConfigError, match="points must be in tokens/flash"):
         throughput.throughput_against_max_lag(POINTS, CURVES)
@@ -39,7 +46,7 @@ def test_throughput_in_tokens_per_second_cannot_be_drawn_with_curves_in_flashes(
 def test_runs_are_compared_in_flashes_only_if_all_know_them(runs: list[Run]) -> None:
     in_flashes = [replace(run, report=run.report.model_copy(update={"tokens_per_flash": 2.5})) for run in runs]
     assert rate_points(in_flashes) == (
-        [RatePoint(r.name, r.method, r.report.lag.max, 2.5) for r in runs],
+        [RatePoint(r.name, r.method, r.report.lag.max, 2.5, r.report.max_lag) for r in runs],
         "tokens/flash",
     )
     points, unit = rate_points([*in_flashes[:1], runs[1]])

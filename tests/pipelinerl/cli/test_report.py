@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tomllib
 import webbrowser
@@ -24,8 +25,10 @@ from pipelinerl.cli.render_plan import plan_cost, plan_table
 from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ComparisonReport
 from pipelinerl.records.cost import CostReport
+from pipelinerl.records.environments_report import EnvironmentsReport, EnvironmentsRow
 from pipelinerl.records.page import sort_values
-from pipelinerl.records.reports import RunReport
+from pipelinerl.records.plan_report import Assumed, PlanReport
+from pipelinerl.records.reports import RolloutSeconds, RunReport
 from pipelinerl.records.run_folder import write_json
 from pipelinerl.records.validation_report import PredictedRow, UnusableRow
 from sim.compare import compare
@@ -38,6 +41,14 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("root") / "compared"
     with in_this_process():
         compare(run(arms=[PIPELINE, CONVENTIONAL], baseline="conventional"), out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a plan, within one that holds it alone."""
+    folder = tmp_path_factory.mktemp("plans") / "4_GPUs"
+    planned("price.gpu_hour=2.0", out=folder)
     return folder
 
 
@@ -127,10 +138,10 @@ def test_other_scenarios_say_whether_they_change_the_answer(compared: Path) -> N
     assert unlike.startswith(f"unlike: {slow.name} is fastest instead")
 
 
-def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, tmp_path: Path) -> None:
-    report = planned("price.gpu_hour=2.0", out=tmp_path / "plan")
+def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, plan_folder: Path) -> None:
+    report = PlanReport.read(plan_folder / "plan.json")
     best = report.recommended
-    text = written(command, tmp_path / "plan")
+    text = written(command, plan_folder)
     generate = best.cluster.generation_accelerators
     split = "all 4" if generate is None else f"{generate} accelerators generate and {4 - generate} train"
     assert split in answer(text)
@@ -140,7 +151,50 @@ def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, tmp_path:
         assert f"| {' | '.join(row)} |" in text
     for title in ("Why", "What would change it", "Assumptions"):
         assert f"\n## {title}\n\n- " in text
-    assert "pipeline" in written(command, tmp_path / "plan", kind="html")
+    assert "pipeline" in written(command, plan_folder, kind="html")
+
+
+def test_the_page_of_several_plans_says_who_wins_where(command: Command, tmp_path: Path, plan_folder: Path) -> None:
+    """A folder of plans, or plans side by side: the fastest answers, and what the question assumed stands there."""
+    report = PlanReport.read(plan_folder / "plan.json")
+    assumed = Assumed(key="workload.length.cv", value=1.0, instead=[])
+    best = report.recommended.model_copy(update={"tokens_per_s": 2 * report.recommended.tokens_per_s})
+    for name in ("4_GPUs", "16_GPUs"):
+        shutil.copytree(plan_folder, tmp_path / "cases" / name)
+    faster = report.model_copy(update={"recommended": best, "assumed": [assumed]})
+    write_json(tmp_path / "cases" / "16_GPUs" / "plan.json", faster.to_dict())
+    text = written(command, tmp_path / "cases")
+    assert answer(text).startswith("16 GPUs is the fastest: With ")
+    assert text.index("| 4 GPUs | ") < text.index("| 16 GPUs | ")
+    assert "- workload.length.cv = 1\n" in text
+    assert text == written(command, tmp_path / "cases" / "4_GPUs", tmp_path / "cases" / "16_GPUs")
+    assert "16 GPUs: " in written(command, tmp_path / "cases", kind="html")
+
+
+def test_the_page_of_numbers_of_environments_has_the_verdict_and_the_run_of_the_knee(
+    command: Command, tmp_path: Path, finished: Path
+) -> None:
+    seconds = RolloutSeconds(environment=1.0, waiting=0.0, engine=1.0, scoring=0.0)
+    rows = [
+        EnvironmentsRow(
+            count=count, rollouts_per_hour=rate, in_use_mean=count, generation=0.5, training=0.1, lag_mean=1.0,
+            seconds=seconds, bottleneck=Bottleneck.ENVIRONMENT, usd_per_1000_rollouts=usd, folder="run",
+        )
+        for count, rate, usd in ((8, 50.0, 3.0), (16, 100.0, 2.0))
+    ]  # fmt: skip
+    report = EnvironmentsReport(
+        accelerators=4, slots=12, rows=rows, knee=16, verdict="the knee is at 16", failures=[], complete=True
+    )
+    write_json(finished.parent / "environments.json", report.to_dict())
+    (finished.parent / "comparison.json").write_text("{}")  # it lies beside, and is not what was asked
+    out = tmp_path / "page.md"
+    assert command("report", finished.parent, "--out", out).status == 0
+    text = out.read_text()
+    assert answer(text) == "The knee is at 16."
+    assert "| 8 | 50 | 8 | 50% | 10% | 1.00 | 3 | environment |" in text
+    assert (finished / "run.toml").read_text().rstrip() in text
+    assert command("report", finished.parent, "--out", tmp_path / "page.html").status == 0
+    assert "Cost against environments" in (tmp_path / "page.html").read_text()
 
 
 def test_the_page_of_a_validation_has_a_row_per_published_run(command: Command, tmp_path: Path) -> None:
