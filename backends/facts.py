@@ -38,6 +38,10 @@ class RankFacts:
     """Whether checksums of weights have the same bits on device and host."""
     reduce_gb_s: float | None
     """Bytes that every link carries in an all-reduce of all ranks (GB/s). None: there is one rank."""
+    broadcast_gb_s: float | None
+    """A broadcast of rank 0 to the others (GB/s). None: there is one rank."""
+    link_gb: float
+    """Size of what these were measured with (GB)."""
     to_host_gb_s: float | None
     """Copy from the device into pinned memory of the host (GB/s). None: it is the host."""
     total_gb: float | None

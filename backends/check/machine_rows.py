@@ -78,11 +78,15 @@ def _rank_rows(config: RunConfig, ranks: Sequence[RankFacts], *, one_node: bool)
     if first.reduce_gb_s is None:
         rows.append(unchecked("all-reduce", "the trainer has one rank"))
     else:
-        speed = min(one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None)
         backend = "NCCL" if config.train.device == "gpu" else "gloo"
         advice = "look at NCCL_DEBUG=INFO: which network it takes, and whether over GPUDirect RDMA"
-        what = f"all-reduce of {len(ranks)} ranks ({backend})"
-        rows.append(expected.rate(what, speed, reduce_bytes_s(one_node=one_node), advice))
+        reduced = [one.reduce_gb_s for one in ranks if one.reduce_gb_s is not None]
+        sent = [one.broadcast_gb_s for one in ranks if one.broadcast_gb_s is not None]
+        for what, speeds in (
+            (f"all-reduce of {len(ranks)} ranks ({backend})", reduced),
+            (f"broadcast of {first.link_gb:.3g} GB to {len(ranks)} ranks ({backend})", sent),
+        ):
+            rows.append(expected.rate(what, min(speeds), reduce_bytes_s(one_node=one_node), advice))
     if first.to_host_gb_s is not None:
         speed = min(one.to_host_gb_s for one in ranks if one.to_host_gb_s is not None)
         advice = "weights cross to the host at every update: look at PCIe lanes and at the NUMA node of the process"

@@ -66,30 +66,15 @@ class Footprint:
         return self.states + self.workspace + self.activations
 
 
-def pack_activations(
-    model_config: Any,
-    *,
-    pack_tokens: int,
-    checkpointing: bool,
-    value_head: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Activations:
+def pack_activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool = False) -> Activations:
     """Count what one sequence of ``pack_tokens`` tokens, nearly all of them generated, needs to be trained on.
 
     Args:
-        model_config: Of transformers.
+        policy: On the device ``meta``, in the type of its parameters.
         pack_tokens: Tokens of the pack.
         checkpointing: Whether layers are computed again in the backward pass.
         value_head: Whether there is one.
-        dtype: Type of the parameters.
-
-    Raises:
-        ConfigError: If the trainer cannot train such a model.
     """
-    return _activations(on_meta(model_config, dtype), pack_tokens, checkpointing=checkpointing, value_head=value_head)
-
-
-def _activations(policy: Any, pack_tokens: int, *, checkpointing: bool, value_head: bool) -> Activations:
     if checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(policy, temperature=1.0, value_head=value_head).to("meta")
@@ -172,7 +157,7 @@ def footprint(
         workspace += 2 * min(num, WHOLE_PARAMETERS)
     if reference:
         workspace += 2 * num
-    activations = _activations(
+    activations = pack_activations(
         policy, trainer.pack_tokens, checkpointing=trainer.activation_checkpointing, value_head=value_head
     )
     states = 2 * num / spread[0] + 4 * num / spread[1] + 12 * num / spread[2]

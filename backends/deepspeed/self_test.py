@@ -32,16 +32,19 @@ def self_test(device: torch.device, num_bytes: int) -> RankFacts:
 
     Args:
         device: Of this rank.
-        num_bytes: Size of what is reduced, and of what is copied (bytes).
+        num_bytes: Size of what is reduced, of what is broadcast, and of what is copied (bytes).
     """
     torch.manual_seed(SEED)
     cuda = device.type == "cuda"
+    reduce_gb_s, broadcast_gb_s = _links_gb_s(device, num_bytes)
     return RankFacts(
         device=torch.cuda.get_device_name(device) if cuda else "CPU",
         kernel="torch varlen_attn" if cuda else "scaled_dot_product_attention, one sequence at a time",
         attention_error=attention_error(device, torch.bfloat16 if cuda else torch.float32),
         same_checksum=same_checksum(device),
-        reduce_gb_s=_reduce_gb_s(device, num_bytes),
+        reduce_gb_s=reduce_gb_s,
+        broadcast_gb_s=broadcast_gb_s,
+        link_gb=num_bytes / 1e9,
         to_host_gb_s=_to_host_gb_s(device, num_bytes) if cuda else None,
         total_gb=torch.cuda.mem_get_info(device)[1] / 1e9 if cuda else None,
     )
@@ -75,13 +78,19 @@ def same_checksum(device: torch.device) -> bool:
     return bool(checksum64(numbers) == checksum64(numbers.to(device)))
 
 
-def _reduce_gb_s(device: torch.device, num_bytes: int) -> float | None:
-    """Return the speed of an all-reduce in what every link carries, 2 (n - 1) / n of the bytes; None: one rank."""
+def _links_gb_s(device: torch.device, num_bytes: int) -> tuple[float | None, float | None]:
+    """Return the speeds of an all-reduce and a broadcast; None: one rank.
+
+    Of an all-reduce every link carries 2 (n - 1) / n of the bytes.
+    """
     ranks = int(torch.distributed.get_world_size())
     if ranks == 1:
-        return None
+        return None, None
     numbers = torch.zeros(num_bytes // 4, device=device)
-    return 2 * (ranks - 1) / ranks * _gb_s(device, num_bytes, lambda: torch.distributed.all_reduce(numbers))
+    reduced = _gb_s(device, num_bytes, lambda: torch.distributed.all_reduce(numbers))
+    return 2 * (ranks - 1) / ranks * reduced, _gb_s(
+        device, num_bytes, lambda: torch.distributed.broadcast(numbers, src=0)
+    )
 
 
 def _to_host_gb_s(device: torch.device, num_bytes: int) -> float:

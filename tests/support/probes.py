@@ -40,7 +40,7 @@ async def tell(self, when):
 
 async def start_and_tell(self):
     await start(self)
-    backends.vllm.ray_engine.PLACING_S = 10.0  # one that is placed again, or nowhere
+    backends.vllm.ray_engine.PLACING_S = 5.0  # one that is placed again, or nowhere
     await tell(self, "first")
 
 

@@ -27,7 +27,7 @@ PLACE = PlaceFacts(
 )  # fmt: skip
 RANK = RankFacts(
     device="NVIDIA H100 80GB HBM3", kernel="varlen", attention_error=2e-3, same_checksum=True, reduce_gb_s=100.0,
-    to_host_gb_s=20.0, total_gb=85.9,
+    broadcast_gb_s=100.0, link_gb=1.0, to_host_gb_s=20.0, total_gb=85.9,
 )  # fmt: skip
 
 
@@ -74,6 +74,9 @@ def test_a_link_below_the_pessimistic_level_is_slow() -> None:
     name = "all-reduce of 2 ranks (NCCL)"
     assert rows()[name].expected == "158 GB/s; slow below 90"
     assert [rows(rank={"reduce_gb_s": speed})[name].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
+    sent = "broadcast of 1 GB to 2 ranks (NCCL)"
+    assert rows()[sent].expected == rows()[name].expected
+    assert [rows(rank={"broadcast_gb_s": speed})[sent].finding for speed in (89.0, 91.0)] == [Finding.SLOW, Finding.OK]
     assert rows({}, {}, replace(PLACE, machine="b"))[name].expected == "140 GB/s; slow below 80"
     slow = rows(rank={"to_host_gb_s": 9.0})["GPU to pinned memory"]
     assert (slow.finding, slow.expected) == (Finding.SLOW, "25 GB/s; slow below 10")

@@ -16,7 +16,7 @@ from torch.profiler import profile  # noqa: E402
 
 from backends.deepspeed import footprint as module  # noqa: E402
 from backends.deepspeed.attention import register_packed_attention  # noqa: E402
-from backends.deepspeed.footprint import check_memory, check_trainable, footprint, pack_activations  # noqa: E402
+from backends.deepspeed.footprint import check_memory, check_trainable, footprint, on_meta, pack_activations  # noqa: E402
 from backends.deepspeed.live_bytes import LiveBytes  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
@@ -77,7 +77,7 @@ def test_a_7b_that_keeps_its_activations_is_refused_with_the_key_and_the_figure(
         "needs 114.7 GB a GPU (activations 107.7, states 1.7, workspace 5.3); of the 86 GB of hardware.gpu='H100'"
         in says
     )
-    kept = pack_activations(qwen7b, pack_tokens=16_384, checkpointing=False).kept
+    kept = pack_activations(on_meta(qwen7b, torch.bfloat16), 16_384, checkpointing=False).kept
     logits = 16_384 * 152_064 * 2
     assert kept == pytest.approx(108.9e9 - logits, rel=1e-3)  # 108.9 GB by a count of its own, with all logits
 
@@ -121,7 +121,7 @@ def test_states_are_those_of_mixed_precision() -> None:
 @pytest.mark.parametrize(("recomputation", "below"), [(1.0, 0.05), (0.0, 0.16)])
 def test_the_planners_formula_is_near(qwen7b: Any, recomputation: float, below: float) -> None:
     """It is for norms that keep half of what those of transformers do; these weigh where activations are kept."""
-    counted = pack_activations(qwen7b, pack_tokens=16_384, checkpointing=recomputation > 0).peak
+    counted = pack_activations(on_meta(qwen7b, torch.bfloat16), 16_384, checkpointing=recomputation > 0).peak
     planned = training_memory(find_model("Qwen2.5-7B"), accelerators=80, recomputation=recomputation).activations
     assert (1 - below) * counted < planned < counted
 
@@ -130,7 +130,7 @@ def test_the_planners_formula_is_near(qwen7b: Any, recomputation: float, below: 
 def test_what_is_counted_without_numbers_is_what_is_allocated_with_them(checkpointing: bool) -> None:
     """Torch's profiler sees every allocation on CPU, also those within an operation."""
     config, tokens = transformers.Qwen2Config(**SMALL), 2000
-    counted = pack_activations(config, pack_tokens=tokens, checkpointing=checkpointing, dtype=torch.float32)
+    counted = pack_activations(on_meta(config, torch.float32), tokens, checkpointing=checkpointing)
     attention = register_packed_attention()
     policy = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
     if checkpointing:
@@ -165,7 +165,9 @@ def test_what_is_counted_without_numbers_is_what_is_allocated_with_them(checkpoi
 )
 def test_models_that_can_be_trained_are_counted(config: Any) -> None:
     check_trainable(config)
-    kept, again = (pack_activations(config, pack_tokens=500, checkpointing=value) for value in (False, True))
+    kept, again = (
+        pack_activations(on_meta(config, torch.bfloat16), 500, checkpointing=value) for value in (False, True)
+    )
     assert again.kept < kept.kept
     assert again.peak < kept.peak
 

@@ -89,6 +89,8 @@ async def links_and_kernels_are_measured(trainer: DeepSpeedTrainer) -> None:
         assert one.attention_error < 1e-5
         assert one.reduce_gb_s is not None
         assert one.reduce_gb_s > 0
+        assert one.broadcast_gb_s is not None
+        assert one.broadcast_gb_s > 0
 
 
 def without_times(metrics: dict[str, float]) -> dict[str, float]:
