@@ -28,7 +28,6 @@ test: $(VENV)/.dev $(VENV)/.chromium
 
 train: $(VENV)/.dev
 	rm -rf runs/tiny
-	@echo "Making a tiny model that can nearly add, if it is not there: about a minute"
 	test -f models/tiny_arithmetic/config.json || $(BIN)/python scripts/make_tiny_model.py models/tiny_arithmetic
 	$(BIN)/pipelinerl train examples/tiny_arithmetic.toml --out runs/tiny
 

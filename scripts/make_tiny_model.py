@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Make the model; print its success rate on held-out problems.
+    """Make the model; print that it takes a while, then its success rate on held-out problems.
 
     Args:
         arguments: The folder to write to, and the task: ``arithmetic``, ``chain`` or ``calculator``. Left
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     if others or folder.startswith("-") or task not in ("arithmetic", "chain", "calculator"):
         sys.stderr.write("usage: make_tiny_model.py [FOLDER [arithmetic|chain|calculator]]\n")
         return 2
+    sys.stdout.write(f"Fitting a tiny model for {task}, about a minute on one core\n")
+    sys.stdout.flush()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from backends.tiny_model import make_tiny_model  # noqa: PLC0415  # torch is slow to load
 

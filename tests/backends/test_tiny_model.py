@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,16 @@ def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
 def test_the_fitted_model_is_right_less_than_half_of_the_time(tmp_path: Path, task: str) -> None:
     """The claim of the examples: a start between 20 % and 40 % on held-out problems."""
     assert 0.2 < make_tiny_model(tmp_path, task=task) < 0.4
+
+
+def test_the_script_says_that_it_takes_a_while_before_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(
+        "backends.tiny_model.make_tiny_model", lambda *_, **__: said.append(capsys.readouterr().out) or 0.5
+    )
+    assert script["main"](["m", "chain"]) == 0
+    assert said == ["Fitting a tiny model for chain, about a minute on one core\n"]

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.metadata
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -95,6 +96,17 @@ def test_commands_are_understood(arguments):
         values = context.params
     if "run" in values and str(values["run"]).startswith("examples/"):
         assert load_run(ROOT / values["run"], values["overrides"], values["seed"]).optimizer_steps >= 1
+
+
+def test_every_picture_has_the_command_that_draws_it():
+    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "scripts" / "draw_figures.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert {*script.DRAWN, *script.PAGES} == {path.stem for path in (ROOT / "docs" / "figures").glob("*.png")}
+    for line, _ in script.DRAWN.values():
+        name, *arguments = shlex.split(line)
+        typer.main.get_command(cli.app).commands[name].make_context(name, arguments).close()
+    assert script.main(["nothing"]) == 2
 
 
 def test_make_knows_the_targets_that_are_named():
