@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,13 @@ class EngineContract:
         check(generated, 30)
         assert generated.spans == VersionSpans((self.version,), (30,))
         check(await self.engine.generate(request(0, 1)), 1)
+
+    async def seconds_that_an_answer_tells_are_some_of_those_that_it_took(self) -> None:
+        begin_s = time.monotonic()
+        seconds = (await self.engine.generate(request(0, 30))).seconds
+        if seconds is not None:
+            assert seconds.decode > 0
+            assert 0 <= seconds.prefill <= time.monotonic() - begin_s - seconds.decode
 
     async def the_same_seed_gives_the_same_tokens_alone_and_in_company(self) -> None:
         alone = [await self.engine.generate(request(number, 20)) for number in range(4)]

@@ -119,7 +119,13 @@ def real_contracts(folder: Path) -> Contracts:
 
     engine = VLLMEngine(
         VLLMSettings(
-            engine_id=0, model_path=str(folder), num_slots=NUM_SLOTS, max_tokens=512, device="cpu", cpu_cores="0"
+            engine_id=0,
+            model_path=str(folder),
+            num_slots=NUM_SLOTS,
+            max_tokens=512,
+            device="cpu",
+            cpu_cores="0",
+            request_times=True,
         )
     )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
