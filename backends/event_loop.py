@@ -131,12 +131,12 @@ class EventLoop:
 
     def start(self) -> None:
         """Begin a new run."""
-        self._set_clock()
+        self._began_s = time.monotonic() - self._state.time_s
         self._carry_out_all(self._state.scheduler.start())
 
     async def resume(self) -> None:
         """Report to the scheduler what has become of everything that was in progress, and go on."""
-        self._set_clock()
+        self._began_s = time.monotonic() - self._state.time_s
         state = self._state
         published = state.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():
@@ -162,9 +162,6 @@ class EventLoop:
     def now(self) -> float:
         """Return the seconds since the start of the run, while it ran."""
         return time.monotonic() - self._began_s
-
-    def _set_clock(self) -> None:
-        self._began_s = time.monotonic() - self._state.time_s
 
     def _deliver(self, event: Event) -> None:
         """Report an event and carry out the answer."""
