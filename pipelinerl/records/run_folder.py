@@ -23,7 +23,9 @@ check.json         of ``train --check``: what it found, with a hardware.toml
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +76,23 @@ def check_vacant(folder: Path) -> None:
         folder: Need not exist.
 
     Raises:
-        ConfigError: If it is no folder, cannot be read, or holds a file of a run or a comparison already.
+        ConfigError: If it is no folder, cannot be read, holds a file of a run or a comparison already, or lies in what
+            is no folder or may not be written to.
     """
     try:
         is_file = folder.exists() and not folder.is_dir()
         held = [name for name in _FILES if (folder / name).exists()]
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     except OSError as error:
         raise _unwritable(folder, error) from None
     if is_file:
         raise ConfigError(f"--out must be a folder, got the file {folder}")
     if held:
         raise ConfigError(f"--out must be a folder without a run, got {folder}, which holds {held[0]}")
+    if not there.is_dir():
+        raise _unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
 
 
 def make_folder(folder: Path) -> None:

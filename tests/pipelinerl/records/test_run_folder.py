@@ -1,5 +1,6 @@
 """The folder of a run: what may be in it before the run, and the messages where it cannot be used."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,12 +8,24 @@ import pytest
 from refusals import message
 from traces import run
 
-from pipelinerl.errors import RunFailedError
+from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.run_folder import check_vacant, make_folder, write_json
 from pipelinerl.records.trace import TraceWriter
 
 HELD = "--out must be a folder without a run, got {tmp}/out, which holds "
 UNWRITABLE = "--out must be a folder that can be written, got "
+
+
+def test_a_folder_that_can_never_be_made_is_refused_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan writes at its end: it must not search for minutes before it says so."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        check_vacant(tmp_path / "file" / "out")
+    monkeypatch.setattr(os, "access", lambda path, _mode: path != tmp_path)
+    with pytest.raises(ConfigError, match="out: Permission denied"):
+        check_vacant(tmp_path / "a" / "out")
 
 
 def make_vacant(folder: Path) -> None:
