@@ -79,28 +79,28 @@ def _content(folders: list[Path]) -> tuple[Page, Callable[[], list[Interactive]]
     cases = _plans_in(folders)
     if len(cases) > 1:
         plans = {one.name.replace("_", " "): PlanReport.read(one / PLAN_FILE) for one in cases}
-        return page_words.cases_page(plans, cases), lambda: _drawn().case_figures(plans)
+        return page_words.cases_page(plans, cases), lambda: _other().case_figures(plans)
     held = [(one, name) for one in folders for name in kinds if os.path.exists(one / name)]
     if not held:
         runs = read_runs(folders)
         page = page_words.run_page({run.name: run.report for run in runs}, folders)
-        return page, lambda: _drawn().run_figures(runs)
+        return page, lambda: _runs().run_figures(runs)
     folder, file = held[0]
     if len(folders) > 1:
         raise ConfigError(f"DIR... must be runs or a single folder with a {file}, got {len(folders)} with {folder}")
     if file == PLAN_FILE:
         plan = PlanReport.read(folder / file)
-        return page_words.plan_page(plan, folder), lambda: _drawn().plan_figures(plan)
+        return page_words.plan_page(plan, folder), lambda: _other().plan_figures(plan)
     if file == ENVIRONMENTS_FILE:
         numbers = EnvironmentsReport.read(folder / file)
-        return page_words.environments_page(numbers, folder), lambda: _drawn().environments_figures(numbers)
+        return page_words.environments_page(numbers, folder), lambda: _other().environments_figures(numbers)
     if file == VALIDATION_FILE:
         validation = ValidationReport.read(folder / file)
-        return page_words.validation_page(validation), lambda: _drawn().validation_figures(validation)
+        return page_words.validation_page(validation), lambda: _other().validation_figures(validation)
     comparison = read_comparison(folder)
     arms = next(one.arms for one in comparison.scenarios if one.arms)
     shown = [read_run(folder / arm.folder, arm.name) for arm in arms]
-    return page_words.comparison_page(comparison, folder), lambda: _drawn().run_figures(shown, comparison)
+    return page_words.comparison_page(comparison, folder), lambda: _runs().run_figures(shown, comparison)
 
 
 def _plans_in(folders: list[Path]) -> list[Path]:
@@ -112,7 +112,13 @@ def _plans_in(folders: list[Path]) -> list[Path]:
     return sorted(plans, key=lambda one: [int(word) for word in one.name.split("_") if word.isdigit()])
 
 
-def _drawn() -> ModuleType:
+def _runs() -> ModuleType:
     from analysis import interactive
 
     return interactive
+
+
+def _other() -> ModuleType:
+    from analysis import interactive_reports
+
+    return interactive_reports
