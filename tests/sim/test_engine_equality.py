@@ -194,12 +194,14 @@ def scripts(draw, *, unit=1, longest=12):
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(script=scripts())
 def test_both_engines_report_the_same_at_the_same_tick(script):
     assert Scripted(ClosedFormEngine, script).play() == Scripted(StepByStepEngine, script).play()
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(script=scripts(unit=10**15 + 7, longest=60))
 def test_both_engines_agree_on_ticks_of_more_digits_than_a_float_has(script):
@@ -363,6 +365,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", RUNS.values(), ids=RUNS)
 def test_a_run_is_the_same_with_both_engines(tables):
     entries = run_of(ClosedFormEngine, tables)

@@ -109,6 +109,7 @@ def above(mean, cv, most):
     return math.erfc((math.log(most / mean) + log_sd**2 / 2) / log_sd / math.sqrt(2)) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 def test_tries_and_their_time_are_what_theory_says(turn):
     """p = h + (1 - h) (P(T > tau) + P(T <= tau) f) a try: (1 - p^(R+1)) / (1 - p) of them, of E[min(T, tau)] each.

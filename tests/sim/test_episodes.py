@@ -133,6 +133,7 @@ def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
     assert {end for one in drawn for end in np.diff(one.ends, prepend=0)} == {8}
 
 
+@pytest.mark.slow
 def test_the_most_turns_there_can_be_change_no_turn_and_cost_no_draws():
     """Turns beyond eight times their mean have lengths of their own, too; others are drawn side by side."""
     turns = {"kind": "lognormal", "mean": 4.0, "cv": 2.0, "observation_max": 0, "context_max": 10**8}

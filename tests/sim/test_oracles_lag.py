@@ -88,6 +88,7 @@ def run_of_fixed_lengths(steps, *, engines, seed=0, hardware=None):
     return play(steps, batch=32, slots=64, engines=engines, length=fixed(256), hardware=latency, seed=seed)
 
 
+@pytest.mark.slow
 def test_mean_lag_is_half_of_g_for_fixed_lengths():
     """g = H I/B = 512/32 = 16 times the share of slots in use, 256/288.5: g/2 = 7.10.
 
@@ -214,6 +215,7 @@ def applied_compute_run(steps, *, in_flight, queue_batches, rate_ratio, seed=0):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("in_flight", "queue_batches", "rate_ratio", "formula", "simulated"),
     [

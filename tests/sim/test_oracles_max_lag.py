@@ -126,6 +126,7 @@ def run_within(max_lag, on_stale):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_dropping_what_is_stale_shortens_what_is_trained_on():
     """The mean of 4800 answers as drawn, against those trained on; other answers in a few groups at the end: 1.5 %.
 

@@ -17,6 +17,7 @@ from sim.clock import to_ticks
 # ------------------------------------------------------------------------------------ lag of batch i
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("micro_batch_size", [4, 8])
 @pytest.mark.parametrize(

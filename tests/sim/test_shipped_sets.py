@@ -180,6 +180,7 @@ PHASES = {  # the same of the seconds in which 256 answers, 8 to a prompt, are g
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PHASES)
 def test_a_synchronous_step_by_the_log_normal_lasts_as_long_as_by_real_answers_that_were_stopped(name):
     """Four engines of 64 slots, a 7B on H100; where two answers of five are stopped it is 13 % too short."""

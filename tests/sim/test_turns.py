@@ -118,6 +118,7 @@ CROWDED = {
 """Queues everywhere: rollouts wait for slots and are preempted, and weights are loaded meanwhile."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_tokens", [None, 8])
 @pytest.mark.parametrize("kind", ["keep", "abort", "wait", "recompute"])
 def test_queue_prefill_and_decode_are_the_time_on_an_engine(kind, step_tokens):
@@ -253,6 +254,7 @@ def test_the_turns_of_the_figures_add_up_to_the_report():
     assert max(map(sum, open_ones)) <= 14
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(["pipeline", "conventional", "partial_rollouts", "one_step_off"]),

@@ -75,19 +75,19 @@ def program(first: str = "pass") -> list[str]:
     return [sys.executable, "-c", f"{first}; from pipelinerl.cli import main; main()"]
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
+def started(*arguments: object, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start the program as a terminal does: in a process group of its own that heeds Ctrl-C."""
     return subprocess.Popen(
         [*program("import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"), *map(str, arguments)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         start_new_session=True,
     )
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end

@@ -75,20 +75,21 @@ def NEVER() -> object:
 
 
 class Hostile(Game):
-    """Fails in one way or another, with the probability given, at every reset and every step.
+    """Fails in one way or another at so large a share of all resets and steps, whoever makes them and whenever.
 
     Without one it fails at every step of the first problem.
     """
 
     def __init__(self, *, ways: str, rate: float | None = None, **settings: object) -> None:
         super().__init__(**settings)
-        self.rate, self.ways, self.random = rate, ways.split(), random.Random(os.getpid())
+        self.rate, self.ways = rate, ways.split()
         self.index = 0
 
     def fail(self) -> object:
-        if self.index if self.rate is None else self.random.random() >= self.rate:
+        chance = random.Random(f"{self.index} {self.turn}")
+        if self.index if self.rate is None else chance.random() >= self.rate:
             return None
-        match self.random.choice(self.ways):
+        match chance.choice(self.ways):
             case "dies":
                 os.kill(os.getpid(), 9)
             case "hangs":
@@ -100,7 +101,7 @@ class Hostile(Game):
         return Observation(reward=float("nan"))
 
     async def reset(self, index: int, *, held_out: bool) -> Content:
-        self.index = index
+        self.index, self.turn = index, -1
         if self.rate is not None and self.fail() is not None:
             return 7
         return await super().reset(index, held_out=held_out)

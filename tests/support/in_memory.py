@@ -47,7 +47,7 @@ def config_of(*, steps=6, batch=8, group=4, slots=6, engines=2, kind="pipeline",
     return RunConfig.model_validate_json(json.dumps(data))
 
 
-def turns_of(*, count=8, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
+def turns_of(*, count=4, most=4, context_max=200, observation_max=10, settings=None, name="Game", train=None, **keys):
     """A run whose rollouts play a game of ``tests/support/games.py``."""
     limits = keys.pop("limits", {})
     config = config_of(**keys, train={**(train or {}), "task": {"name": f"games:{name}", "settings": settings or {}}})

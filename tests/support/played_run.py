@@ -12,8 +12,24 @@ from pipelinerl.scheduler.events import RolloutFinished, StartTraining
 from sim.cluster import SimulatedCluster
 
 
-class Played(RunLedger):
-    """A simulated run: its ledger, and every event and command with its time."""
+class Keeping(RunLedger):
+    """A ledger that keeps every event and command with its time."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.entries = []
+
+    def event(self, time_s, event):
+        self.entries.append((time_s, event))
+        super().event(time_s, event)
+
+    def command(self, time_s, command):
+        self.entries.append((time_s, command))
+        super().command(time_s, command)
+
+
+class Played(Keeping):
+    """A simulated run."""
 
     def __init__(self, config: RunConfig):
         super().__init__(
@@ -23,16 +39,7 @@ class Played(RunLedger):
             environments=config.environment and config.environment.count,
         )
         self.config = config
-        self.entries = []
         SimulatedCluster(config).run(self)
-
-    def event(self, time_s, event):
-        self.entries.append((time_s, event))
-        super().event(time_s, event)
-
-    def command(self, time_s, command):
-        self.entries.append((time_s, command))
-        super().command(time_s, command)
 
     def of(self, *kinds):
         """Times and entries of some kinds."""

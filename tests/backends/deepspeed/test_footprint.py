@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,7 @@ def test_live_bytes_are_those_of_the_tensors_that_live() -> None:
 
 def test_a_7b_that_keeps_its_activations_is_refused_with_the_key_and_the_figure(qwen7b: Any) -> None:
     """103.9 GB are kept, 3.9 GB more are needed in the backward pass; with all logits at once 115 GB would be."""
-    begin_s = time.monotonic()
     says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
-    assert time.monotonic() - begin_s < 30
     assert says.startswith("train.trainer.activation_checkpointing must be true, got activation_checkpointing=false: ")
     assert (
         "needs 114.7 GB a GPU (activations 107.7, states 1.7, workspace 5.3); of the 86 GB of hardware.gpu='H100'"

@@ -59,7 +59,7 @@ def names(num_workers: int) -> list[str]:
 class Meeting:
     """A door, and what joins there."""
 
-    def __init__(self, num_workers: int, *, timeout_s: float = 20.0, tensors: Tensors | None = None) -> None:
+    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, tensors: Tensors | None = None) -> None:
         self.num_workers, self.timeout_s = num_workers, timeout_s
         self.tensors = weights() if tensors is None else tensors
         self.door = Door.open("127.0.0.1")
@@ -199,8 +199,10 @@ def test_parameters_of_another_model_are_refused_when_a_group_is_made(
     joining = [threads.submit(meeting.receiver, 1), threads.submit(meeting.receiver, 2, shapes=shapes)]
     with pytest.raises(BackendError, match=f"phase=join at trainer .*weights to be sent {text}"):
         meeting.sender()
-    assert text in str(joining[1].exception(timeout=5))
-    assert isinstance(joining[0].exception(timeout=5), BackendError)  # the other one does not wait for its time-out
+    assert text in str(joining[1].exception(timeout=60))
+    with pytest.raises(BackendError, match="phase=join at ") as other:
+        joining[0].result(timeout=60)
+    assert "timed out" not in str(other.value)  # it does not wait for that
 
 
 def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes(
@@ -214,10 +216,10 @@ def test_a_receiver_that_waits_ends_at_once_when_it_is_closed_or_the_sender_goes
     time.sleep(0.1)
     assert not any(one.done() for one in waiting)
     receivers[0].close()
-    assert isinstance(waiting[0].exception(timeout=5), OSError)
+    assert isinstance(waiting[0].exception(timeout=60), ConnectionError)
     assert not waiting[1].done()
     sender.leave()
-    assert isinstance(waiting[1].exception(timeout=5), OSError)
+    assert isinstance(waiting[1].exception(timeout=60), ConnectionError)
 
 
 def test_a_transfer_to_a_silent_machine_is_ended_by_whoever_knows_that_it_is_lost(
@@ -255,8 +257,8 @@ def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: 
     meeting = meet(1)
     address, port, _ = meeting.door.meeting.split(":")
     strangers = [
-        come_in(f"{address}:{port}:guess", timeout_s=5, worker=1, place="", meeting=""),
-        come_in(f"{address}:{port}:", timeout_s=5),
+        come_in(f"{address}:{port}:guess", timeout_s=60, worker=1, place="", meeting=""),
+        come_in(f"{address}:{port}:", timeout_s=60),
     ]
     noise = socket.create_connection((address, int(port)))
     noise.sendall(b"\xff" * 100)
@@ -274,7 +276,7 @@ def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: 
 
 
 def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
-    with pytest.raises(BackendError, match=r"phase=join at trainer after \d\.\d s; engine 0 did not come; "):
+    with pytest.raises(BackendError, match=r"phase=join at trainer after \S+ s; engine 0 did not come; "):
         meet(1, timeout_s=0.5).sender()
 
 
@@ -286,13 +288,15 @@ def test_a_meeting_that_is_not_there_is_named() -> None:
 def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
     meet: Meet, threads: ThreadPoolExecutor
 ) -> None:
-    meeting = meet(3, timeout_s=1.0)
+    meeting = meet(3)
     joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
     sender = meeting.sender()
     first, silent, gone = (one.result() for one in joining)
+    for line in sender._lines.values():
+        line._timeout_s = 1.0
     receiving = threads.submit(take, first)
     gone.close()
-    pattern = r"^transfer failed: phase=send at trainer after \d\.\d s; engine 1: timed out; engine 2 has gone; "
+    pattern = r"^transfer failed: phase=send at trainer after \S+ s; engine 1: timed out; engine 2 has gone; "
     with pytest.raises(BackendError, match=pattern) as failure:
         sender.send(row_of(meeting.tensors), version=1, sums=sums_of(meeting.tensors))
     assert receiving.result()[0]  # it has all that it needs
@@ -305,7 +309,7 @@ def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
 def _process(meeting_at: str, results: Any) -> None:
     """Receive once, then die in the middle of the next transfer."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights().items()}
-    receiver = Receiver(Membership(meeting=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=20), place="1")
+    receiver = Receiver(Membership(meeting=meeting_at, worker=1, shapes=shapes, device=CPU, timeout_s=60), place="1")
     results.put(take(receiver))
     receiver.next_transfer()
     fill(receiver._before.connection, memoryview(bytearray(1000)))
@@ -330,13 +334,11 @@ def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_m
         receiving = threads.submit(take, survivor)
         assert sender.send(row, version=1, sums=sums) == 0
         assert receiving.result() == (True, label_of(meeting.tensors, 1))
-        assert results.get(timeout=20) == (True, label_of(meeting.tensors, 1))
+        assert results.get(timeout=60) == (True, label_of(meeting.tensors, 1))
         receiving = threads.submit(take, survivor)
-        began = time.monotonic()
-        with pytest.raises(BackendError, match=r"phase=send at trainer after \d\.\d s; engine 0 has gone; engine 1: "):
+        with pytest.raises(BackendError, match=r"phase=send at trainer after \S+ s; engine 0 has gone; engine 1: "):
             sender.send(row, version=2, sums=sums)
-        assert isinstance(receiving.exception(timeout=10), OSError)
-        assert time.monotonic() - began < 10
+        assert isinstance(receiving.exception(timeout=60), ConnectionError)  # not a time-out
         assert survivor.row.label == ""  # what has arrived in part is nothing
         again = meet(1)
         joining = threads.submit(again.receiver, 1, reuse=survivor.row)

@@ -30,11 +30,15 @@ class Wire:
 
 
 class Sending(FakeTrainer):
-    """Trains while it sends; a hook is called once when it begins something, from a version on."""
+    """Trains while it sends; a hook is called once when it begins something, from a version on.
+
+    A transfer lasts until so many steps, ``awaited``, have begun in one.
+    """
 
     def __init__(self, wire, **options):
         super().__init__(**options)
-        self.wire, self.hooks, self.busy, self.members, self.trained_while_sending = wire, {}, set(), {}, 0
+        self.wire, self.hooks, self.busy, self.members = wire, {}, set(), {}
+        self.trained_while_sending, self.awaited = 0, 0
 
     def when(self, what, version, do):
         self.hooks[what] = (version, do)
@@ -84,6 +88,9 @@ class Sending(FakeTrainer):
     async def send(self, weights):
         with self.one_thing("send", weights.version, but_not=["publish"]):
             await asyncio.sleep(SEND_S)
+            async with asyncio.timeout(60):
+                while self.trained_while_sending < self.awaited:
+                    await asyncio.sleep(0.001)
             started = {index: engine.num_started for index, engine in self.members.items()}
             if any(not engine.runs or started[index] != engine.joined_at for index, engine in self.members.items()):
                 await self.silence()
@@ -189,8 +196,9 @@ def test_the_loss_of_an_engine_in_a_transfer_costs_that_engine_only(out, what, v
 def test_the_trainer_trains_while_it_sends(out):
     config = config_of(longest=40, slots=16, steps=20)
     _, parts = wired(config)
+    parts.trainer.awaited = 5
     run_checked(config, out, parts)
-    assert parts.trainer.trained_while_sending > 0
+    assert parts.trainer.trained_while_sending >= 5
 
 
 def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):

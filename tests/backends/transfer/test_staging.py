@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ class Trainer:
 
     def join(self, num_workers: int = 1) -> None:
         names = ["trainer", *(f"engine {number}" for number in range(num_workers))]
-        self.sender = Sender(self.door, names=names, parameters=PARAMETERS, timeout_s=20)
+        self.sender = Sender(self.door, names=names, parameters=PARAMETERS, timeout_s=60)
         self.sender.meet()
 
     def send(self, version: int, *, sums: list[int] | None = None) -> tuple[int, str]:
@@ -48,7 +47,7 @@ class Trainer:
 
 
 def staging(trainer: Trainer, before: Staging | None = None, **changed: Any) -> Staging:
-    arguments = {"worker": 1, "shapes": SHAPES, "device": torch.device("cpu"), "timeout_s": 20.0}
+    arguments = {"worker": 1, "shapes": SHAPES, "device": torch.device("cpu"), "timeout_s": 60.0}
     return Staging(Membership(meeting=trainer.door.meeting, **{**arguments, **changed}), before=before)
 
 
@@ -91,7 +90,7 @@ def test_a_new_group_takes_the_row_of_the_one_before_and_what_was_staged_stays_u
     _, name = trainer.send(7)
     assert trainer.sender is not None
     trainer.sender.leave()
-    first._thread.join(5)
+    first._thread.join(60)
     assert not first._thread.is_alive()
     assert values(first.staged(name)) == {7}  # the sender has gone, the weights have not
     memory = first.staged(name)["a"].data_ptr()
@@ -104,20 +103,19 @@ def test_a_new_group_takes_the_row_of_the_one_before_and_what_was_staged_stays_u
     with pytest.raises(BackendError, match="no weights are staged"):
         first.staged(name)
     second.abandon()
-    second._thread.join(5)
+    second._thread.join(60)
     assert not second._thread.is_alive()
 
 
 def test_a_thread_that_is_joining_a_dead_group_is_waited_for_before_the_next_makes_a_row(trainer: Trainer) -> None:
     stuck = staging(trainer)  # nobody joins there
-    time.sleep(0.2)
     other = Trainer()
     waiting = staging(other, stuck, timeout_s=0.5)
-    waiting._thread.join(5)
+    waiting._thread.join(60)
     with pytest.raises(BackendError, match=r"the group before is still being waited for, after 0.5 s"):
         waiting.staged("1 x")
     trainer.join()
-    stuck._thread.join(5)
+    stuck._thread.join(60)
     assert not stuck._thread.is_alive()  # it was abandoned
     other.door.close()
 
@@ -126,7 +124,7 @@ def test_another_models_parameters_are_named_to_the_sender_and_to_whoever_loads(
     one = staging(trainer, shapes={**SHAPES, "c": (1,)})
     with pytest.raises(BackendError, match="weights to be sent lack 1 of 3 parameters: c"):
         trainer.join()
-    one._thread.join(5)
+    one._thread.join(60)
     with pytest.raises(BackendError, match=r"no weights are staged: .*lack 1 of 3 parameters: c"):
         one.staged("1 x")
 

@@ -47,7 +47,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 class Meeting:
     """A sender and workers on this machine."""
 
-    def __init__(self, num_workers: int, *, timeout_s: float = 20.0, before: list[Streaming] | None = None) -> None:
+    def __init__(self, num_workers: int, *, timeout_s: float = 60.0, before: list[Streaming] | None = None) -> None:
         door = Door.open("127.0.0.1")
         self.workers = [
             Streaming(
@@ -93,7 +93,7 @@ def test_every_worker_gets_every_version_through_two_buckets(meet: Any, threads:
     for version in (1, 2):
         loading = [threads.submit(loaded, worker, version) for worker in meeting.workers]
         assert meeting.sender.send(meeting.group, version, parts(model(version))) is None
-        assert all(same(one.result(20), version) for one in loading)
+        assert all(same(one.result(60), version) for one in loading)
     for worker in meeting.workers:
         assert worker._joined.result().leads
         sizes = [one._memory.numel() for one in worker._rows]
@@ -115,7 +115,7 @@ def test_a_bucket_with_a_wrong_bit_is_sent_again_before_the_next(
     monkeypatch.setattr(Sender, "send", send)
     loading = [threads.submit(loaded, worker, 5) for worker in meeting.workers]
     assert meeting.sender.send(meeting.group, 5, parts(model(5))) is None
-    assert all(same(one.result(20), 5) for one in loading)
+    assert all(same(one.result(60), 5) for one in loading)
     assert seen == [[3, 1], [0], [2, 4, 5], [2, 4, 5], [8], [7, 6]]
 
 
@@ -134,7 +134,7 @@ def test_what_is_refused_time_and_again_ends_the_group_and_all_is_put_together_a
     fault = meeting.sender.send(meeting.group, 1, noted(model(1)))
     assert fault == "a bucket of version 1 was refused 2 times"
     assert asked == ORDER  # other ranks wait for it
-    assert isinstance(loading.exception(20), OSError)
+    assert isinstance(loading.exception(60), OSError)
     assert meeting.group.left
     assert meeting.sender.send(None, 1, parts(model(1))) == "no group"
 
@@ -152,12 +152,12 @@ def test_the_end_of_a_member_in_the_middle_ends_it_for_all_and_a_new_group_gets_
     loading = [threads.submit(loaded, meeting.workers[0], 1), threads.submit(breaks_off)]
     fault = meeting.sender.send(meeting.group, 1, parts(model(1)))
     assert "phase=send at trainer" in str(fault)
-    assert isinstance(loading[0].exception(20), OSError)
-    loading[1].result(20)
+    assert isinstance(loading[0].exception(60), OSError)
+    loading[1].result(60)
     again = meet(2, before=meeting.workers)
     loading = [threads.submit(loaded, worker, 1) for worker in again.workers]
     assert again.sender.send(again.group, 1, parts(model(1))) is None
-    assert all(same(one.result(20), 1) for one in loading)
+    assert all(same(one.result(60), 1) for one in loading)
 
 
 def test_another_version_than_the_one_asked_for_is_not_loaded(meet: Any, threads: ThreadPoolExecutor) -> None:
@@ -165,7 +165,7 @@ def test_another_version_than_the_one_asked_for_is_not_loaded(meet: Any, threads
     loading = threads.submit(loaded, meeting.workers[0], 2)
     assert "engine 0 has gone" in str(meeting.sender.send(meeting.group, 1, parts(model(1))))
     with pytest.raises(BackendError, match=r"^version 1 comes, not 2$"):
-        loading.result(20)
+        loading.result(60)
 
 
 LAYERS = [f"model.layers.{number}." for number in range(12)]

@@ -43,6 +43,7 @@ TURNS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", ["off", "salted", "kept"])
 def test_a_trace_with_turns_gives_back_its_hardware(tmp_path: Path, prefix_cache: str) -> None:
     """Observations are prefilled and trained on; before, the fit read ``workload.prompt_tokens`` per turn."""
@@ -177,6 +178,7 @@ def test_mean_batches_below_one_are_not_raised_to_one(data: dict[str, Any]) -> N
     assert result.decode_s(times, ones) == pytest.approx(work_s, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["recompute", "abort", "wait"])
 def test_every_kind_of_weight_update_leaves_the_decode_step_as_it_is(tmp_path: Path, update: str) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, f"scheduler.weight_update={update}"))
@@ -237,6 +239,7 @@ def test_packs_are_calibrated_for_the_longest_rollout_that_is_simulated() -> Non
     assert again.training == resolved_hardware(run).training
 
 
+@pytest.mark.slow
 def test_what_the_trainer_of_the_run_file_does_is_no_slowness(tmp_path: Path) -> None:
     """Recomputing or not is read from train.trainer: the same speed of the products comes back either way."""
     task = {"name": "math", "settings": {}}

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from played_run import Keeping
 
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import RunFailedError
@@ -61,8 +62,8 @@ def runs(draw):
     }
 
 
-class Kept(RunLedger):
-    """A ledger that keeps the entries as well, and stops the run after so many steps."""
+class Kept(Keeping):
+    """Stops the run after so many steps."""
 
     def __init__(self, tables, *, stop_after=None):
         self.config = parse_run(drop_none(tables))
@@ -72,7 +73,6 @@ class Kept(RunLedger):
             longest=self.config.workload.length.max,
             on_step=self.step_done,
         )
-        self.entries = []
         self.stop_after = stop_after
         self.cluster = SimulatedCluster(self.config)
         try:
@@ -83,14 +83,6 @@ class Kept(RunLedger):
     def step_done(self, row):
         if row.step == self.stop_after:
             self.cluster.interrupt()
-
-    def event(self, time_s, event):
-        self.entries.append((time_s, event))
-        super().event(time_s, event)
-
-    def command(self, time_s, command):
-        self.entries.append((time_s, command))
-        super().command(time_s, command)
 
 
 def drop_none(tables):

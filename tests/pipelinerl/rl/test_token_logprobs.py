@@ -45,6 +45,7 @@ def test_token_logprobs_of_two_words() -> None:
     assert entropy.tolist() == pytest.approx([math.log(4) - 0.75 * math.log(3)] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocabulary", "num", "chunk"),  # one, some and all tokens at a time
     [(152_064, 96, 40), (152_064, 96, 96), (7, 5, 1), (7, 5, 2), (7, 5, 10**6), (7, 0, 2)],

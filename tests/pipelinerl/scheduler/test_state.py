@@ -90,6 +90,7 @@ def at_once(command, version):
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

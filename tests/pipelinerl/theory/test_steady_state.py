@@ -180,6 +180,7 @@ def test_a_front_end_that_is_the_slowest_takes_a_batch_one_by_one() -> None:
     assert screened(run(FIXED, slow, *conventional)).generation_s == pytest.approx((4 * 0.5 + 100 * 0.014) / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline", "conventional", "one_step_off"])
 @pytest.mark.parametrize("request_s", [0.01, 0.1, 0.4])
 def test_the_front_end_of_the_closed_form_is_that_of_the_simulator(kind: str, request_s: float) -> None:
@@ -267,6 +268,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_the_simulator_agrees_within_a_tenth(overrides: tuple[str, ...]) -> None:
     """Step time within 10 %, mean lag within 20 % or half an optimizer step; the second half of 120 steps."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import takewhile
 
 import pytest
-from learning_run import BASE, MAX, config_with
+from learning_run import BASE, MAX, TURNS, config_with
 from recorded_run import Recorded
 from refusals import message
 
@@ -62,12 +62,18 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["keep", "recompute", "abort", "wait"])
-@pytest.mark.parametrize("capacity", [None, 80])
-def test_engines_in_closed_form_and_step_by_step_learn_the_same(update, capacity):
+@pytest.mark.parametrize("small_cache", [False, True])
+@pytest.mark.parametrize(
+    ("base", "update"),
+    [
+        *((BASE, update) for update in ("keep", "recompute", "abort", "wait")),
+        *((TURNS, update) for update in ("keep", "recompute")),
+    ],
+)
+def test_engines_in_closed_form_and_step_by_step_learn_the_same(base, update, small_cache):
     """Also where the KV cache is so small that rollouts are preempted and start over."""
-    limit = [] if capacity is None else [f"hardware.kv_cache_tokens={capacity}"]
-    config = config_with(f"scheduler.weight_update={update}", *limit, "optimizer_steps=4")
+    limit = [f"hardware.kv_cache_tokens={120 if base is TURNS else 80}"] if small_cache else []
+    config = config_with(f"scheduler.weight_update={update}", *limit, "optimizer_steps=4", base=base)
     seen = []
     for make in (ClosedFormEngine, StepByStepEngine):
         recorded = Recorded()
@@ -77,7 +83,7 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(update, capacity
         seen.append((recorded.entries, learner.fingerprint()))
     assert seen[0] == seen[1]
     versions = [len(event.spans.versions) for _, event in seen[0][0] if isinstance(event, RolloutFinished)]
-    assert (max(versions) > 1) == (update != "wait")
+    assert (max(versions) > (2 if base is TURNS else 1)) == (update != "wait")
 
 
 @pytest.mark.parametrize("update", ["keep", "recompute", "abort"])

@@ -5,20 +5,16 @@ import json
 import numpy as np
 import pytest
 from learning_run import TURNS, config_with
-from recorded_run import Recorded
 from refusals import message
 
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.events import ObservationReady, RolloutFinished, TurnFinished
-from sim.cluster import SimulatedCluster
-from sim.engine import ClosedFormEngine
 from sim.learning.tasks import END, Calculator, problem
 from sim.run import simulate
-from sim.step_by_step import StepByStepEngine
 
 torch = pytest.importorskip("torch")
 
-from sim.learning.loop import Learner, one_thread  # noqa: E402
+from sim.learning.loop import Learner  # noqa: E402
 from sim.learning.relearn import relearn  # noqa: E402
 
 
@@ -26,6 +22,7 @@ def in_turns(*overrides):
     return config_with(*overrides, base=TURNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit_in_turns(tmp_path, update):
     config = in_turns(f"scheduler.weight_update={update}", "policy.learning_rate=1e-2", "optimizer_steps=12")
@@ -36,23 +33,6 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit_in_turns(tmp_
     assert again.fingerprint() == summary.weights_sha256
     turns = [event for event in (one.event for one in trace.records()) if isinstance(event, TurnFinished)]
     assert len({turn.rollout_id for turn in turns}) > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["keep", "recompute"])
-@pytest.mark.parametrize("capacity", [None, 120])
-def test_engines_in_closed_form_and_step_by_step_learn_the_same_in_turns(update, capacity):
-    limit = [] if capacity is None else [f"hardware.kv_cache_tokens={capacity}"]
-    config = in_turns(f"scheduler.weight_update={update}", *limit)
-    seen = []
-    for make in (ClosedFormEngine, StepByStepEngine):
-        recorded = Recorded()
-        with one_thread():
-            learner = Learner(config)
-            SimulatedCluster(config, engine_factory=make, policy=learner).run(recorded)
-        seen.append((recorded.entries, learner.fingerprint()))
-    assert seen[0] == seen[1]
-    assert max(len(event.spans.versions) for event in recorded.of(RolloutFinished)) > 2
 
 
 def test_what_is_observed_is_the_sum_of_what_was_written_and_is_not_trained_on(monkeypatch):

@@ -67,6 +67,7 @@ def test_answers_end_with_end_or_at_the_limit(policy):
     assert len({draft.length for draft in drafts}) > 3
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_what_it_is_sampled_beside(policy):
     """To the last bit: alone, in another order, and among more answers than there are rows."""
     shape, weights, _ = policy

@@ -46,6 +46,7 @@ def test_where_publications_are_slow_the_pipeline_makes_fewer_of_them() -> None:
     assert searched.warnings == always.warnings == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("simulate", [1, 2, 3, 6])
 def test_a_plan_of_few_simulations_finds_one_that_keeps_the_limit(simulate: int) -> None:
     """The fastest of the screening have lags of 4.2 to 4.8, where 4 is allowed."""
@@ -79,6 +80,7 @@ def test_what_was_not_simulated_is_not_called_infeasible() -> None:
     assert line.startswith("plan: no feasible pipeline among 3: 3 by mean_lag_limit (mean_lag_limit=4 would do)")
 
 
+@pytest.mark.slow
 def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
     one = (*SIXTEEN, PIPELINE, "plan.generation_accelerators=[5]", "plan.publish_every=[1]")
     verdict = planned(*one, "plan.generation_batch_size=[32]").recommended.verdict
@@ -94,6 +96,7 @@ def test_more_gpus_are_said_to_give_what_they_give_within_the_limits() -> None:
 ONE_SIZE = ("plan.generation_accelerators=[8]", "plan.generation_batch_size=[32]", "plan.mean_lag_limit=50")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
@@ -118,6 +121,7 @@ def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], w
     assert verdict.partition("1 more GPU ")[2] == f"gives nothing: {why}"
 
 
+@pytest.mark.slow
 def test_where_too_few_gpus_are_there_for_both_sides_the_plan_warns() -> None:
     report = planned(*TWO)
     slower = 1 - best_of_kind(report, "pipeline") / best_of_kind(report, "conventional")

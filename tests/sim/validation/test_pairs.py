@@ -95,6 +95,7 @@ def test_one_run_in_two_rows_makes_one_pair():
     assert len(speed_ups([arm("s", "sync", 13.0), *twins])) == 1
 
 
+@pytest.mark.slow
 def test_the_report_does_not_depend_on_which_process_is_first(monkeypatch):
     """Results come as processes end; here in the opposite order of the rows."""
 

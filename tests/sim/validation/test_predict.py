@@ -50,6 +50,7 @@ def made_up_family():
     return [changed(one, step_s=s) for one, s in zip(rows, seconds, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_factors_of_a_made_up_system_are_found_from_its_other_rows():
     family = made_up_family()
     others = [one for one in family if one.id != "wide"]
@@ -62,6 +63,7 @@ def test_the_factors_of_a_made_up_system_are_found_from_its_other_rows():
     assert informed.high / informed.low < alone.high / alone.low  # what is known narrows the band
 
 
+@pytest.mark.slow
 def test_a_row_never_informs_itself():
     family = made_up_family()
     wrong = [changed(family[0], step_s=7 * family[0].step_s), *family[1:]]
@@ -72,6 +74,7 @@ def test_a_row_never_informs_itself():
     assert other_fooled.predicted > other_honest.predicted  # but it does inform others
 
 
+@pytest.mark.slow
 def test_one_run_in_two_rows_counts_as_one():
     family = made_up_family()
     twin = changed(family[1], id="again")
@@ -92,6 +95,7 @@ def test_parts_add_up_or_run_side_by_side():
     assert predictions["off"].inputs == ("generation", "training")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [None, 4])
 def test_a_synchronous_run_on_separate_gpus_generates_and_trains_in_turn(prompts):
     """It lasts as a colocated one on as many GPUs for each, and the weights' way besides; whatever G is."""
@@ -128,6 +132,7 @@ def test_hours_of_a_whole_run_stand_for_its_steps_where_nothing_else_is_there():
     assert one.assumed == ("bf16", "no time outside the steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"step_s": 10.03}, {"gpus_total": None, "step_s": 10.0}])
 def test_a_rounded_copy_of_a_row_is_the_row(changes):
     base = row("a", "async", gpus_gen=4, gpus_train=4, step_s=10.0, max_staleness=2.0)
