@@ -158,6 +158,7 @@ def test_the_tiny_model_learns_to_call_a_calculator(tmp_path):
     sets += ["environment.count=24", "train.task.settings={delay_s=0.02}"]  # half the processes to start
     run = Process(tmp_path / "model", tmp_path / "run", *sets, example=TOOLS)
     run.wait_for_step(2)
+    assert run.shared  # so that what is left of it would be found
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")

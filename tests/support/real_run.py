@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 from command_line import program
+
+from backends.vllm.process import shared_memory_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
@@ -41,15 +45,18 @@ class Process:
             *(["--check"] if check else []),
         ]
         self.out = out
+        self.temporary = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)  # short, for sockets
+        kernels = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # compiled ones stay for the next run
+        own = {"TMPDIR": self.temporary.name, "TORCHINDUCTOR_CACHE_DIR": kernels}
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | (env or {}),
+            env=os.environ | own | (env or {}),
             start_new_session=True,
         )
-        self.seen = {}
+        self.seen, self.shared = {}, set()
 
     def tree(self):
         """The processes it has started, by name."""
@@ -77,7 +84,7 @@ class Process:
             assert self.process.poll() is None, self.last_words()
             assert time.monotonic() < over, "the run does not get on"
             time.sleep(0.05)
-        self.tree()
+        self.shared |= shared_memory_of([one for one, _ in self.tree()])
 
     def last_words(self):
         """What a run that has ended said last: short enough to be shown whole by whoever reports the failure."""
@@ -89,6 +96,8 @@ class Process:
         return self.process.returncode, out, err
 
     def left_over(self):
-        """Processes that it had started and that still run, some seconds after its end."""
+        """What is left of it some seconds after its end: processes, shared memory, temporary files."""
         _, alive = psutil.wait_procs([one for one, _ in self.seen.values()], timeout=20)
-        return [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        running = [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        files = [path for path in self.shared if os.path.exists(path)]
+        return running + files + [str(path) for path in Path(self.temporary.name).iterdir()]
