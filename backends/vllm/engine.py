@@ -59,6 +59,7 @@ class VLLMEngine:
         self._settings = settings
         self._vllm: Client | None = None
         self._processes: list[Any] = []
+        self._shared_memory: set[str] = set()
         self._before: set[multiprocessing.process.BaseProcess] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._loss: str | None = None
@@ -91,6 +92,7 @@ class VLLMEngine:
                 async with self._updating:  # compiling is no hang
                     warm_up = GenerateRequest(-1, prompt_tokens=(0,), max_new_tokens=1, seed=0, temperature=1.0)
                     await self.generate(warm_up)
+                self._shared_memory = await self.shared_memory()
         except BaseException as error:
             seconds = time.perf_counter() - began
             await self.shutdown()
@@ -112,13 +114,16 @@ class VLLMEngine:
             self._watcher.cancel()
             self._watcher = None
         client, self._vllm = self._vllm, None
+        before, self._before = self._before, None
+        processes, self._processes = self._processes, []
+        if before is not None and not processes:
+            processes = process_tree(before)
+        # While they live: of a process that has ended, or that vLLM ends here, nobody knows what it had.
+        shared, self._shared_memory = self._shared_memory | await asyncio.to_thread(shared_memory_of, processes), set()
         if client is not None:
             client.shutdown()
-        before, self._before = self._before, None
         if before is None:
             return
-        processes, self._processes = self._processes or process_tree(before), []
-        shared = await asyncio.to_thread(shared_memory_of, processes)
         await asyncio.to_thread(end_processes, processes)
         remove_shared_memory(shared)
 

@@ -14,7 +14,9 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.tables import Transport
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Python's shared memory (psm_*) and semaphores (sem.mp-*) are; of a killed process nobody removes them."""
+"""Where shared memory and semaphores are; of a killed process nobody removes them."""
+SHARED_NAMES = ("psm_*", "sem.mp-*", "vllm_dist_*")
+"""Python's of both, and what vLLM's workers on a CPU reduce in."""
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes have to end before they are killed."""
 
@@ -101,7 +103,7 @@ def shared_memory_of(processes: list[Any]) -> set[str]:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             mapped |= {line.split()[4] for line in lines if f" {SHARED_MEMORY}/" in line}
-    files = [*SHARED_MEMORY.glob("psm_*"), *SHARED_MEMORY.glob("sem.mp-*")]
+    files = [path for names in SHARED_NAMES for path in SHARED_MEMORY.glob(names)]
     found = set()
     for path in files:
         with contextlib.suppress(OSError):
