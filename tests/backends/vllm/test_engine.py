@@ -322,10 +322,12 @@ def test_what_has_arrived_is_bit_for_bit_what_is_loaded_and_a_wrong_bit_changes_
 
 async def the_death_of_the_sender_changes_nothing(engine: VLLMEngine, trainer: Trainer, model: Any) -> None:
     """A sender goes in the middle of a transfer; another one comes, and is received from."""
+    from backends.transfer.broadcast import CHAIN
+
     before = await engine.generate(request(0, 60))
     sums = trainer.sums(model)
     trainer.sender._lines[1].tell(version=9, sums=sums)
-    trainer.sender._chain.connection.sendall(bytes(1000))
+    trainer.sender._lines[CHAIN].connection.sendall(bytes(1000))
     trainer.sender.leave()
     after = await engine.generate(request(0, 60))
     assert after.logprob_T.tobytes() == before.logprob_T.tobytes()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 from vllm_engine import real, settings
 
+import backends.vllm.engine
 from backends.interface import Generated, GenerateRequest, Weights
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
@@ -81,6 +86,51 @@ def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> 
     asyncio.run(scenario())
     assert [client.salts[0] == client.salts[1], client.salts[2] == client.salts[3]] == [True, True]
     assert len(set(client.salts)) == 3
+
+
+def _shares(told: Any) -> None:
+    memory = SharedMemory(create=True, size=4096)
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")  # nobody tidies up after a killed process
+    told.put(memory.name)
+    time.sleep(600)
+
+
+class Ends(Salted):
+    """Stands in for the client of vLLM, which ends its processes itself."""
+
+    died = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        told = context.Queue()
+        self.last_output_s = time.monotonic()
+        self.process = context.Process(target=_shares, args=(told,))
+        self.process.start()
+        self.shared = Path("/dev/shm") / told.get(timeout=60)
+
+    def end_calls(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self.process.kill()
+        self.process.join(60)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is elsewhere")
+def test_an_engine_that_ends_well_leaves_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    clients: list[Ends] = []
+    monkeypatch.setattr(backends.vllm.engine, "start_client", lambda _: clients.append(Ends()) or clients[0])
+
+    async def scenario() -> None:
+        engine = VLLMEngine(settings(tmp_path))
+        await engine.start()
+        assert clients[0].shared.exists()
+        await engine.shutdown()
+
+    asyncio.run(scenario())
+    assert not clients[0].shared.exists()
 
 
 class ScriptedLLM:
