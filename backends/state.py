@@ -11,6 +11,7 @@ import numpy as np
 from backends.interface import Sample, TrainResult
 from backends.rollouts import RolloutData, lag_of_tokens
 from backends.step_metrics import StepMetrics
+from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
 from pipelinerl.rl.segments import turn_of_tokens
 from pipelinerl.scheduler.base import Scheduler
@@ -85,4 +86,4 @@ class Keeper(Protocol):
 def fresh_state(config: RunConfig) -> DriverState:
     """Return the state of a run that begins; ``config.train`` must be there."""
     assert config.train is not None
-    return DriverState(config.new_scheduler(), StepMetrics(truncation=config.train.loss.truncation))
+    return DriverState(new_scheduler(config), StepMetrics(truncation=config.train.loss.truncation))

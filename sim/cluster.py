@@ -28,7 +28,7 @@ from itertools import repeat
 from typing import assert_never
 
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
-from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.resolve import new_scheduler, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError, RunFailedError, RunInterruptedError
 from pipelinerl.hardware.costs import training_cost
@@ -106,7 +106,7 @@ class SimulatedCluster:
             longest = longest if config.environment is None else config.longest_rollout_tokens
         hardware = resolved_hardware(config, longest_tokens=longest)
         self._clock = Clock()
-        self._scheduler: Scheduler = config.new_scheduler()
+        self._scheduler: Scheduler = new_scheduler(config)
         settings = _engine_settings(config, hardware, policy)
         self._engines = {  # by engine id
             engine_id: engine_factory(self._clock, self, engine_id, settings) for engine_id in range(config.num_engines)

@@ -1,4 +1,4 @@
-"""The hardware of a run in explicit numbers, by one precedence rule.
+"""The hardware of a run in explicit numbers, by one precedence rule, and its scheduler.
 
 A table that the run file gives stays as it is; a missing one is derived from ``hardware.gpu`` and ``hardware.model``;
 without these two it costs nothing. Coefficients follow the same rule: ``hardware.coefficients``, then
@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel, find_gpu, find_model, in_engine
@@ -27,8 +28,32 @@ from pipelinerl.hardware.tables import (
     Transport,
     WeightTransferConfig,
 )
+from pipelinerl.scheduler.base import Scheduler
+from pipelinerl.scheduler.kinds import make_scheduler
 from pipelinerl.util.explain import explain
 from pipelinerl.util.strict_model import StrictModel
+
+
+def new_scheduler(config: RunConfig) -> Scheduler:
+    """Return a scheduler of a run that has not begun; with environments it knows the KV cache of an engine.
+
+    Raises:
+        ConfigError: As ``resolved_hardware``, with environments.
+    """
+    environments, kv_cache_tokens = config.environment, config.hardware.kv_cache_tokens
+    if environments is not None:
+        if environments.prefix_cache is PrefixCaching.OFF or environments.turns.max == 1:
+            kv_cache_tokens = 0
+        elif kv_cache_tokens is None:
+            kv_cache_tokens = resolved_hardware(config).kv_cache_tokens
+    return make_scheduler(
+        config.scheduler,
+        optimizer_steps=config.optimizer_steps,
+        num_engines=config.num_engines,
+        group_size=config.workload.group_size,
+        environments=None if environments is None else environments.count,
+        kv_cache_tokens=kv_cache_tokens,
+    )
 
 
 def resolved_hardware(config: RunConfig, *, longest_tokens: int | None = None) -> ResolvedHardware:

@@ -16,8 +16,6 @@ from pipelinerl.config.train import TrainConfig
 from pipelinerl.config.workload import WorkloadConfig
 from pipelinerl.hardware.tables import HardwareConfig
 from pipelinerl.rl.drift import DriftModel
-from pipelinerl.scheduler.base import Scheduler
-from pipelinerl.scheduler.kinds import make_scheduler
 from pipelinerl.util.limits import MOST_ROLLOUTS, Accelerators, Count
 from pipelinerl.util.strict_model import StrictModel
 
@@ -139,16 +137,6 @@ class RunConfig(StrictModel):
         scheduler = self.scheduler
         return scheduler.train_batch_size * (
             scheduler.optimizer_steps_per_rl_step if scheduler.schedule.has_rl_steps else 1
-        )
-
-    def new_scheduler(self) -> Scheduler:
-        """Return a scheduler that has not begun."""
-        return make_scheduler(
-            self.scheduler,
-            optimizer_steps=self.optimizer_steps,
-            num_engines=self.num_engines,
-            group_size=self.workload.group_size,
-            environments=None if self.environment is None else self.environment.count,
         )
 
     @model_validator(mode="after")

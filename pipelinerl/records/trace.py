@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar, get_args, get_type_hints
 
+from pipelinerl.config.resolve import new_scheduler
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError, SchedulerError, TraceError
@@ -235,7 +236,7 @@ def replay(trace: Trace) -> ReplayResult:
         TraceError: If the trace is broken.
     """
     config = trace.config
-    scheduler = config.new_scheduler()
+    scheduler = new_scheduler(config)
     expected = list(scheduler.start())
     num_events = num_commands = position = 0
     cause: Event | str = "start()"

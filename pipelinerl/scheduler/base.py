@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import NotRequired, Protocol, TypedDict, assert_never
 
 from pipelinerl.errors import SchedulerError
+from pipelinerl.scheduler.contexts import EngineContexts
 from pipelinerl.scheduler.events import (
     Command,
     DiscardReason,
@@ -31,8 +32,9 @@ from pipelinerl.scheduler.events import (
     WeightsPublished,
     WeightUpdate,
 )
+from pipelinerl.scheduler.groups import RolloutGroup
 from pipelinerl.scheduler.lag_bound import LagBound
-from pipelinerl.scheduler.rollouts import RolloutGroup, RolloutPool
+from pipelinerl.scheduler.rollouts import RolloutPool
 from pipelinerl.scheduler.slots import EngineSlots
 
 
@@ -95,6 +97,7 @@ class Sizes(TypedDict):
     num_engines: int
     group_size: int
     environments: NotRequired[int | None]
+    kv_cache_tokens: NotRequired[int | None]
 
 
 class TrainerState(Enum):
@@ -117,6 +120,7 @@ class Scheduler(ABC):
         num_engines: Engines to keep busy (count); their ids are 0 to below that.
         group_size: Rollouts per prompt (count).
         environments: Environments there are (count): rollouts open at a time, at most. None: rollouts have none.
+        kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Scheduler(ABC):
         num_engines: int,
         group_size: int,
         environments: int | None = None,
+        kv_cache_tokens: int | None = None,
     ) -> None:
         self.settings = settings
         self.weight_update = settings.weight_update
@@ -141,7 +146,8 @@ class Scheduler(ABC):
             train_batch_size=settings.train_batch_size,
         )
         slots = EngineSlots(range(num_engines), slots_per_engine=settings.generation_batch_size)
-        self._pool = RolloutPool(slots, group_size=group_size)
+        contexts = EngineContexts(num_engines, kv_cache_tokens) if environments and kv_cache_tokens != 0 else None
+        self._pool = RolloutPool(slots, group_size=group_size, contexts=contexts)
         self._num_taken = 0  # rollouts of the current step already given to the trainer
         self._loaded = dict.fromkeys(range(num_engines), 0)  # version that each engine has reported, by its id
         self._oldest_loaded = 0  # the least of them
@@ -197,7 +203,7 @@ class Scheduler(ABC):
             self._fill(commands)  # all that a free slot can change
             return commands
         if isinstance(event, ObservationReady):
-            self._pool.observed(event.rollout_id)
+            self._pool.observed(event.rollout_id, event.read_tokens or 0)
             self._fill(commands)
             return commands
         match event:
@@ -271,6 +277,7 @@ class Scheduler(ABC):
         if self.environments is not None:
             while slots.num_free and pool.interrupted:
                 commands.append(pool.start_one())
+            pool.go_on(commands)
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
             return
@@ -385,7 +392,7 @@ class Scheduler(ABC):
         self._num_loading -= 1
         if not self._num_loading:
             self._oldest_loaded = event.version  # one publication at a time: until then some engine had the one before
-        self._pool.slots.release(event.engine)
+        self._pool.release(event.engine)
 
     def _impossible(self, event: Event) -> SchedulerError:
         return SchedulerError(

@@ -113,6 +113,7 @@ def make_scheduler(
     num_engines: int,
     group_size: int,
     environments: int | None = None,
+    kv_cache_tokens: int | None = None,
 ) -> Scheduler:
     """Return the scheduler that the settings ask for.
 
@@ -122,6 +123,7 @@ def make_scheduler(
         num_engines: Engines to keep busy (count).
         group_size: Rollouts per prompt (count).
         environments: Environments there are (count). None: rollouts have none.
+        kv_cache_tokens: KV cache of an engine (tokens). None: it never fills. 0: none of it outlasts a turn.
 
     Returns:
         A fresh scheduler; call ``start`` once, then ``handle`` with every event.
@@ -132,4 +134,5 @@ def make_scheduler(
         num_engines=num_engines,
         group_size=group_size,
         environments=environments,
+        kv_cache_tokens=kv_cache_tokens,
     )

@@ -55,7 +55,7 @@ from typing import Unpack
 
 from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
-from pipelinerl.scheduler.rollouts import RolloutGroup
+from pipelinerl.scheduler.groups import RolloutGroup
 
 
 class PipelineScheduler(Scheduler):

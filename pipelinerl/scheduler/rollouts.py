@@ -17,14 +17,16 @@ A started rollout is in one of five places::
 One with an environment begins with it. Of rollouts that wait for a slot those that were interrupted go first.
 
 The pool decides nothing but the engine that a rollout starts on, which its ``slots`` choose: after a turn the engine
-that may still have its KV cache, if that has a free slot.
+that may still have its KV cache, if that has a free slot. Where engines keep such caches, ``contexts`` choose the first
+one, and when.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
 from pipelinerl.errors import SchedulerError
+from pipelinerl.scheduler.contexts import EngineContexts
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
     AbortRollout,
@@ -35,50 +37,8 @@ from pipelinerl.scheduler.events import (
     StartRollout,
     VersionSpans,
 )
+from pipelinerl.scheduler.groups import ENVIRONMENT, NOWHERE, SCORING, RolloutGroup
 from pipelinerl.scheduler.slots import EngineSlots
-
-NEVER_REPORTED = 2**62
-"""Oldest version of a group no token of which has been reported: later than any."""
-
-NOWHERE = -1
-"""Engine of a rollout that is not in flight."""
-SCORING = -2
-"""Engine of a rollout that is being scored."""
-ENVIRONMENT = -3
-"""Engine of a rollout whose environment acts."""
-
-
-class RolloutGroup:
-    """Rollouts of one prompt (mutable; owned by the pool)."""
-
-    __slots__ = (
-        "cancelled",
-        "engines",
-        "group_id",
-        "num_scoring",
-        "num_started",
-        "oldest_bound",
-        "oldest_reported",
-        "prompt_id",
-        "ready",
-        "rewards_differ",
-        "scored",
-        "scored_reward",
-    )
-
-    def __init__(self, group_id: int, prompt_id: int, oldest_bound: int, group_size: int) -> None:
-        self.group_id = group_id
-        self.prompt_id = prompt_id
-        self.oldest_bound = oldest_bound  # no token of the group is older than this version
-        self.oldest_reported = NEVER_REPORTED  # oldest version among the tokens reported so far
-        self.num_started = 0
-        self.engines = [NOWHERE] * group_size  # where each of its rollouts is in flight, or SCORING, or ENVIRONMENT
-        self.num_scoring = 0
-        self.scored: list[int] = []
-        self.scored_reward = 0.0
-        self.rewards_differ = False
-        self.ready = False
-        self.cancelled: DiscardReason | None = None
 
 
 class RolloutPool:
@@ -87,15 +47,21 @@ class RolloutPool:
     Args:
         slots: Where rollouts can start.
         group_size: Rollouts per prompt (count).
+        contexts: Where rollouts with turns can begin. None: no KV cache outlasts a turn, or there is one turn.
     """
 
-    def __init__(self, slots: EngineSlots, *, group_size: int) -> None:
+    def __init__(self, slots: EngineSlots, *, group_size: int, contexts: EngineContexts | None = None) -> None:
         self.slots = slots
+        self.contexts = contexts
         self.group_size = group_size
         self.groups: dict[int, RolloutGroup] = {}  # admitted and neither trained on nor gone, in order of admission
         self.num_cancelled = 0  # rollouts that ended without being trained on, ever
         self.newest_version = 0  # last version published: no token is newer
         self.interrupted: dict[int, int] = {}  # rollout -> tokens it has; to be started again, in this order
+        self.fresh: dict[int, int] = {}  # rollout to begin where ``contexts`` have room -> its tokens, in this order
+        self._returning: dict[int, dict[int, int]] = defaultdict(dict)  # engine -> rollouts that wait for it, as above
+        self._num_returning = 0
+        self._called: list[int] = []  # engines that may have slots for them
         self.starting: RolloutGroup | None = None  # the one admitted group with rollouts not yet started
         self.num_in_flight = 0  # rollouts in progress on the engines
         self.num_scoring = 0  # rollouts being scored, those of cancelled groups included
@@ -108,7 +74,8 @@ class RolloutPool:
     @property
     def num_open(self) -> int:
         """Rollouts started and neither scored nor gone (count); each has an environment, if there are any."""
-        return self.num_in_flight + self.num_scoring + len(self.interrupted) + len(self._acting)
+        waiting = len(self.interrupted) + len(self.fresh) + self._num_returning
+        return self.num_in_flight + self.num_scoring + waiting + len(self._acting)
 
     # ------------------------------------------------------------------------------------- starting
 
@@ -148,6 +115,31 @@ class RolloutPool:
         self.num_in_flight += 1
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
+    def go_on(self, commands: list[Command]) -> None:
+        """Start rollouts that wait for their engines, then ``fresh`` ones, while there are slots and room."""
+        for engine in self._called:
+            waiting = self._returning[engine]
+            while waiting and self.slots.has_free(engine):
+                rollout_id = next(iter(waiting))
+                self._num_returning -= 1
+                commands.append(self._start_on(engine, rollout_id, waiting.pop(rollout_id)))
+        self._called.clear()
+        while self.fresh and self.slots.num_free:
+            assert self.contexts is not None  # there are none otherwise
+            begins_on = self.contexts.engine_with_room(self.slots)
+            if begins_on is None:
+                return
+            rollout_id = next(iter(self.fresh))
+            self.contexts.hold(rollout_id, begins_on, self.fresh.pop(rollout_id))
+            commands.append(self._start_on(begins_on, rollout_id, 0))
+
+    def _start_on(self, engine: int, rollout_id: int, kept_tokens: int) -> StartRollout:
+        group_id, member = divmod(rollout_id, self.group_size)
+        group = self.groups[group_id]
+        group.engines[member] = self.slots.take_near(engine)
+        self.num_in_flight += 1
+        return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
+
     def open_one(self) -> OpenEnvironment:
         """Start a rollout of the group that is ``starting``, which there must be, with its environment."""
         group, member = self._next_to_start()
@@ -169,38 +161,71 @@ class RolloutPool:
 
     def end_turn(self, rollout_id: int, engine: int, spans: VersionSpans, commands: list[Command]) -> None:
         """Record that a rollout has left its engine and its environment acts; forget it if its group is cancelled."""
-        group = self.leave_engine(rollout_id, engine, spans)
+        group = self.leave_engine(rollout_id, engine, spans, over=False)
         if group.cancelled:
+            self._drop_context(rollout_id)
             commands.append(DiscardRollouts((rollout_id,), group.cancelled))
             self._forget_if_over(group)
             return
         group.engines[rollout_id % self.group_size] = ENVIRONMENT
         self._acting[rollout_id] = (spans.num_tokens, engine)
 
-    def observed(self, rollout_id: int) -> None:
-        """Record that the environment of a rollout has answered: it waits for a slot."""
+    def observed(self, rollout_id: int, read_tokens: int) -> None:
+        """Record that the environment of a rollout has answered: it waits for a slot.
+
+        Args:
+            rollout_id: The rollout.
+            read_tokens: Its prompt and all that it has observed (tokens).
+        """
         if rollout_id not in self._acting:
             raise SchedulerError(f"cannot handle the observation of rollout {rollout_id}: its environment does not act")
         group_id, member = divmod(rollout_id, self.group_size)
         self.groups[group_id].engines[member] = NOWHERE
-        self.interrupted[rollout_id], home = self._acting.pop(rollout_id)
+        kept_tokens, home = self._acting.pop(rollout_id)
+        context = read_tokens + kept_tokens
+        if self.contexts is not None:
+            self.contexts.see(context)
+            if home == NOWHERE:
+                self.fresh[rollout_id] = context
+                return
+            engine = self.contexts.engine_to_go_on(home, self.slots)
+            self.contexts.hold(rollout_id, engine, context)
+            self._wait_for(engine, rollout_id, kept_tokens)
+            return
+        self.interrupted[rollout_id] = kept_tokens
         if home != NOWHERE:
             self._homes[rollout_id] = home
+
+    def _wait_for(self, engine: int, rollout_id: int, kept_tokens: int) -> None:
+        self._returning[engine][rollout_id] = kept_tokens
+        self._num_returning += 1
+        self._called.append(engine)
+
+    def release(self, engine: int) -> None:
+        """Give slots of an engine again, if it is held."""
+        self.slots.release(engine)
+        if self.contexts is not None:
+            self._called.append(engine)
 
     def leave_environment(self, rollout_id: int) -> RolloutGroup:
         """Record that the environment of a rollout has ended its episode, and return its group."""
         if rollout_id not in self._acting:
             raise SchedulerError(f"cannot handle the end of rollout {rollout_id}: its environment does not act")
         del self._acting[rollout_id]
+        self._drop_context(rollout_id)
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups[group_id]
         group.engines[member] = NOWHERE
         return group
 
+    def _drop_context(self, rollout_id: int) -> None:
+        if self.contexts is not None:
+            self.contexts.drop(rollout_id)
+
     # --------------------------------------------------------------------------------------- ending
 
-    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans) -> RolloutGroup:
-        """Record that a rollout has left its engine, and return its group."""
+    def leave_engine(self, rollout_id: int, engine: int, spans: VersionSpans, *, over: bool = True) -> RolloutGroup:
+        """Record that a rollout has left its engine, and return its group; ``over``: it does not come back."""
         group_id, member = divmod(rollout_id, self.group_size)
         group = self.groups.get(group_id)
         if group is None or group.engines[member] != engine or engine < 0:
@@ -217,6 +242,10 @@ class RolloutPool:
         group.engines[member] = NOWHERE
         self.num_in_flight -= 1
         self.slots.free(engine)
+        if self.contexts is not None:
+            self._called.append(engine)
+            if over:
+                self.contexts.drop(rollout_id)
         return group
 
     def await_score(self, group: RolloutGroup, rollout_id: int) -> None:
@@ -265,11 +294,15 @@ class RolloutPool:
 
     def abort(self, rollout_id: int, engine: int, spans: VersionSpans) -> None:
         """Record a rollout that ended early: forget it if its group is cancelled, else start it again later."""
-        group = self.leave_engine(rollout_id, engine, spans)
+        group = self.leave_engine(rollout_id, engine, spans, over=False)
         if group.cancelled:
+            self._drop_context(rollout_id)
             self._forget_if_over(group)
             return
-        self.interrupted[rollout_id] = spans.num_tokens
+        if self.contexts is not None:
+            self._wait_for(engine, rollout_id, spans.num_tokens)
+        else:
+            self.interrupted[rollout_id] = spans.num_tokens
 
     def fail(self, rollout_id: int, engine: int | None) -> RolloutGroup | None:
         """Record a rollout that will never be scored.
@@ -308,17 +341,24 @@ class RolloutPool:
             if engine >= 0:
                 commands.append(AbortRollout(rollout_id, engine))
             elif engine == ENVIRONMENT:
-                del self._acting[rollout_id]
-                group.engines[rollout_id - first] = NOWHERE
+                self.leave_environment(rollout_id)
                 ended.append(rollout_id)
-            elif self.interrupted.pop(rollout_id, None) is not None:
-                self._homes.pop(rollout_id, None)
+            elif self._stop_waiting(rollout_id):
                 ended.append(rollout_id)
         if ended:
             commands.append(DiscardRollouts(tuple(ended), reason))
         if self.starting is group:
             self.starting = None
         self._forget_if_over(group)
+
+    def _stop_waiting(self, rollout_id: int) -> bool:
+        """Forget a rollout that waits for a slot or room; return whether it did."""
+        self._homes.pop(rollout_id, None)
+        self._drop_context(rollout_id)
+        if any(one.pop(rollout_id, None) is not None for one in self._returning.values()):
+            self._num_returning -= 1
+            return True
+        return any(one.pop(rollout_id, None) is not None for one in (self.interrupted, self.fresh))
 
     def retry(self, group: RolloutGroup) -> None:
         """Start the prompt of a cancelled group again, before any new prompt."""

@@ -7,7 +7,7 @@ from typing import Unpack
 
 from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
-from pipelinerl.scheduler.rollouts import RolloutGroup
+from pipelinerl.scheduler.groups import RolloutGroup
 
 
 class ConventionalScheduler(Scheduler):

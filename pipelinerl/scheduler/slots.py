@@ -57,6 +57,10 @@ class EngineSlots:
             self._push(load)
         return engine
 
+    def has_free(self, engine: int) -> bool:
+        """Return whether this engine has a free slot to give."""
+        return self._loads[engine] < self._full
+
     def take_near(self, engine: int) -> int:
         """Take a slot of this engine if it has a free one, else as ``take``, and return the engine."""
         load = self._loads[engine]

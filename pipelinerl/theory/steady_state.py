@@ -50,6 +50,8 @@ TURN_ROUNDS = 12
 """Trials of the share of KV caches that are kept between turns."""
 DEVIATIONS = np.array([NormalDist().inv_cdf((part + 0.5) / 16) for part in range(16)])
 """Standard normal numbers of equal probability."""
+LONGEST_DEVIATIONS = 3.0
+"""Standard deviations of a context by which the longest is above the mean, if it may be."""
 LAG_ROUNDS = 20
 """Trials of a step time that keeps to ``max_lag``."""
 
@@ -216,9 +218,8 @@ def _with_turns(
     """Return engines whose slots are as full as the environments keep them, and which prefill all turns."""
     environment, scheduler = config.environment, config.scheduler
     assert environment is not None  # there are turns
-    each, most = environment.count / engines.number, engines.slots
-    # Of two steady states the slow one: a run that fell into it does not leave it, until an RL step begins anew.
-    kept = 1.0 if scheduler.schedule.has_rl_steps else 0.0
+    most, kept, begun = engines.slots, 1.0, environment.count / engines.number
+    keeps = environment.prefix_cache is not PrefixCaching.OFF
     for _ in range(TURN_ROUNDS):
         engines = replace(
             engines,
@@ -227,34 +228,20 @@ def _with_turns(
             reset_s=turns.reset_s,
             prompt_s=turns.prefill_s(hardware.prefill, kept=kept),
         )
-        slots = _root(partial(_left, engines, each), high=most)
+        slots = _root(partial(_left, engines, begun), high=most)
         engines = replace(engines, slots=slots)
-        if environment.prefix_cache is PrefixCaching.OFF:
-            fit = 0.0
-        else:
-            fit = _kept(turns, running=slots, idle=max(each - slots, 0.0), room=engines.cache_tokens)
+        fit = 0.0
+        if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.contexts``)
+            longest = min(environment.turns.context_max, turns.held + turns.held_sd * LONGEST_DEVIATIONS)
+            room = engines.cache_tokens - longest - slots * turns.context
+            fits = max(1.0, slots + max(0.0, room) / max(turns.held, 1e-9))
+            begun = (begun + min(environment.count / engines.number, fits)) / 2
+            fit = _kept(turns, running=slots, idle=max(begun - slots, 0.0), room=engines.cache_tokens)
         if environment.prefix_cache is PrefixCaching.SALTED and not scheduler.schedule.colocated:
             step_s = max(training_s, engines.batch_s(scheduler.train_batch_size, slots))
             fit *= math.exp(-turns.gap_s / (step_s * scheduler.publish_every))
-        elsewhere = _all_busy(slots, most) * (1 - 1 / engines.number)
-        fit *= 1 - elsewhere
-        if abs(fit - kept) <= TOLERANCE:
-            break
         kept = (kept + fit) / 2
     return engines
-
-
-def _all_busy(busy: float, slots: float) -> float:
-    """Return how often a rollout that comes back finds no free slot in its engine, and so goes on without its cache.
-
-    Erlang's loss formula has it where slots are free on average; where they are all full on average it is 1.
-    """
-    if busy >= slots * (1 - TOLERANCE):
-        return 1.0
-    blocked = 1.0
-    for number in range(1, math.ceil(slots) + 1):
-        blocked = busy * blocked / (number + busy * blocked)
-    return blocked
 
 
 def _kept(turns: TurnMeans, *, running: float, idle: float, room: float) -> float:

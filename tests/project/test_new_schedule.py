@@ -19,8 +19,8 @@ from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace, replay
 from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Command
+from pipelinerl.scheduler.groups import RolloutGroup
 from pipelinerl.scheduler.kinds import ScheduleKind
-from pipelinerl.scheduler.rollouts import RolloutGroup
 from sim.compare import compare
 from sim.planning.search import plan
 from sim.planning.simulate import HowToPlan

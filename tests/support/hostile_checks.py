@@ -80,10 +80,19 @@ class CommandChecks(HostileLedger):
     def obey_start(self, command):
         group, member = self.group_of(command)
         assert not self.closed, "conventional: a rollout starts between the first train step and the last load"
-        free = [engine for engine in range(self.case.num_engines) if not self.held[engine] and self.num_free(engine)]
+        free = self.free_engines()
         home = group.members[member].home if member < len(group.members) else None
         emptiest = min(free, key=lambda engine: len(self.in_flight(engine)))
-        assert command.engine == (home if home in free else emptiest), "neither the engine before nor the emptiest"
+        if self.case.keeps_caches:
+            rollout = group.members[member]
+            if rollout.engine < 0:
+                assert command.engine == self.engine_with_room(free), "not the engine with room"
+            else:
+                assert command.engine == rollout.engine, "not the engine that has its KV cache"
+            assert rollout is self.waiting(rollout.engine)[0], "another waits longer"
+            assert not self.waiting(command.engine) or rollout.engine >= 0, "one that has begun waits beside it"
+        else:
+            assert command.engine == (home if home in free else emptiest), "neither the engine before nor the emptiest"
         if member == len(group.members):
             assert self.case.environments is None, "a rollout starts without its environment"
             assert command.kept_tokens == 0
@@ -95,9 +104,6 @@ class CommandChecks(HostileLedger):
             assert command.kept_tokens == len(rollout.token_versions)
             rollout.place, rollout.engine, rollout.ended, rollout.home = Place.IN_FLIGHT, command.engine, "", None
             rollout.kept_tokens = command.kept_tokens
-
-    def num_free(self, engine):
-        return self.config.generation_batch_size - len(self.in_flight(engine))
 
     def check_admission(self, prompt_id):
         """A prompt that is to be tried again, or else a new one; and only while there is a place for the group.
@@ -275,7 +281,11 @@ class CommandChecks(HostileLedger):
 
     def check_rollouts_go_on(self):
         """A free slot has a reason: nothing may be admitted. What is admitted starts."""
-        if any(self.num_free(engine) and not self.held[engine] for engine in range(self.case.num_engines)):
+        free = self.free_engines()
+        if self.case.keeps_caches:
+            assert not any(self.waiting(engine) for engine in free), "a rollout waits beside a free slot of its engine"
+            assert not (free and self.waiting(-1)) or self.engine_with_room(free) is None, "one waits beside free room"
+        elif free:
             assert not self.rollouts(Place.INTERRUPTED), "an interrupted rollout waits beside a free slot"
         elif self.case.environments is None:
             return

@@ -78,6 +78,7 @@ class HostileDriver(CommandChecks):
             self.deliver(RolloutFinished(rollout_id, rollout.engine, rollout.spans))
         else:
             rollout.place = Place.ABORTED if group.given_up else Place.INTERRUPTED
+            self.ask(rollout)
             self.deliver(RolloutAborted(rollout_id, rollout.engine, rollout.spans))
 
     def turning(self):
@@ -99,7 +100,13 @@ class HostileDriver(CommandChecks):
         rollout_id, _, rollout = entry
         self.deliver(EnvironmentFailed(rollout_id, EnvironmentFault.TIMEOUT, again=True))
         rollout.place = Place.INTERRUPTED
-        self.deliver(ObservationReady(rollout_id))
+        rollout.read += 1 + rollout_id % 5
+        rollout.context = rollout.read + len(rollout.token_versions)
+        self.longest = max(self.longest, rollout.context)
+        self.ask(rollout)
+        if rollout.engine >= 0 and self.case.keeps_caches:
+            rollout.engine = self.engine_to_go_on(rollout.engine)
+        self.deliver(ObservationReady(rollout_id, rollout.read))
 
     def end_episode(self, entry):
         """The environment says that the turn before was the last one."""

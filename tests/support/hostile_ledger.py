@@ -34,6 +34,9 @@ class Rollout:
     kept_tokens: int = 0
     num_turns: int = 0
     home: int | None = None  # engine of its last turn, while it waits for the next
+    read: int = 0  # tokens of its prompt and of what it has observed
+    context: int = 0  # those and its own, at its last observation
+    asked: int = 0  # its place among all that have waited for a slot or room
     ended: str = ""  # in truth, not yet reported: "finished" or "interrupted"
     abort_sent: bool = False
     reward: float = 0.0
@@ -75,6 +78,11 @@ class Case:
     num_engines: int
     group_size: int
     environments: int | None
+    kv_cache_tokens: int | None
+
+    @property
+    def keeps_caches(self):
+        return self.environments is not None and self.kv_cache_tokens != 0
 
     def fresh(self):
         return make_scheduler(
@@ -83,6 +91,7 @@ class Case:
             num_engines=self.num_engines,
             group_size=self.group_size,
             environments=self.environments,
+            kv_cache_tokens=self.kv_cache_tokens,
         )
 
 
@@ -117,7 +126,8 @@ def cases(draw):
         discard_limit=draw(st.sampled_from([10**6, 10**6, 5])),
     )
     environments = draw(st.sampled_from([None, None, 1, 3, 8]))
-    return Case(scheduler, steps, draw(st.integers(1, 3)), group_size, environments)
+    kv_cache_tokens = draw(st.sampled_from([None, 0, 8, 20, 20, 40]))
+    return Case(scheduler, steps, draw(st.integers(1, 3)), group_size, environments, kv_cache_tokens)
 
 
 class HostileLedger:
@@ -136,6 +146,8 @@ class HostileLedger:
         self.scheduler = case.fresh()
         self.groups = {}  # group id -> group, until all its rollouts have ended
         self.ended = []  # (id, engine) of all rollouts that have ended for ever
+        self.num_asked = 0  # times that a rollout has begun to wait for a slot or room
+        self.longest = 0  # tokens of the longest context after an observation
         self.num_groups = 0
         self.most_placed = 0  # rollouts that may be in flight, being scored and ready until the next admission
         self.num_prompts = 0
@@ -156,6 +168,42 @@ class HostileLedger:
         self.met_at = None  # one_step_off: version at the last meeting
         self.closed = False  # conventional: training has begun and the engines have not all loaded since
         self.stopped = None
+
+    def ask(self, rollout):
+        """A rollout begins to wait for a slot or room."""
+        self.num_asked += 1
+        rollout.asked = self.num_asked
+
+    def waiting(self, engine):
+        """Rollouts that wait for this engine, in order; -1: those that have not begun, and wait for room."""
+        waiting = [one for _, _, one in self.rollouts(Place.INTERRUPTED) if one.engine == engine]
+        return sorted(waiting, key=lambda one: one.asked)
+
+    def tokens_on(self, engine):
+        """Tokens of context of all rollouts of an engine."""
+        begun = self.rollouts(Place.IN_FLIGHT, Place.ACTING, Place.INTERRUPTED)
+        return sum(one.context for _, _, one in begun if one.engine == engine)
+
+    def engine_with_room(self, free):
+        """Of some engines that with the fewest tokens of context, if the longest fits too."""
+        tokens, engine = min((self.tokens_on(engine), engine) for engine in free)
+        capacity = self.case.kv_cache_tokens
+        fits = capacity is None or tokens + self.longest <= capacity
+        return engine if fits or not tokens else None
+
+    def engine_to_go_on(self, home):
+        """Where a rollout waits whose environment has answered: elsewhere if its engine is full and one has none."""
+        free = self.free_engines()
+        empty = [] if home in free else [engine for engine in free if not self.tokens_on(engine)]
+        return empty[0] if empty else home
+
+    def free_engines(self):
+        """Engines that have a slot to give."""
+        engines = range(self.case.num_engines)
+        return [engine for engine in engines if not self.held[engine] and self.num_free(engine)]
+
+    def num_free(self, engine):
+        return self.config.generation_batch_size - len(self.in_flight(engine))
 
     def rollouts(self, *places):
         """Rollouts in one of these places: (id, group, rollout), oldest first."""

@@ -21,9 +21,16 @@ from pipelinerl.scheduler.events import (
 from pipelinerl.scheduler.kinds import make_scheduler
 
 
-def make(*, optimizer_steps=10, num_engines=1, group_size=1, **settings):
+def make(*, optimizer_steps=10, num_engines=1, group_size=1, environments=None, kv_cache_tokens=None, **settings):
     config = SchedulerConfig(**{"train_batch_size": 2, "generation_batch_size": 4, **settings})
-    return make_scheduler(config, optimizer_steps=optimizer_steps, num_engines=num_engines, group_size=group_size)
+    return make_scheduler(
+        config,
+        optimizer_steps=optimizer_steps,
+        num_engines=num_engines,
+        group_size=group_size,
+        environments=environments,
+        kv_cache_tokens=kv_cache_tokens,
+    )
 
 
 def started(**kwargs):

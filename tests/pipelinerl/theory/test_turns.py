@@ -13,7 +13,7 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import PrefillConfig
-from pipelinerl.theory.steady_state import Estimate, _all_busy, screen
+from pipelinerl.theory.steady_state import Estimate, screen
 from pipelinerl.theory.turns import Turn, TurnMeans
 from sim.planning.candidates import TURNS_TIME_ERROR, Screener, own_candidate
 from sim.planning.search_space import SearchSpace, answers_of
@@ -124,30 +124,10 @@ def test_of_exponential_gaps_as_many_are_dropped_as_room_is_missing() -> None:
     assert turns.dropped(lost) == pytest.approx(lost, abs=2e-3)
 
 
-def test_rollouts_that_go_on_elsewhere_are_those_of_erlangs_loss_formula() -> None:
-    """Of 4 slots and 2 busy on average: (2^4 / 4!) / (1 + 2 + 2^2/2 + 2^3/6 + 2^4/24) = 2/21."""
-    assert _all_busy(2.0, 4.0) == pytest.approx(2 / 21)
-    assert _all_busy(4.0, 4.0) == 1.0
-
-
-@pytest.mark.parametrize(("sequences", "publish_every", "step_s"), [(16, 8, 1670), (32, 4, 1536), (48, 1, 1511)])
-def test_engines_that_lose_their_caches_are_screened_as_simulated(
-    sequences: int, publish_every: int, step_s: float
-) -> None:
-    """44 H100s in engines of 4 for 768 environments, simulated for 24 steps: nine turns of ten are prefilled anew.
-
-    With every cache that has room, the screening gave 500 s.
-    """
-    config = load_run(
-        Path(__file__).parents[3] / "examples" / "agents.toml",
-        [
-            "cluster.generation_accelerators=44",
-            "cluster.tensor_parallel=4",
-            "environment.count=768",
-            f"scheduler.generation_batch_size={sequences}",
-            f"scheduler.publish_every={publish_every}",
-        ],
-    )
+@pytest.mark.parametrize(("count", "step_s"), [(192, 1586), (320, 1170), (512, 1159), (768, 1182)])
+def test_more_environments_than_caches_have_room_for_are_screened_as_simulated(count: int, step_s: float) -> None:
+    """``pipelinerl environments examples/agents.toml``: from 320 on rollouts wait to begin, and nothing changes."""
+    config = load_run(Path(__file__).parents[3] / "examples" / "agents.toml", [f"environment.count={count}"])
     space = SearchSpace.of(config)
     screened = Screener(config, space.answers).screen(own_candidate(space))
-    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.15)
+    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.1)
