@@ -133,8 +133,7 @@ class Scheduler(ABC):
         environments: int | None = None,
         kv_cache_tokens: int | None = None,
     ) -> None:
-        self.settings = settings
-        self.weight_update = settings.weight_update
+        self.settings, self.weight_update = settings, settings.weight_update
         self.optimizer_steps = optimizer_steps
         self.environments = environments
         self.version = 0  # optimizer steps done

@@ -220,6 +220,7 @@ def _with_turns(
     assert environment is not None  # there are turns
     most, kept, begun = engines.slots, 1.0, environment.count / engines.number
     keeps = environment.prefix_cache is not PrefixCaching.OFF
+    holding = 1 - turns.reset_s / turns.acting_s if turns.acting_s else 1.0  # share of that time: contexts, no reset
     for _ in range(TURN_ROUNDS):
         engines = replace(
             engines,
@@ -234,9 +235,9 @@ def _with_turns(
         if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.contexts``)
             longest = min(environment.turns.context_max, turns.held + turns.held_sd * LONGEST_DEVIATIONS)
             room = engines.cache_tokens - longest - slots * turns.context
-            fits = max(1.0, slots + max(0.0, room) / max(turns.held, 1e-9))
+            fits = max(1.0, slots + max(0.0, room) / max(turns.held * holding, 1e-9))
             begun = (begun + min(environment.count / engines.number, fits)) / 2
-            fit = _kept(turns, running=slots, idle=max(begun - slots, 0.0), room=engines.cache_tokens)
+            fit = _kept(turns, running=slots, idle=max(begun - slots, 0.0) * holding, room=engines.cache_tokens)
         if environment.prefix_cache is PrefixCaching.SALTED and not scheduler.schedule.colocated:
             step_s = max(training_s, engines.batch_s(scheduler.train_batch_size, slots))
             fit *= math.exp(-turns.gap_s / (step_s * scheduler.publish_every))

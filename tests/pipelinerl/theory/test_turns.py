@@ -130,4 +130,4 @@ def test_more_environments_than_caches_have_room_for_are_screened_as_simulated(c
     config = load_run(Path(__file__).parents[3] / "examples" / "agents.toml", [f"environment.count={count}"])
     space = SearchSpace.of(config)
     screened = Screener(config, space.answers).screen(own_candidate(space))
-    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.1)
+    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.15)
