@@ -29,7 +29,9 @@ SMALL = ["optimizer_steps=4", "scheduler.train_batch_size=16"]
 SIGNATURES = {
     "compare": "(run, *, out=None, workers=None)",
     "load_run": "(path, overrides=(), seed=None, *, hardware=None)",
-    "make_scheduler": "(settings, *, optimizer_steps, num_engines, group_size, environments=None)",
+    "make_scheduler": (
+        "(settings, *, optimizer_steps, num_engines, group_size, environments=None, kv_cache_tokens=None)"
+    ),
     "plan": "(run=None, *, out=None, workers=None, **question)",
     "plot": "(folders, *, out=None)",
     "replay": "(folder)",

@@ -12,7 +12,7 @@ from tiny_comparison import CONVENTIONAL, PIPELINE, SLOW, STALLS, run, two_by_tw
 
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run
-from pipelinerl.errors import install
+from pipelinerl.errors import ConfigError, install
 from pipelinerl.records.reports import RunReport
 from sim import compare as module
 from sim.compare import Cell, compare, default_comparison, plan_cells
@@ -192,6 +192,7 @@ def test_each_run_in_parallel_is_the_run_it_would_be_alone(tmp_path: Path) -> No
             {
                 "name": arm, "folder": f"{folder}/{arm}", "summary": alone[f"{folder}/{arm}"].to_dict(),
                 "speedup": rates[f"{folder}/{arm}"] / rates[f"{folder}/conventional"],
+                **({"too_short": lines} if (lines := alone[f"{folder}/{arm}"].too_short) else {}),
             }
             for arm in ("pipeline", "conventional")
         ]
@@ -246,14 +247,11 @@ def test_where_every_run_fails_there_is_no_comparison_to_read(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_run_that_cannot_be_written_fails_alone(tmp_path: Path) -> None:
+def test_a_folder_of_a_run_that_cannot_be_made_is_refused_before_any_run(tmp_path: Path) -> None:
     (tmp_path / "fast_trainer").write_text("a file where a folder should be")
-    result = compare(two_by_two(), out=tmp_path)
-    assert [len(scenario.arms) for scenario in result.scenarios] == [2, 0]
-    assert [line.partition("--out")[0] for line in result.failures] == [
-        "scenario 'fast trainer', arm 'conventional': ",
-        "scenario 'fast trainer', arm 'pipeline': ",
-    ]
+    with pytest.raises(ConfigError, match=r"^--out must be a folder that can be written, got .*fast_trainer"):
+        compare(two_by_two(), out=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fast_trainer"]
 
 
 @pytest.mark.usefixtures("in_this_process")

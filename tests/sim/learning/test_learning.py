@@ -28,6 +28,7 @@ from pipelinerl.scheduler.events import (
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
 from sim.planning.search import plan
+from sim.planning.simulate import HowToPlan
 from sim.request import Request
 from sim.run import simulate
 from sim.step_by_step import StepByStepEngine
@@ -306,7 +307,7 @@ def test_a_policy_that_does_not_fit_is_one_line_and_no_run(tmp_path, overrides, 
 
 
 def test_a_plan_has_no_policy(tmp_path):
-    assert message(plan, config_with(), out=tmp_path / "plan") == (
+    assert message(plan, config_with(), HowToPlan(out=tmp_path / "plan")) == (
         "plan simulates without [policy], with the lengths of [workload]: remove the table, and give workload.length "
         "as a run with it has them, got policy.task='chain'"
     )
