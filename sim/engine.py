@@ -13,11 +13,7 @@ this order:
    free and their tokens, and one more step of everybody, fit into the cache;
 5. the next step starts. It lasts the prefill of the requests admitted, and a step of the batch (``decode_batch.py``).
 
-With ``step_tokens`` prefill is chunked, as vLLM does it (``max_num_batched_tokens``; Sarathi-Serve, arXiv:2403.02310):
-a step takes that many tokens at most, one of each request of the batch, then those of prefill, in order of admission.
-What of a prefill does not fit waits for the next step, and meanwhile nobody is admitted. Its request has its slot and
-the room of all its tokens and of one more step from its admission on, and joins the batch with its last chunk. Chunks
-take together what the whole prefill takes, beside the steps of the batch: each is an event.
+With ``step_tokens`` prefill is chunked (``chunked_prefill.py``): each chunk is an event.
 
 A weight update replaces 3-5 once: the engine pauses to load, then it has a boundary again. ``wait`` first lets
 everything that arrived before it finish, ``abort`` ends it, ``recompute`` charges the prefill of everything in
@@ -48,6 +44,7 @@ from simpy.events import EventPriority
 
 from pipelinerl.config.environment import PrefixCaching
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
+from sim.chunked_prefill import ChunkedPrefill
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.decode_batch import UNLIMITED, DecodeBatch
 from sim.prefix_cache import PrefixCache
@@ -85,9 +82,7 @@ class ClosedFormEngine:
         self._keeps_caches = settings.prefix_cache is not PrefixCaching.OFF
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
-        self._chunked: Request | None = None  # whose prefill is under way, in chunks
-        self._chunked_tokens = 0  # of it that are in the KV cache
-        self._held_tokens = 0  # room in the KV cache that it has
+        self._chunked = ChunkedPrefill(self._batch, settings.prefill)
         # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
         self._version_steps = [0]
         self._versions = [0]
@@ -143,7 +138,7 @@ class ClosedFormEngine:
         """Return the rollouts in progress, in order of id, each with the tokens it has at this tick."""
         self._undo_join()
         batch, now = self._batch, self._clock.now
-        if self._pause_end is None and self._suspended_since is None and (batch.requests or self._chunked):
+        if self._pause_end is None and self._suspended_since is None and (batch.requests or self._chunked.request):
             if batch.requests:
                 batch.step += batch.first_boundary_after(now)[0] - 1
             batch.break_off(now)
@@ -153,7 +148,7 @@ class ClosedFormEngine:
         for request, _ in ended:
             batch.leave(request)
         arriving = [request for _, _, request in self._arrivals]
-        ended += [(request, request.spans) for request in (*self._release(), *self._waiting, *arriving)]
+        ended += [(request, request.spans) for request in (*self._chunked.release(), *self._waiting, *arriving)]
         self._wake = None
         return sorted(ended, key=lambda pair: pair[0].rollout_id)
 
@@ -177,11 +172,11 @@ class ClosedFormEngine:
             taken_until = now - 1
             batch.stand_still(now)
             self._finish_update()
-        elif (batch.requests or self._chunked) and self._suspended_since is None:
+        elif (batch.requests or self._chunked.request) and self._suspended_since is None:
             taken_until = now - 1
             if self._cache.kept:  # for the last of these steps, which needs most
                 used = batch.context_tokens + self._wake_steps * len(batch.requests)
-                self._cache.make_room(used + self._held_tokens)
+                self._cache.make_room(used + self._chunked.held_tokens)
             for request in batch.advance(self._wake_steps, now):
                 if request.goes_on and self._keeps_caches:
                     self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
@@ -197,7 +192,7 @@ class ClosedFormEngine:
                 self._preempt()
             if self._recomputes:
                 self._recompute()
-            if not preempts and (self._waiting or self._chunked is not None):
+            if not preempts and (self._waiting or self._chunked.request is not None):
                 self._admit()
         self._awake = False
         self._wake_at = NOT_PLANNED
@@ -237,10 +232,12 @@ class ClosedFormEngine:
         in_batch = self._batch.requests
         match update.weight_update:
             case WeightUpdate.ABORT:
-                chunked = () if self._chunked is None else (self._chunked,)
+                chunked = () if self._chunked.request is None else (self._chunked.request,)
                 for rollout_id in [*in_batch, *(request.rollout_id for request in (*chunked, *self._waiting))]:
                     self._abort(rollout_id)
-            case WeightUpdate.WAIT if self._suspended_since is None and (in_batch or self._chunked or self._waiting):
+            case WeightUpdate.WAIT if self._suspended_since is None and (
+                in_batch or self._chunked.request or self._waiting
+            ):
                 return
         self._pause_end = self._batch.tick + self._pause_ticks
 
@@ -248,8 +245,8 @@ class ClosedFormEngine:
         """Preempt the requests admitted last until the next step fits."""
         batch = self._batch
         while batch.context_tokens + len(batch.requests) > batch.capacity:
-            if self._chunked is not None:
-                (request,) = self._release()
+            if self._chunked.request is not None:
+                (request,) = self._chunked.release()
             else:
                 request = next(reversed(batch.requests.values()))
                 self._leave(request)
@@ -259,22 +256,20 @@ class ClosedFormEngine:
     def _recompute(self) -> None:
         """Charge the prefill of the batch to the next step; chunks begin again."""
         batch, self._recomputes = self._batch, False
-        if self._chunked is not None:
-            self._chunked_tokens = 0
-            batch.prefill_ticks += self._prefill.fixed_ticks
+        self._chunked.begin_again()
         batch.prefill_ticks += sum(self._prefill.ticks(batch.cached_tokens(one)) for one in batch.requests.values())
 
     def _admit(self) -> None:
         """Go on with a prefill, then add waiting requests to the batch, first come first served, while they fit."""
         waiting, batch = self._waiting, self._batch
         left = max(1, self._step_tokens - len(batch.requests))
-        if self._chunked is not None:
-            left -= self._chunk(self._chunked, left)
-        while self._chunked is None and waiting and batch.fits(waiting[0]):
+        if (chunked := self._chunked.request) is not None:
+            left -= self._chunk(chunked, left)
+        while self._chunked.request is None and waiting and batch.fits(waiting[0]):
             request = waiting.popleft()
             cached = self._cache.take(request.rollout_id) if self._cache.kept else 0
             if (tokens := request.tokens_to_prefill - cached) > left:
-                self._hold(request, cached)
+                self._chunked.begin(request, cached)
                 self._chunk(request, left)
                 return
             left -= tokens
@@ -287,36 +282,13 @@ class ClosedFormEngine:
             self._tokens.begin(request, self.version)
         request.first_update = len(self._versions)
 
-    def _hold(self, request: Request, cached: int) -> None:
-        """Admit a request that will join the batch with the last chunk of its prefill."""
-        batch, self._chunked, self._chunked_tokens = self._batch, request, cached
-        self._held_tokens = request.tokens_to_prefill + 1
-        batch.capacity -= self._held_tokens
-        batch.prefill_ticks += self._prefill.fixed_ticks
-        request.prefill_ticks -= batch.tick - batch.still_ticks
-
-    def _release(self) -> list[Request]:
-        """Return the request whose prefill is under way, if there is one; it is not admitted any more."""
-        if self._chunked is None:
-            return []
-        batch, request, self._chunked = self._batch, self._chunked, None
-        batch.capacity += self._held_tokens
-        self._held_tokens = 0
-        request.prefill_ticks += batch.tick - batch.still_ticks
-        return [request]
-
     def _chunk(self, request: Request, left: int) -> int:
-        """Charge a chunk of at most so many tokens to the next step, and return its tokens."""
-        done, whole = self._chunked_tokens, request.tokens_to_prefill
-        self._chunked_tokens = end = min(whole, done + left)
-        ticks = self._prefill.more_ticks(end, done)
-        if end < whole:
-            self._batch.prefill_ticks += ticks
-        else:
-            self._release()
+        """Make a chunk of at most so many tokens in the next step, and return its tokens."""
+        tokens, last_ticks = self._chunked.go_on(request, left)
+        if last_ticks is not None:
             self._begin(request)
-            self._batch.join(request, ticks)
-        return end - done
+            self._batch.join(request, last_ticks)
+        return tokens
 
     def _leave(self, request: Request) -> None:
         """Take a request out of the batch unfinished; it keeps the tokens it has."""
@@ -327,8 +299,8 @@ class ClosedFormEngine:
         request = self._batch.requests.get(rollout_id)
         if request is not None:
             self._leave(request)
-        elif self._chunked is not None and self._chunked.rollout_id == rollout_id:
-            (request,) = self._release()
+        elif (chunked := self._chunked.request) is not None and chunked.rollout_id == rollout_id:
+            (request,) = self._chunked.release()
         else:
             waiting = [one for one in self._waiting if one.rollout_id == rollout_id]
             arriving = [entry for entry in self._arrivals if entry[2].rollout_id == rollout_id]
@@ -389,7 +361,7 @@ class ClosedFormEngine:
         """Schedule the wake-up at the next boundary at which something happens that others see."""
         if self._pause_end is not None:
             at = self._pause_end
-        elif (self._batch.requests or self._chunked) and self._suspended_since is None:
+        elif (self._batch.requests or self._chunked.request) and self._suspended_since is None:
             at = self._plan_steps()
         else:
             call_at = self._next_call()
@@ -406,7 +378,7 @@ class ClosedFormEngine:
     def _plan_steps(self) -> int:
         """Plan the steps to the next wake-up, with a join in between if that is possible; return its tick."""
         batch, arrivals, cache = self._batch, self._arrivals, self._cache
-        if self._chunked is not None:
+        if self._chunked.request is not None:
             self._wake_steps = 1
             return batch.next_boundary()
         call_at = self._next_call() if self._called else arrivals[0][0] if arrivals else None

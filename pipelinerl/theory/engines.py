@@ -1,0 +1,105 @@
+"""How fast engines are in closed form: with so many full slots, and from the start of many answers to the last end.
+
+The formulas stand in ``pipelinerl.theory.steady_state``, which puts them together with a trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl.hardware.costs import DecodeStep
+from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.util.arrays import FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """The engines of a candidate."""
+
+    number: int
+    slots: float
+    """Sequences that an engine decodes together: H, or what the KV cache holds of them (mean)."""
+    cache_tokens: float
+    decode_step: DecodeStep
+    prompt_s: float
+    """Prefill of a prompt."""
+    dispatch_s: float
+    request_s: float
+    """Front end of an engine, per answer: one after the other."""
+    report_s: float
+    answers: LengthStatistics
+    acting_s: float = 0.0
+    """Seconds in which the environment of a rollout acts, without a slot."""
+    reset_s: float = 0.0
+    """Those of them before its first token."""
+
+    @property
+    def front_end_s(self) -> float:
+        """Seconds of an answer before its engine and after its last token, besides the dispatch."""
+        return self.request_s + self.report_s
+
+    def step_s(self, batch: float) -> float:
+        """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
+        return self.decode_step.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+
+    def answer_s(self, batch: float) -> float:
+        """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
+        return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s + self.front_end_s
+
+    def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
+        """Return rollouts that are open over those that have a slot, with so many slots of an engine full.
+
+        ``with_tokens``: only those that have a token, which ages.
+        """
+        outside_s = self.acting_s - (self.reset_s if with_tokens else 0.0)
+        return 1 + outside_s / self.answer_s(self.busy(slots)) if outside_s else 1.0
+
+    def busy(self, slots: float) -> float:
+        """Return how many of an engine's slots are decoding on average."""
+        at_front_end_s, answer_s = self._at_front_end_s(slots)
+        return slots * (1 - (self.step_s(slots) + self.dispatch_s + at_front_end_s) / answer_s)
+
+    def sampling(self, slots: float) -> float:
+        """Return how many of an engine's slots are not at its front end on average."""
+        at_front_end_s, answer_s = self._at_front_end_s(slots)
+        return slots * (1 - at_front_end_s / answer_s)
+
+    def _at_front_end_s(self, slots: float) -> tuple[float, float]:
+        """Return an answer's seconds at the front end, queue included where that is the slowest, and all its own."""
+        answer_s = self.answer_s(slots)
+        queue_s = max(0.0, slots * self.request_s - answer_s)
+        return self.front_end_s + queue_s, answer_s + queue_s
+
+    def batch_s(self, number: float, slots: float) -> float:
+        """Return seconds for so many answers of all engines, each with so many slots full."""
+        return number * self.answer_s(self.busy(slots)) / (self.number * slots)
+
+    def sent_s(self, number: float) -> float:
+        """Return seconds in which the front ends of all engines take so many answers, one after the other."""
+        return number * self.request_s / self.number
+
+    def phase_s(self, number: int) -> float:
+        """Return seconds from the start of so many answers to the end of the last."""
+        each = number / self.number
+        answers = self.answers
+        peak = float((answers.share * (answers.prompt_tokens + answers.position)).max())
+        fresh = min(each, self.slots, self.cache_tokens / peak)
+        drain_s = self._drain_s(fresh * answers.share, number, answers.share, answers.prompt_tokens + answers.position)
+        if each > fresh:
+            # What the full slots give before the drain; the drain itself is that of a stationary batch.
+            full = max(0.0, each - self.slots * answers.spread / 2) / self.slots * self.answer_s(self.slots)
+            context = answers.prompt_tokens + answers.rest_context / np.maximum(answers.rest, 1e-300)
+            last = self._drain_s(self.slots * answers.rest, round(self.slots * self.number), answers.rest, context)
+            drain_s = max(drain_s, full + last)
+            drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
+            each = self.slots  # the prefill of the others is in ``answer_s``
+        acting_s = self.acting_s * answers.longest(number) / answers.mean  # the longest has most turns
+        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s + acting_s
+
+    def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
+        """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""
+        alive = 1 - (1 - share) ** max(number, 1)
+        batch = np.maximum(batch, 1.0)
+        return float(self.answers.width * (alive * self.decode_step.of_all(batch, batch * context)).sum())
