@@ -76,7 +76,7 @@ def no_logger() -> Any:
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    class NoLogger(PrometheusStatLogger):  # type: ignore[misc,unused-ignore]
+    class NoLogger(PrometheusStatLogger):  # type: ignore[misc]  # vLLM is Any to mypy
         def __init__(self, *_: Any, **__: Any) -> None:
             pass
 
@@ -147,7 +147,8 @@ class Client:
                 pass
         except EngineDeadError:
             raise EngineDiedError from None
-        times = output.metrics  # type: ignore[union-attr]
+        assert output is not None  # it has given one at least
+        times = output.metrics
         known = times and (times.scheduled_ts, times.first_token_ts, times.last_token_ts)
         seconds = self._times.of(*known) if known else None
         return replace(as_generated(output), front_end_s=busy_s() - self.outputs_s, seconds=seconds)
