@@ -120,6 +120,7 @@ class StepMetrics:
             "throughput/tokens_per_s": row.tokens / step_s if step_s else 0.0,
             "throughput/samples_per_s": row.samples / step_s if step_s else 0.0,
             **{f"rollouts/{end}": float(num) for end, num in ledger.ended().items()},
+            "restarts/engines": float(self._num_restarts),
             "restarts/trainer": float(self.trainer_restarts),
             **{f"train/{name}": value for name, value in _derived(self._trainer).items()},
             **ratios,

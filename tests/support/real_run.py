@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import subprocess
 import tempfile
@@ -18,8 +19,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
 UNDRAWN = "import analysis.plot; analysis.plot.draw = lambda folders: []"
 """A run draws its figures for five seconds; a test that wants them asks for them."""
-START_TIMEOUT_S = 300.0
-RUN_TIMEOUT_S = 600.0
+LIMIT_S = 900.0
+"""Longest wait for anything: it ends a test that hangs, on a machine however slow."""
+LEFT_OVER_LIMIT_S = 60.0
+"""Longest wait for what is about to go: Ray ends its processes behind the run's back."""
 
 
 def options(model, *sets):
@@ -48,14 +51,16 @@ class Process:
         self.temporary = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)  # short, for sockets
         kernels = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # compiled ones stay for the next run
         own = {"TMPDIR": self.temporary.name, "TORCHINDUCTOR_CACHE_DIR": kernels}
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | own | (env or {}),
-            start_new_session=True,
-        )
+        self.err = out.with_suffix(".stderr")
+        with self.err.open("w") as stderr:
+            self.process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | own | (env or {}),
+                start_new_session=True,
+            )
         self.seen, self.shared = {}, set()
 
     def tree(self):
@@ -70,34 +75,55 @@ class Process:
 
     def kill(self, name):
         """Kill the first process of this name; one look at the names of all may miss it."""
-        over = time.monotonic() + START_TIMEOUT_S
-        while not (victims := [one for one, what in self.tree() if name in what and one.is_running()]):
-            assert self.process.poll() is None, self.last_words()
-            assert time.monotonic() < over, sorted(what.strip()[:60] for _, what in self.tree())
-            time.sleep(0.05)
-        victims[0].kill()
+        self.wait_for(lambda: self.named(name), f"a process {name}")
+        self.named(name)[0].kill()
 
-    def wait_for_step(self, step):
-        over = time.monotonic() + START_TIMEOUT_S
-        metrics = self.out / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+    def named(self, name):
+        return [one for one, what in self.tree() if name in what and one.is_running()]
+
+    def wait_for(self, condition, what):
+        """Wait until something holds of a run that goes on."""
+        over = time.monotonic() + LIMIT_S
+        while not condition():
             assert self.process.poll() is None, self.last_words()
-            assert time.monotonic() < over, "the run does not get on"
+            assert time.monotonic() < over, f"no {what}: " + self.err.read_text()[-2000:]
             time.sleep(0.05)
+
+    def wait_for_line(self, text):
+        """Wait until it has said this, on stderr."""
+        self.wait_for(lambda: text in self.err.read_text(), text)
+
+    def wait_for_step(self, step, **values):
+        """Wait for a row of metrics, of this step or a later one, with these values."""
+        path = self.out / "metrics.jsonl"
+
+        def has_come():
+            whole_lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+            rows = map(json.loads, whole_lines)
+            return any(row["step"] >= step and values.items() <= row.items() for row in rows)
+
+        self.wait_for(has_come, f"step {step} with {values}")
         self.shared |= shared_memory_of([one for one, _ in self.tree()])
 
     def last_words(self):
         """What a run that has ended said last: short enough to be shown whole by whoever reports the failure."""
-        out, err = self.process.communicate()
+        out, err = self.end()[1:]
         return "\n".join([f"the run ended with status {self.process.returncode}", *err.splitlines()[-15:], out[-200:]])
 
     def end(self):
-        out, err = self.process.communicate(timeout=RUN_TIMEOUT_S)
-        return self.process.returncode, out, err
+        out, _ = self.process.communicate(timeout=LIMIT_S)
+        return self.process.returncode, out, self.err.read_text()
 
     def left_over(self):
-        """What is left of it some seconds after its end: processes, shared memory, temporary files."""
-        _, alive = psutil.wait_procs([one for one, _ in self.seen.values()], timeout=20)
-        running = [self.seen[one.pid][1] for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        """What is left of it: processes, shared memory, temporary files; those that are about to go have their time."""
+        over = time.monotonic() + LEFT_OVER_LIMIT_S
+        while (left := self._left()) and time.monotonic() < over:
+            time.sleep(0.05)
+        return left
+
+    def _left(self):
+        running = [
+            what for one, what in self.seen.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        ]
         files = [path for path in self.shared if os.path.exists(path)]
         return running + files + [str(path) for path in Path(self.temporary.name).iterdir()]
