@@ -90,7 +90,7 @@ class Environments:
         if episode.is_last_turn and self._clock.now <= episode.expires_at:
             del self._open[rollout_id]
             return False
-        request.keep(spans)
+        request.spans = spans  # the rest is set when it has observed
         episode.turn += 1
         episode.num_failed = 0
         request.goes_on = not episode.is_last_turn

@@ -46,7 +46,8 @@ class TurnLedger:
         self._count = count
         self._open: dict[int, tuple[Place, float]] = {}  # rollout -> where, and since when (s)
         self._seconds = dict.fromkeys(Place, 0.0)  # rollout-seconds
-        self._worked: EngineSeconds | None = None  # of the seconds on engines; None: not known
+        self._prefill_s = self._decode_s = 0.0  # of the seconds on engines
+        self._knows_work = False  # whether those two are known
         self._num_turns = 0
         self._faults = dict.fromkeys(EnvironmentFault, 0)
         self._num_retries = 0
@@ -56,13 +57,16 @@ class TurnLedger:
         self._dropped: Counter[int] = Counter()
         self._counts = dict.fromkeys(Place, 0)  # open rollouts by place
         self._places: list[tuple[float, ...]] = []  # time, and these counts: after every ``_every`` moves
-        self._every, self._num_moves = 1, 0
+        self._num_moves, self._every, self._next_point = 0, 1, 1
 
     def open(self, time_s: float, rollout_id: int) -> None:
         """Record that an environment is made ready for a rollout."""
         self._open[rollout_id] = (Place.ENVIRONMENT, time_s)
+        self._counts[Place.ENVIRONMENT] += 1
         self._ends[rollout_id] = []
-        self._moved(time_s, None, Place.ENVIRONMENT)
+        self._num_moves += 1
+        if self._num_moves == self._next_point:
+            self._keep_point(time_s)
 
     def end_turn(self, time_s: float, rollout_id: int, place: Place | None, num_tokens: int | None) -> None:
         """Record that a turn of a rollout has ended, with so many tokens in all, and where the rollout is from now on.
@@ -116,8 +120,9 @@ class TurnLedger:
     def worked(self, seconds: EngineSeconds | None) -> None:
         """Record where the time of a turn on its engine has gone, as far as that is known."""
         if seconds is not None:
-            so_far = self._worked or EngineSeconds(0.0, 0.0)
-            self._worked = EngineSeconds(so_far.prefill + seconds.prefill, so_far.decode + seconds.decode)
+            self._knows_work = True
+            self._prefill_s += seconds.prefill
+            self._decode_s += seconds.decode
 
     def fault(self, fault: EnvironmentFault, *, again: bool) -> None:
         """Record that an environment has not answered, and whether it is asked again."""
@@ -126,26 +131,25 @@ class TurnLedger:
 
     def move(self, time_s: float, rollout_id: int, place: Place | None) -> None:
         """Record where a rollout is from now on; None: it is not open any more, or was not."""
-        before = self._open.pop(rollout_id, None)
-        if before is None:
+        if rollout_id not in self._open:
             return
-        self._seconds[before[0]] += time_s - before[1]
+        before, since_s = self._open.pop(rollout_id)
+        self._seconds[before] += time_s - since_s
+        self._counts[before] -= 1
         if place is not None:
             self._open[rollout_id] = (place, time_s)
-        self._moved(time_s, before[0], place)
-
-    def _moved(self, time_s: float, before: Place | None, place: Place | None) -> None:
-        """Count a move; of more than ``MOST_POINTS`` points every second one is dropped."""
-        if before is not None:
-            self._counts[before] -= 1
-        if place is not None:
             self._counts[place] += 1
         self._num_moves += 1
-        if self._num_moves % self._every == 0:
-            self._places.append((time_s, *self._counts.values()))
-            if len(self._places) == MOST_POINTS:
-                del self._places[::2]
-                self._every *= 2
+        if self._num_moves == self._next_point:
+            self._keep_point(time_s)
+
+    def _keep_point(self, time_s: float) -> None:
+        """Keep how many rollouts are where; of more than ``MOST_POINTS`` points every second one is dropped."""
+        self._places.append((time_s, *self._counts.values()))
+        if len(self._places) == MOST_POINTS:
+            del self._places[::2]
+            self._every *= 2
+        self._next_point = (self._num_moves // self._every + 1) * self._every
 
     def report(self, duration_s: float, *, finished: int) -> EnvironmentReport:
         """Return the numbers of the run up to now.
@@ -157,11 +161,11 @@ class TurnLedger:
         seconds = dict(self._seconds)
         for place, since_s in self._open.values():
             seconds[place] += duration_s - since_s
-        finished, worked = max(1, finished), self._worked
+        finished = max(1, finished)
         parts = {place.value: one for place, one in seconds.items()}
-        if worked is not None:
-            rest = max(0.0, seconds[Place.ENGINE] - worked.prefill - worked.decode)  # below 0 in the last digit only
-            parts |= {"queue": rest, "prefill": worked.prefill, "decode": worked.decode}
+        if self._knows_work:
+            rest = max(0.0, seconds[Place.ENGINE] - self._prefill_s - self._decode_s)  # below 0 in the last digit only
+            parts |= {"queue": rest, "prefill": self._prefill_s, "decode": self._decode_s}
         return EnvironmentReport(
             count=self._count,
             in_use_mean=sum(seconds.values()) / duration_s if duration_s else 0.0,

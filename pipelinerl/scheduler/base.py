@@ -199,11 +199,14 @@ class Scheduler(ABC):
             return commands
         if isinstance(event, TurnFinished):
             self._pool.end_turn(event.rollout_id, event.engine, event.spans, commands)
-            self._fill(commands)  # all that a free slot can change
+            if commands:  # its group is cancelled: its environment is free
+                self._fill(commands)
+            else:
+                self._pool.go_on(commands)  # all that a free slot can change
             return commands
         if isinstance(event, ObservationReady):
             self._pool.observed(event.rollout_id, event.read_tokens or 0)
-            self._fill(commands)
+            self._pool.go_on(commands)
             return commands
         match event:
             case TrainingFinished():
@@ -274,8 +277,6 @@ class Scheduler(ABC):
         """Start rollouts while there is room and something to start."""
         pool, slots = self._pool, self._pool.slots
         if self.environments is not None:
-            while slots.num_free and pool.interrupted:
-                commands.append(pool.start_one())
             pool.go_on(commands)
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())

@@ -38,7 +38,8 @@ class EngineContexts:
 
     def hold(self, rollout_id: int, engine: int, tokens: int) -> None:
         """Count a rollout on an engine, with so many tokens of context; it may have been counted before."""
-        self.drop(rollout_id)
+        if rollout_id in self._held:
+            self.drop(rollout_id)
         self._held[rollout_id] = (engine, tokens)
         self._tokens[engine] += tokens
 
@@ -49,7 +50,8 @@ class EngineContexts:
 
     def see(self, tokens: int) -> None:
         """Note that a context has so many tokens."""
-        self._longest = max(self._longest, tokens)
+        if tokens > self._longest:  # noqa: PLR1730 - a call would cost more, once per turn
+            self._longest = tokens
 
     def engine_with_room(self, slots: EngineSlots) -> int | None:
         """Return the engine that a rollout begins on, or None if none has room; there must be a free slot."""

@@ -116,7 +116,9 @@ class RolloutPool:
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
     def go_on(self, commands: list[Command]) -> None:
-        """Start rollouts that wait for their engines, then ``fresh`` ones, while there are slots and room."""
+        """Start rollouts that wait for any engine, or for theirs, then ``fresh`` ones, while there are slots and room."""
+        while self.interrupted and self.slots.num_free:
+            commands.append(self.start_one())
         for engine in self._called:
             waiting = self._returning[engine]
             while waiting and self.slots.has_free(engine):
