@@ -116,7 +116,7 @@ class RolloutPool:
         return StartRollout(rollout_id, group.prompt_id, engine, kept_tokens)
 
     def go_on(self, commands: list[Command]) -> None:
-        """Start rollouts that wait for any engine, or for theirs, then ``fresh`` ones, while there are slots and room."""
+        """Start what waits for any engine, or for its own, then ``fresh`` ones, while there are slots and room."""
         while self.interrupted and self.slots.num_free:
             commands.append(self.start_one())
         for engine in self._called:
