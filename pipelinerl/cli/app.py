@@ -28,13 +28,13 @@ from pipelinerl.cli.report import report
 from pipelinerl.cli.simulate import simulate
 from pipelinerl.cli.timeline import timeline
 from pipelinerl.cli.train import train
+from pipelinerl.cli.usage import UsageFault, usage_line
 from pipelinerl.cli.validate import validate
 from pipelinerl.errors import ConfigError, PipelineRLError, TraceError
 
 app = typer.Typer(
     help="Plan and run asynchronous reinforcement learning of language models.\n\n"
     "Start with: pipelinerl simulate examples/quickstart.toml",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -81,7 +81,10 @@ def main() -> None:
         os.getcwd()
     )  # a task or schedule of the user's, beside the run file; last, so that it hides nothing
     try:
-        app()
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name="pipelinerl", standalone_mode=False))
+    except UsageFault as fault:
+        complain(usage_line(fault))
+        sys.exit(2)
     except (ConfigError, TraceError) as error:
         complain(str(error))
         sys.exit(2)

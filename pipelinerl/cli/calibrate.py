@@ -18,7 +18,7 @@ def calibrate(
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[SOURCE]...",
+            metavar="SOURCE",
             help="Folder of a run with a trace, a CSV table of step times, or with --from logs. None: numbers below.",
             show_default=False,
         ),

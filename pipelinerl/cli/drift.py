@@ -14,7 +14,7 @@ from pipelinerl.cli.options import JsonOption, print_json
 def drift(
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Folders of runs that learned, real or simulated.", show_default=False),
+        typer.Argument(metavar="DIR", help="Folders of runs that learned, real or simulated.", show_default=False),
     ],
     check: Annotated[
         list[Path],

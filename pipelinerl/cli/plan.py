@@ -30,7 +30,7 @@ INTERRUPTED = "interrupted; the simulations that had ended are kept"
 
 
 def plan(
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file.", show_default=False)] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="Model, of the catalogue or a file.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU, of the catalogue or a file; several: H100,H200.")] = None,
     accelerators: Annotated[str | None, typer.Option(metavar="N", help="GPUs; several: 64,96.")] = None,

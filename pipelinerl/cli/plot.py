@@ -12,7 +12,7 @@ from pipelinerl.errors import ConfigError
 
 def plot(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of runs or comparisons.", show_default=False)
+        list[Path], typer.Argument(metavar="DIR", help="Folders of runs or comparisons.", show_default=False)
     ],
     out: Annotated[
         Path | None,

@@ -24,7 +24,7 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR...",
+            metavar="DIR",
             help="Folders of runs, simulated or real, of plans, or of one comparison, environments or validation.",
             show_default=False,
         ),

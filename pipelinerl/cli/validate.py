@@ -14,7 +14,7 @@ from pipelinerl.cli.options import JsonOption, OutOption, print_json
 def validate(
     rows: Annotated[
         Path | None,
-        typer.Argument(metavar="[ROWS.csv]", help="Published runs of your own; default: the shipped ones."),
+        typer.Argument(metavar="ROWS.csv", help="Published runs of your own; default: the shipped ones."),
     ] = None,
     out: OutOption = None,
     as_json: JsonOption = False,

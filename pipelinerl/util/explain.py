@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,11 +67,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
         error: What validation raised.
         model: The model that was validated; unknown keys are answered with its own.
     """
-    return [_fault_line(fault, model) for fault in error.errors()]
+    return [fault_line(fault, *_place(fault["loc"], model)) for fault in error.errors()]
 
 
-def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
-    key, models = _place(fault["loc"], model)
+def fault_line(fault: ErrorDetails, key: str, models: Sequence[type[BaseModel]] = ()) -> str:
+    """Return one line for a fault that pydantic found.
+
+    Args:
+        fault: What pydantic says.
+        key: What the user calls the value.
+        models: The models that the value (of an unknown key: its table) may have.
+    """
     value, ctx = fault["input"], fault.get("ctx", {})
     got = f"got {shown(value)}"
     got_number = f"got {value:.12g}" if isinstance(value, float) else got
@@ -89,9 +95,9 @@ def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
             return f"{key} must be below {ctx['lt']:g}, {got_number}"
         case "less_than_equal":
             return f"{key} must be at most {ctx['le']:g}, {got_number}"
-        case "int_type" | "int_from_float":
+        case "int_type" | "int_from_float" | "int_parsing":
             return f"{key} must be a whole number, {got}"
-        case "float_type" | "finite_number":
+        case "float_type" | "finite_number" | "float_parsing":
             return f"{key} must be a number, {got}"
         case "string_type":
             return f"{key} must be a string, {got}"

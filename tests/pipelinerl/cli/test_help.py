@@ -37,7 +37,7 @@ RUN_OPTIONS = ("RUN.toml", "The run file.", "--set", "scheduler.max_lag=8", "--s
 WORDS = {
     "simulate": RUN_OPTIONS,
     "compare": RUN_OPTIONS,
-    "plot": ("DIR...", "--out"),
+    "plot": ("{DIR}...", "--out"),
     "timeline": ("DIR", "--trace full", "--out", "--begin", "--end"),
     "replay": ("DIR", "--trace full"),
 }

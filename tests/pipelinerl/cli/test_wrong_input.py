@@ -9,6 +9,7 @@ import pytest
 from command_line import EMPIRICAL, TINY, Command, Result, assert_fails, sets
 from run_folders import everything_in
 
+from pipelinerl.cli import app as cli
 from pipelinerl.errors import ConfigError
 
 FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -145,26 +146,44 @@ def test_a_trace_needs_a_folder(command: Command, tiny: Path) -> None:
     assert_fails(result, 2, "--trace full needs --out DIR to write the trace to")
 
 
+COMMANDS = [one.callback.__name__ for one in cli.app.registered_commands if one.callback]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_parser_of_every_command_refuses_in_one_line(command: Command, name: str) -> None:
+    assert_fails(command(name, "--colour", "red"), 2, "No such option: --colour; ", "--help")
+    assert_fails(command(name, "--help=3"), 2, "Option '--help' does not take a value")
+    if not command(name, "--help").out.splitlines()[0].endswith("..."):  # which means: any number of arguments
+        needed = ["--out", "x"] if name in ("timeline", "measure") else []
+        assert_fails(command(name, "run", "again", *needed), 2, "Got unexpected extra argument(s) (")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "line"),
     [
-        (("simulat",), "simulat"),
-        (("simulate",), "RUN.toml"),
-        (("simulate", "run.toml", "--colour"), "--colour"),
-        (("simulate", "run.toml", "--seed", "x"), "--seed"),
-        (("simulate", "run.toml", "--trace", "half"), "--trace"),
-        (("compare", "run.toml", "--trace", "full"), "--trace"),
-        (("plot",), "DIR"),
-        (("replay", "one", "two"), "two"),
+        (("simulat",), "No such command 'simulat'. Did you mean 'simulate'? allowed: simulate, compare, plan, "),
+        (("q",), "No such command 'q'; allowed: simulate, compare, plan, "),
+        (("--versio",), "No such option: --versio; did you mean --version? allowed: --version, --help"),
+        (("simulate",), "Missing argument 'RUN.toml': The run file."),
+        (
+            ("simulate", "run.toml", "--sed", "4"),
+            "No such option: --sed; did you mean --seed? allowed: --set, --seed, ",
+        ),
+        (("simulate", "run.toml", "--seed"), "Option '--seed' requires an argument"),
+        (("simulate", "run.toml", "--seed", "x"), '--seed must be a whole number, got "x"'),
+        (("simulate", "run.toml", "--trace", "half"), "--trace: 'half' is not one of 'none', 'full'"),
+        (("plan", "run.toml", "--workers", "0"), '--workers must be at least 1, got "0"'),
+        (("timeline", "run", "--out", "x", "--end", "late"), '--end must be a number, got "late"'),
+        (("report", "run"), "Missing option '--out': page.html, or page.md for a pull request."),
+        (("replay", "one", "two"), "Got unexpected extra argument(s) (two); usage: pipelinerl replay [OPTIONS] {DIR}"),
     ],
 )
-def test_an_unknown_command_or_option_is_named(command: Command, arguments: tuple[str, ...], word: str) -> None:
+def test_what_the_parser_refuses_is_one_line_with_key_value_and_what_is_allowed(
+    command: Command, arguments: tuple[str, ...], line: str
+) -> None:
     result = command(*arguments)
-    assert (result.status, result.out) == (2, "")
-    assert result.err.startswith("Usage: ")
-    last = result.err.splitlines()[-1]
-    assert last.startswith("Error: ")
-    assert word in last
+    assert_fails(result, 2)
+    assert result.err.startswith(f"pipelinerl: {line}")
 
 
 TURNS = "kind='recorded', max=4, observation_max=9, context_max=99"
