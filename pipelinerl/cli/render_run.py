@@ -72,7 +72,7 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
     if band := report.ess_modelled:
         yield "modelled effective sample size", f"mean {band.mean:.3f}, {band.low:.3f} to {band.high:.3f} (per token)"
     if report.updates:
-        parts = (f"{name[:-2]} {1e3 * value:.1f} ms" for name, value in report.updates if name.endswith("_s"))
+        parts = (f"{name[:-2]} {duration(value)}" for name, value in report.updates if name.endswith("_s"))
         yield "weight updates", f"{report.updates.count:,}: {', '.join(parts)}"
     if report.evaluation:
         before, after, during = dict(report.evaluation).values()
@@ -87,8 +87,12 @@ def summary_rows(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span in the unit that reads best."""
-    for unit, size_s in (("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= 2 * size_s:
-            return f"{seconds / size_s:,.2f} {unit}"
-    return f"{seconds * 1e3:,.2f} ms"
+    """Return a time span in the unit that reads best, with four significant digits."""
+    value, unit = float(f"{seconds:.4g}"), "s"
+    if value >= 7200:
+        value, unit = value / 3600, "h"
+    elif value >= 120:
+        value, unit = value / 60, "min"
+    elif value < 1:
+        value, unit = value * 1e3, "ms"
+    return f"{value:,.4g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
