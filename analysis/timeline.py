@@ -62,6 +62,8 @@ MAX_ENTRIES = 400_000
 """Entries of a file, where it is cut (count): about 60 MB."""
 COUNTER_STEP = 1e-3
 """Shortest time between two values of a counter (share of the run)."""
+WEIGHTS, FIRST_LANE = 1, 2
+"""Threads of an engine. Readers take thread 0 for the main one, whose number is that of its process."""
 FIRST_RANK = 10
 """Thread of the trainer's rank 0."""
 RANK_SECONDS = re.compile(r"train/rank([0-9]+)/([a-z]+)_s")
@@ -121,7 +123,7 @@ class Timeline:
         self.entries: list[dict[str, Any]] = []
         self._begin_s, self._end_s = begin_s, end_s
         self._counter_s = COUNTER_STEP * (min(end_s, duration_s) - begin_s)
-        self._engines = [_Lanes(list(range(1, LANES + 1))) for _ in range(num_engines)]
+        self._engines = [_Lanes(list(range(FIRST_LANE, FIRST_LANE + LANES))) for _ in range(num_engines)]
         self._sandboxes = _Lanes(list(range(1, min(ENVIRONMENTS, num_environments) + 1)))
         self._in_flight = [0] * num_engines
         self._counted_s = [-math.inf] * num_engines
@@ -140,7 +142,7 @@ class Timeline:
         if num_environments:
             self._name(SANDBOXES, "environments", {lane: f"environment {lane}" for lane in self._sandboxes.free})
         for engine, lanes in enumerate(self._engines):
-            names = {0: "weights", **{lane: f"lane {lane}" for lane in lanes.free}}
+            names = {WEIGHTS: "weights", **{lane: f"lane {lane - 1}" for lane in lanes.free}}
             self._name(FIRST_ENGINE + engine, f"engine {engine}", names)
 
     @property
@@ -151,8 +153,9 @@ class Timeline:
     def step(self, row: StepRow) -> None:
         """Show the counters of an optimizer step."""
         if self._begin_s <= row.time_s <= self._end_s:
-            for name, value in (("mean lag", row.lag_mean), ("in progress", row.in_progress), ("ready", row.ready)):
-                self._entry("C", RUN, row.time_s, name=name, args={name: value})
+            counters = (("mean lag", "optimizer steps", row.lag_mean), ("in progress", "rollouts", row.in_progress))
+            for name, unit, value in (*counters, ("ready", "rollouts", row.ready)):
+                self._entry("C", RUN, row.time_s, name=name, args={unit: value})
 
     def ranks(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show what the trainer's ranks did in an optimizer step, by its metrics."""
@@ -260,13 +263,13 @@ class Timeline:
         if now_s < self._begin_s:
             return
         self.counts.weights_loaded += 1
-        self._slice((process, 0), f"load {version}", start_s, now_s, version=version)
+        self._slice((process, WEIGHTS), f"load {version}", start_s, now_s, version=version)
         sent_s = self._published.get(version, now_s)
         if sent_s >= self._begin_s:
             self._num_arrows += 1
             arrow = {"cat": "weights", "name": "weights", "id": self._num_arrows}
             self._entry("s", TRAINER, sent_s, tid=2, **arrow)
-            self._entry("f", process, max(start_s, sent_s), tid=0, bp="e", **arrow)
+            self._entry("f", process, max(start_s, sent_s), tid=WEIGHTS, bp="e", **arrow)
 
     def _left_engine(
         self, rollout_id: int, now_s: float, *, spans: VersionSpans | None = None, end: str = "finished"
@@ -299,7 +302,7 @@ class Timeline:
         self._in_flight[engine] += change
         if now_s >= self._begin_s and now_s - self._counted_s[engine] >= self._counter_s:
             self._counted_s[engine] = now_s
-            args = {"in flight": self._in_flight[engine]}
+            args = {"rollouts": self._in_flight[engine]}
             self._entry("C", FIRST_ENGINE + engine, now_s, name="in flight", args=args)
 
     def _mark(self, process: int, lanes: _Lanes, rollout_id: int, now_s: float, name: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from made_up_runs import write_run
+from run_folders import simulated_steps
 
 from analysis.read import Run, read_runs
 from pipelinerl.records.comparison_report import ComparisonReport
@@ -30,3 +33,9 @@ def comparison(runs: list[Run]) -> ComparisonReport:
         scenarios.append({"name": name, "arms": arms})
     data = {"failures": [], "complete": True, "baseline": runs[1].name, "scenarios": scenarios}
     return ComparisonReport.from_dict(data, name="comparison")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six optimizer steps of the quickstart, with a trace."""
+    return simulated_steps(tmp_path_factory.mktemp("run"), [])

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import needs_browser, open_tab
 from needs import need
 
 need("playwright")
-OURS = Path(__file__).parents[2] / "build" / "chromium"
-"""Where scripts/get_chromium.py puts one, with libraries and a font."""
-CHROMIUM = shutil.which("chromium", path=OURS) or shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium; scripts/get_chromium.py"),
-]
+pytestmark = needs_browser
 
 from playwright.sync_api import Page as Tab  # noqa: E402
-from playwright.sync_api import sync_playwright  # noqa: E402
 
 from analysis.interactive import run_figures  # noqa: E402
 from analysis.page import page_html  # noqa: E402
@@ -67,18 +59,13 @@ def tab(path: Path) -> Iterator[Tab]:
     """The page, open; in the end it must have asked for no other file, and have had nothing to complain of."""
     requests: list[str] = []
     complaints: list[str] = []
-    with sync_playwright() as driver:
-        own = {"LD_LIBRARY_PATH": str(OURS / "lib"), "FONTCONFIG_FILE": str(OURS / "fonts.conf")}
-        env = {**os.environ, **(own if OURS in Path(CHROMIUM).parents else {})}
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], env=env)
-        tab = browser.new_page(viewport={"width": 1000, "height": 900})
+    with open_tab() as tab:
         tab.on("request", lambda one: requests.append(one.url))
         tab.on("pageerror", lambda one: complaints.append(str(one)))
         tab.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
         tab.goto(path.as_uri())
         tab.wait_for_function("window.Bokeh && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle")
         yield tab
-        browser.close()
     assert (requests, complaints) == ([path.as_uri()], [])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import simulated_steps
 from trace_event_format import checked
 
 import analysis.timeline
@@ -18,12 +19,6 @@ from pipelinerl.scheduler.events import ObservationReady, TurnFinished
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without environments."""
-    return simulated(tmp_path_factory.mktemp("run"), [])
-
-
-@pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with them."""
     turns = (
@@ -31,19 +26,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "context_max = 20000 }"
     )
     sandboxes = f"environment={{ count = 40, reset_s = 2.0, step_s = 1.0, failure_rate = 0.01, {turns} }}"
-    return simulated(tmp_path_factory.mktemp("agents"), [sandboxes])
-
-
-def simulated(root: Path, overrides: list[str]) -> Path:
-    from typer.testing import CliRunner
-
-    from pipelinerl.cli.app import app
-
-    run = Path(__file__).parents[2] / "examples/quickstart.toml"
-    options = [part for one in [*overrides, "optimizer_steps=6"] for part in ("--set", one)]
-    done = CliRunner().invoke(app, ["simulate", str(run), *options, "--trace", "full", "--out", str(root / "run")])
-    assert done.exit_code == 0, done.output
-    return root / "run"
+    return simulated_steps(tmp_path_factory.mktemp("agents"), [sandboxes])
 
 
 def drawn(folder: Path, **window: float) -> tuple[Any, list[dict[str, Any]]]:
@@ -67,7 +50,9 @@ def test_the_counts_are_those_of_the_summary(name: str, request: pytest.FixtureR
     assert arrows == loads
     assert counts.weights_loaded == arrows.total() > 0
     for counter, column in (("mean lag", "lag_mean"), ("in progress", "in_progress"), ("ready", "ready")):
-        shown = [one["args"][counter] for one in entries if (one["ph"], one["pid"], one["name"]) == ("C", RUN, counter)]
+        shown = [
+            sum(one["args"].values()) for one in entries if (one["ph"], one["pid"], one["name"]) == ("C", RUN, counter)
+        ]
         assert shown == [getattr(row, column) for row in read_steps(run / STEPS_FILE)]
 
 

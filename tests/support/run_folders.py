@@ -19,3 +19,16 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
         assert None not in row  # no cell too many
         assert None not in row.values()  # and none too few
     return rows
+
+
+def simulated_steps(root: Path, overrides: list[str]) -> Path:
+    """Return the folder of six optimizer steps of the quickstart, with a trace."""
+    from typer.testing import CliRunner
+
+    from pipelinerl.cli.app import app
+
+    run = Path(__file__).parents[2] / "examples/quickstart.toml"
+    options = [part for one in [*overrides, "optimizer_steps=6"] for part in ("--set", one)]
+    done = CliRunner().invoke(app, ["simulate", str(run), *options, "--trace", "full", "--out", str(root / "run")])
+    assert done.exit_code == 0, done.output
+    return root / "run"

@@ -39,6 +39,7 @@ def _check_slices(entries: list[dict[str, Any]]) -> None:
         if one["ph"] == "X":
             assert one["dur"] >= 0
             tracks[one["pid"], one["tid"]].append(one)
+    assert all(thread > 0 for _, thread in tracks)  # readers take thread 0 for another one
     for track in tracks.values():
         open_until: list[int] = []
         last = 0

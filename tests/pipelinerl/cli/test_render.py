@@ -19,8 +19,9 @@ from pipelinerl.records.reports import RunReport
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0 ms"), (0.0025, "2.5 ms"), (0.25649, "256.5 ms"), (0.99996, "1 s"), (1.92045, "1.92 s"), (33.868, "33.87 s"),
-        (119.9, "119.9 s"), (120.0, "2 min"), (7199.0, "120 min"), (7200.0, "2 h"), (9e6, "2,500 h"), (9e9, "2,500,000 h"),
+        (0.0, "0 ms"), (0.0025, "2.5 ms"), (0.25649, "256.5 ms"), (0.99996, "1 s"), (1.92045, "1.92 s"),
+        (33.868, "33.87 s"), (119.9, "119.9 s"), (120.0, "2 min"), (7199.0, "120 min"), (7200.0, "2 h"),
+        (9e6, "2,500 h"), (9e9, "2,500,000 h"),
     ],
 )  # fmt: skip
 def test_a_time_span_is_in_the_unit_that_reads_best(seconds: float, text: str) -> None:
