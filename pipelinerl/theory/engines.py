@@ -11,6 +11,7 @@ import numpy as np
 
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.theory.lengths import LengthStatistics
+from pipelinerl.theory.turns import TurnMeans
 from pipelinerl.util.arrays import FloatArray
 
 
@@ -56,6 +57,11 @@ class Engines:
         outside_s = self.acting_s - (self.reset_s if with_tokens else 0.0)
         return 1 + outside_s / self.answer_s(self.busy(slots)) if outside_s else 1.0
 
+    def longest_s(self, number: int, slots: float) -> float:
+        """Return the mean of the longest of so many rollouts (s), with so many slots of an engine full."""
+        token_s, turns = self.step_s(self.busy(slots)), self.answers.turns
+        return self.answers.longest(number) * token_s if turns is None else turns.longest_s(number, token_s)
+
     def busy(self, slots: float) -> float:
         """Return how many of an engine's slots are decoding on average."""
         at_front_end_s, answer_s = self._at_front_end_s(slots)
@@ -82,6 +88,8 @@ class Engines:
 
     def phase_s(self, number: int) -> float:
         """Return seconds from the start of so many answers to the end of the last."""
+        if self.answers.turns is not None:
+            return self._turns_phase_s(self.answers.turns, number)
         each = number / self.number
         answers = self.answers
         peak = float((answers.share * (answers.prompt_tokens + answers.position)).max())
@@ -95,8 +103,25 @@ class Engines:
             drain_s = max(drain_s, full + last)
             drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
             each = self.slots  # the prefill of the others is in ``answer_s``
-        acting_s = self.acting_s * answers.longest(number) / answers.mean  # the longest has most turns
-        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s + acting_s
+        return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s
+
+    def _turns_phase_s(self, turns: TurnMeans, number: int) -> float:
+        """Return the same of rollouts with turns: full environments first, then a drain of lives."""
+        opened = self.number * self.slots * self.open_over_slots(self.slots)
+
+        def token_s(working: float) -> float:
+            """Return seconds of a token if so many rollouts are not with their environment."""
+            batch = working / self.number
+            slots = max(1.0, min(batch, self.slots))
+            return self.step_s(slots) * max(1.0, batch / slots)
+
+        drain_s = turns.drain_s(min(opened, number), token_s, refilled=False)
+        if number > opened:
+            life_s = turns.lives_s(self.answer_s(self.busy(self.slots)) / self.answers.mean)
+            spread = 1 + float(life_s.var() / life_s.mean() ** 2)
+            full_s = self.batch_s(max(0.0, number - opened * spread / 2), self.slots)
+            drain_s = max(drain_s, full_s + turns.drain_s(opened, token_s, refilled=True))
+        return max(drain_s, self.sent_s(number)) + self.dispatch_s + self.front_end_s
 
     def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
         """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""

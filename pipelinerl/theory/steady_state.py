@@ -19,6 +19,8 @@ pipeline        the slowest of: generation at full slots, training, and what ``m
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
                 for Z seconds. With E environments on n engines b solves b (1 + Z/(seconds of an answer)) = E/n, at
                 most its slots. KV caches between turns go where they do not fit, least recent first, and at updates.
+                Drain, and longest of B: of lives, tokens * T + Z of the same rollout. While it drains, T is that of the
+                rollouts that still generate.
 ==============  ====================================================================================================
 
 Where training is the slower, fewer slots are full, and the queue is (``docs/simulator.md``, boundary rules). Lags:
@@ -242,10 +244,9 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, t
     if max_lag is not None:
         # From the version a rollout begins with, it has max_lag + 1 steps, the training of its own batch included; it
         # begins half a step after that version on average, but at max_lag = 0, where all begin together.
-        longest, most = answers.longest(batch), max(max_lag + 0.5 - behind, 1.0)
+        most = max(max_lag + 0.5 - behind, 1.0)
         for _ in range(LAG_ROUNDS):
-            life_s = longest * engines.step_s(engines.busy(full)) * engines.open_over_slots(full)
-            life_s += pause_s + wait_s + trainer_s
+            life_s = engines.longest_s(batch, full) + pause_s + wait_s + trainer_s
             if life_s <= most * step_s * (1 + TOLERANCE):
                 break
             step_s = max(trainer_s, generation_s, (step_s + life_s / most) / 2)
@@ -260,8 +261,8 @@ def _pipeline(config: RunConfig, hardware: ResolvedHardware, engines: Engines, t
     after_s = answers.group_wait * decode_s + wait_s + trainer_s  # from its last token to the end of its training
     late = (every - 1) / 2 + behind  # optimizer steps that the engines are behind, on average
     lag_mean = in_flight / batch * answers.spread / 2 + queued / batch + after_s / step_s + late
-    lag_max = math.ceil(answers.longest(100 * batch) * decode_s / step_s + queued / batch) + every
-    lag_max += math.ceil(behind)
+    longest_s = engines.longest_s(100 * batch, full) * (1 + pause_s / step_s)
+    lag_max = math.ceil(longest_s / step_s + queued / batch) + every + math.ceil(behind)
     if max_lag is not None:
         held = max_lag + 0.5 - in_flight / batch * answers.spread / 2  # all are trained when they are about that old
         lag_mean, lag_max = min(lag_mean, max(held, 0.0), float(max_lag)), min(lag_max, max_lag)

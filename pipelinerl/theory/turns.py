@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,10 @@ from pipelinerl.util.arrays import FloatArray, IntArray
 
 NUM_QUANTILES = 128
 """Gaps that stand for all (count)."""
+DRAIN_PARTS = 256
+"""Parts of the longest life of a rollout, in each of which as many are open (count)."""
+DRAIN_ROUNDS = 8
+"""Trials of how fast engines are in a drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,10 @@ class TurnMeans:
     """Of the prefills of a rollout whose KV cache is there: their number, tokens, and squares."""
     whole: tuple[float, float, float]
     """The same without any cache: every turn prefills all that came before it."""
+    generated_R: FloatArray
+    """Tokens that each rollout generates (count)."""
+    acting_R: FloatArray
+    """Time in which its environment acts (s)."""
 
     @classmethod
     def of(cls, rollouts: list[Turn]) -> TurnMeans:
@@ -81,7 +90,45 @@ class TurnMeans:
                 float((observed * (before + held)).sum()) / number,
             ),
             whole=(float((before > 0).sum()) / number, float(before.sum()) / number, float((before**2).sum()) / number),
+            generated_R=np.array([one.generated_T.sum() for one in rollouts], dtype=np.float64),
+            acting_R=np.array([one.acting_T.sum() for one in rollouts], dtype=np.float64),
         )
+
+    def lives_s(self, token_s: float) -> FloatArray:
+        """Return the lives of rollouts, engine and environment together, where a token takes so long, rising (s)."""
+        return np.sort(self.generated_R * token_s + self.acting_R)
+
+    def longest_s(self, number: int, token_s: float) -> float:
+        """Return the mean of the longest of so many lives (s)."""
+        life_R = self.lives_s(token_s)
+        ended = np.arange(len(life_R)) / len(life_R)  # share of the lives before each, as it begins to be the shortest
+        return float((np.diff(life_R, prepend=0.0) * (1 - ended**number)).sum())
+
+    def drain_s(self, number: float, token_s: Callable[[float], float], *, refilled: bool) -> float:
+        """Return the seconds until the last of so many rollouts that are open has ended, while none begins.
+
+        The tail is one of lives, engine and environment together: with S(t) the share of lives of at least t, that many
+        of all are open after t if they begin together, and the integral of S from t on over its mean if they have begun
+        one after the other (residual lives).
+
+        Args:
+            number: Rollouts (count).
+            token_s: Seconds of a token if so many rollouts have something to generate.
+            refilled: Whether they have begun one after the other.
+        """
+        mean_s = token_s(number)
+        for _ in range(DRAIN_ROUNDS):
+            life_R = self.lives_s(mean_s)
+            width_s = life_R[-1] / DRAIN_PARTS
+            share = 1 - np.searchsorted(life_R, (np.arange(DRAIN_PARTS) + 0.5) * width_s) / len(life_R)
+            if refilled:
+                rest = share[::-1].cumsum()[::-1]
+                share = (rest - share / 2) / rest[0]
+            open_still = 1 - (1 - share) ** max(number, 1.0)
+            working = 1 - self.acting_R.sum() / life_R.sum()  # share of a life
+            speeds = [token_s(max(1.0, number * one * working)) for one in share.tolist()]
+            mean_s = (mean_s + float((open_still * speeds).sum() / open_still.sum())) / 2
+        return float(width_s * open_still.sum())
 
     def dropped(self, lost: FloatArray) -> FloatArray:
         """Return the share of turns that find their KV cache gone where idle caches lack a share of their room.
