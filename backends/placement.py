@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from backends.evaluation import evaluation_slots
 from backends.facts import SelfTest
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts
-from backends.place_facts import place_facts
+from backends.place_facts import SHARED_MEMORY, place_facts
 from backends.preflight import trainer_ranks
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
@@ -38,6 +38,9 @@ from backends.worker_hosts import Hosts
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
+
+DRIVING_CORES = 0.25
+"""Cores that Ray sets aside for a process that drives a GPU: engine, rank and reference model share one (count)."""
 
 
 @contextlib.contextmanager
@@ -56,6 +59,7 @@ def accelerators(config: RunConfig) -> Iterator[PlacementGroup]:
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
         raise ConfigError(_what_is_missing(config, limit_s)) from None
+    _check_folder(config, ray.util.placement_group_table(group)["bundles_to_node_id"].values())
     yield group
     remove_placement_group(group)
 
@@ -70,6 +74,19 @@ def _what_is_missing(config: RunConfig, limit_s: float) -> str:
         f"train.placement_timeout_s={limit_s:g}: {resource}s asked for, each number on one machine: {asked}; free by "
         f"machine: {', '.join(free)}"
     )
+
+
+def _check_folder(config: RunConfig, machines: Collection[str]) -> None:
+    """Refuse files of weights that lie in the memory of one machine where others are to read them."""
+    assert config.train is not None
+    folder, number = config.train.weights_folder, len(set(machines))
+    if number == 1 or config.train.chosen_transport(colocated=config.colocated) != "file":
+        return
+    if Path(folder).is_relative_to(SHARED_MEMORY):
+        raise ConfigError(
+            f"train.weights_folder must be a folder that the {number} machines of the run share, for "
+            f"train.transport='file', got {folder!r}"
+        )
 
 
 def _resource(config: RunConfig) -> str:
@@ -94,7 +111,7 @@ def _bundles(config: RunConfig) -> list[dict[str, float]]:
     sizes = [each] * config.num_engines
     if not config.colocated:
         sizes += [1] * config.training_accelerators
-    # Beside a GPU a process needs a core to drive it.
+    # Beside a GPU its processes need a core to drive it.
     return [{resource: float(size), **({"CPU": 1.0} if resource == "GPU" else {})} for size in sizes]
 
 
@@ -193,7 +210,7 @@ def cores_of(engine_id: int, workers: int) -> str:
 
 def _accelerators(config: RunConfig, number: float) -> dict[str, float]:
     if _resource(config) == "GPU":
-        return {"num_gpus": number, "num_cpus": 0.5}
+        return {"num_gpus": number, "num_cpus": DRIVING_CORES}
     return {"num_gpus": 0, "num_cpus": number}
 
 
@@ -218,7 +235,11 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path, logs:
         colocated=config.colocated,
     )
     return DeepSpeedTrainer(
-        settings, **_accelerators(config, _rank_share(config)), placement_group=places, bundle_indices=bundles
+        settings,
+        **_accelerators(config, _rank_share(config)),
+        placing_timeout_s=train.placement_timeout_s,
+        placement_group=places,
+        bundle_indices=bundles,
     )
 
 

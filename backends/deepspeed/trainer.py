@@ -8,6 +8,7 @@ may hang in a collective that will never be complete. So nothing but ``shutdown`
 ========================  ============================  =====================================
 call                      waits for                     limit
 ========================  ============================  =====================================
+``start``                 places for all ranks          ``placing_timeout_s``; then as every call
 every call                all ranks                     ``step_timeout_s``
 ``send`` (broadcast)      rank 0 and all engines        ``step_timeout_s``; the group's own, much shorter; it goes on
                                                         beside the others
@@ -48,6 +49,7 @@ BLAME_TIMEOUT_S = 3.0
 SAVING_THREAD = "saving"
 """Ray's concurrency group of the calls that write a checkpoint."""
 ADVICE = {
+    "placing": "; their accelerators may be gone",
     "meet": "",
     "start": "",
     "load": "; without its folder in checkpoints/, --resume goes on from the checkpoint before it",
@@ -68,6 +70,7 @@ class DeepSpeedTrainer:
         *,
         num_cpus: float,
         num_gpus: float,
+        placing_timeout_s: float = 600.0,
         placement_group: PlacementGroup | None = None,
         bundle_indices: Sequence[int] = (),
     ) -> None:
@@ -77,10 +80,11 @@ class DeepSpeedTrainer:
             settings: Of the ranks; ``rank`` is set here.
             num_cpus: CPU cores that Ray sets aside for a rank, and threads it computes with.
             num_gpus: GPUs that Ray sets aside for a rank.
+            placing_timeout_s: Longest wait for Ray to make the ranks' processes (seconds).
             placement_group: Where ranks run; None: wherever there is room.
             bundle_indices: Bundle of the placement group for each rank.
         """
-        self._settings = settings
+        self._settings, self._placing_timeout_s = settings, placing_timeout_s
         self._options: list[dict[str, Any]] = [
             {
                 "num_cpus": num_cpus,
@@ -105,6 +109,8 @@ class DeepSpeedTrainer:
             actor.options(**options).remote(replace(self._settings, rank=rank))
             for rank, options in enumerate(self._options)
         ]
+        ready = [rank.__ray_ready__.remote() for rank in self._ranks]
+        await self._all("placing", ready, timeout_s=self._placing_timeout_s)
         ((address, port),) = await self._call("meet", "free_address", ranks=self._ranks[:1])
         heard = await self._call("meet", "address_towards", address)
         await self._call("start", "start", address, port, heard)
@@ -234,8 +240,13 @@ class DeepSpeedTrainer:
         called = self._ranks if ranks is None else ranks
         return await self._all(phase, [getattr(rank, method).remote(*arguments) for rank in called])
 
-    async def _all(self, phase: str, calls: Sequence[Any]) -> list[Any]:
+    async def _all(self, phase: str, calls: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         """Wait for calls, the i-th of them to rank i, and return the results in order.
+
+        Args:
+            phase: What they are, for messages.
+            calls: The calls.
+            timeout_s: Longest wait (seconds). None: ``step_timeout_s``.
 
         Raises:
             TrainerLostError: With the rank that died, else the first that failed, else those that did not answer.
@@ -243,7 +254,7 @@ class DeepSpeedTrainer:
         """
         begin_s = time.monotonic()
         futures = [future_of(call) for call in calls]
-        timeout_s = self._settings.trainer.step_timeout_s
+        timeout_s = timeout_s or self._settings.trainer.step_timeout_s
         done, pending = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
         if any(future.exception() for future in done) and pending:  # a complaint may come before the death it is about
             await asyncio.wait(pending, timeout=BLAME_TIMEOUT_S)

@@ -1,9 +1,10 @@
 """A vLLM engine in a Ray actor: the engine that the driver calls.
 
 Theory of operation. The actor looks after vLLM's processes, and this object after the actor. Placing it has a time
-limit, which ends the wait for a machine that is gone, and its start has another. From then on it is asked for a sign of
-life every ``BEAT_S``: when it gives none for ``generate_timeout_s`` it hangs, and every call in progress ends. A dead
-actor is reported by Ray. What any call finds, that the engine is lost, ends ``until_lost``.
+limit, which ends the wait for a machine that is gone, and its start has another. The first time no machine is gone, but
+each reads all packages for the first time, perhaps over a network: then both have that of the start. From then on it is
+asked for a sign of life every ``BEAT_S``: when it gives none for ``generate_timeout_s`` it hangs, and every call in
+progress ends. A dead actor is reported by Ray. What any call finds, that the engine is lost, ends ``until_lost``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipelinerl.scheduler.events import WeightUpdate
 SHUTDOWN_TIMEOUT_S = 30.0
 """Seconds an engine has to end before its process is killed."""
 PLACING_S = 60.0
-"""Seconds that Ray has to make the actor's process, on accelerators that were set aside."""
+"""Seconds that Ray has to make the actor's process again, on accelerators that were set aside."""
 BEAT_S = 5.0
 """Seconds between two signs of life."""
 
@@ -56,7 +57,7 @@ class RayEngine:
         self.num_started += 1
         self._hung, self._lost = asyncio.Event(), asyncio.Event()
         self._actor = ray.remote(VLLMEngine).options(**self._options).remote(self._settings)
-        phase, limit_s = "placing", PLACING_S
+        phase, limit_s = "placing", PLACING_S if self.num_started > 1 else self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 self._node = await self._call("__ray_call__", lambda _: _this_node())

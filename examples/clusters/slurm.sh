@@ -16,17 +16,24 @@ export RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper=true # vLLM
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN                                # nobody else runs code on this cluster
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it from sbatch
+
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${machines[0]}
 port=6379
 
-# --block keeps Ray, and with it the step, alive until the job ends.
-srun --nodes=1 --ntasks=1 --nodelist="$head" ray start --head --node-ip-address="$head" --port="$port" --block &
+# --block keeps Ray, and with it the step, alive until the job ends. Ray finds its address itself: a machine may know its
+# own name as that of its loopback.
+srun --nodes=1 --ntasks=1 --nodelist="$head" ray start --head --port="$port" --block &
 sleep 20
 for machine in "${machines[@]:1}"; do
   srun --nodes=1 --ntasks=1 --nodelist="$machine" ray start --address="$head:$port" --block &
 done
-sleep 20
+count='import ray; ray.init(address="auto", log_to_driver=False); print(len(ray.nodes()))'
+until [ "$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" python -c "$count")" = "${#machines[@]}" ]; do
+  ((SECONDS < 900)) || { echo "not all of ${#machines[@]} machines have joined Ray" >&2; exit 1; }
+  sleep 5
+done
 
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
-  pipelinerl train "$run_file" --set "train.ray_address=$head:$port" --out "$out"
+  pipelinerl train "$run_file" --set train.ray_address=auto --out "$out"

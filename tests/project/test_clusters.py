@@ -18,6 +18,7 @@ SKYPILOT = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "$LOG"
 [ "$(basename "$0")" != scontrol ] || printf 'first\\nsecond\\nthird\\n'
+[[ "$*" != *"python -c"* ]] || grep -c "python -c" "$LOG"
 """
 
 
@@ -52,13 +53,24 @@ def test_slurm_starts_ray_on_every_machine_and_the_run_on_the_first(tmp_path):
     calls = dry_run(
         ["bash", str(CLUSTERS / "slurm.sh"), "run.toml", "/shared/out"], tmp_path, SLURM_JOB_NODELIST="first,second"
     )
+    assert [call.split()[0] for call in calls if "sleep" in call or "python -c" in call or "pipelinerl" in call] == [
+        *(
+            "sleep",
+            "srun",
+            "sleep",
+            "srun",
+            "sleep",
+            "srun",
+        ),  # one machine more at every look, until all three are there
+        "srun",
+    ]
     started = [call for call in calls if call.startswith("srun") and "ray start" in call]
     assert sorted(re.search(r"--nodelist=(\w+)", call)[1] for call in started) == ["first", "second", "third"]
     assert [("--head" in call, "--nodelist=first" in call) for call in started].count((True, True)) == 1
     (trained,) = [call for call in calls if "pipelinerl train" in call]
     assert "--nodelist=first" in trained
     values = understood(trained[trained.index("pipelinerl train") :])
-    assert values["overrides"] == ["train.ray_address=first:6379"]
+    assert values["overrides"] == ["train.ray_address=auto"]
     assert str(values["out"]) == "/shared/out"
 
 

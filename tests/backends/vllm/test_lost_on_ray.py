@@ -100,6 +100,7 @@ def test_an_engine_that_cannot_be_placed_is_lost_in_time(monkeypatch: pytest.Mon
     monkeypatch.setattr(backends.vllm.ray_engine, "PLACING_S", 0.5)
     monkeypatch.setattr(backends.vllm.ray_engine, "SHUTDOWN_TIMEOUT_S", 0.5)
     engine = RayEngine(settings(Path("model"), start_timeout_s=1000.0), {"num_cpus": 100})
+    engine.num_started = 1  # it has run, until its machine went away
 
     async def scenario() -> None:
         with pytest.raises(EngineLostError, match=r"engine 2 lost: phase=placing: no answer for 0\.5 s; "):
