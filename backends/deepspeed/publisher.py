@@ -26,6 +26,7 @@ from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, Place, described, digest, layout, row_bytes, seen_as
 from backends.transfer.lines import Door
 from backends.transfer.meeting import own_address
+from backends.transfer.shared_row import SharedRow
 from backends.transfer.streaming import STREAM_BYTES, StreamSender
 from backends.transfer.weights_check import check_names, checkpoint_shapes
 from backends.transfer.weights_file import write_weights
@@ -63,7 +64,7 @@ class Publisher:
         self._changing_group = threading.Lock()
         self._sender: Sender | None = None
         self._parameters: Parameters = ()
-        self._row: torch.Tensor | None = None
+        self._row: SharedRow | None = None
         self._held: tuple[int, list[int]] | None = None
         self._stream: StreamSender | None = None
 
@@ -125,7 +126,7 @@ class Publisher:
             for bucket in gathered(model, receive=self._receives):
                 for name, weight in bucket.items():
                     assert self._row is not None
-                    kept, sent = seen_as(self._row, places[name]), weight.detach()
+                    kept, sent = seen_as(self._row.row, places[name]), weight.detach()
                     kept.copy_(sent, non_blocking=on_gpu)
                     sums[name] = checksum64(sent) if on_gpu else threads.submit(checksum64, kept)
                 if on_gpu:
@@ -141,8 +142,8 @@ class Publisher:
         """Return the place of each weight in the row, which is made the first time."""
         if self._row is None:
             self._parameters = described(saved_shapes(model))
-            num_bytes = row_bytes(layout(self._parameters))
-            self._row = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device == "gpu")
+            device = torch.device("cuda:0" if self._device == "gpu" else "cpu")
+            self._row = SharedRow.make(row_bytes(layout(self._parameters)), device)
         return {place.name: place for place in layout(self._parameters)}
 
     # ------------------------------------------------------------------------------------------ sending
@@ -208,7 +209,7 @@ class Publisher:
         assert self._row is not None
         try:
             for _ in range(TRANSFER_ATTEMPTS):
-                num_refusing = self._sender.send(self._row, version=version, sums=self._held[1])
+                num_refusing = self._sender.send(self._row.row, version=version, sums=self._held[1])
                 if not num_refusing:
                     return None
         except BackendError as error:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from backends.transfer.shared_row import SharedRow
 from pipelinerl.errors import BackendError
 
 FILES = "rank_*.safetensors"
@@ -56,11 +57,15 @@ class RankState:
     def __init__(self, engine: Any, *, rank: int) -> None:
         self._engine, self._rank = engine, rank
         self._stage = engine.zero_optimization_stage()
-        self._row: torch.Tensor | None = None  # the copy
+        self._memory: SharedRow | None = None  # of the copy
         self._header: dict[str, Any] = {}
 
     def copy(self) -> None:
-        """Copy it into the host's memory; what is trained afterwards does not change the copy."""
+        """Copy it into the host's memory; what is trained afterwards does not change the copy.
+
+        Raises:
+            BackendError: If there is not enough memory.
+        """
         writes = self._stage > 0 or self._rank == 0  # without ZeRO all ranks have the same
         views = {
             f"{kind}:{piece.begin}:{piece.name}": view
@@ -68,12 +73,13 @@ class RankState:
             for kind, view in piece.views.items()
         }
         on_gpu = self._engine.device.type == "cuda"
-        if self._row is None:
-            self._row = torch.empty(sum(view.numel() for view in views.values()), pin_memory=on_gpu)
+        if self._memory is None:
+            self._memory = SharedRow.make(4 * sum(view.numel() for view in views.values()), self._engine.device)
+        row = self._memory.row.view(torch.float32)
         self._header, at = {"__metadata__": {"progress": json.dumps(self._progress())}}, 0
         for key, view in views.items():
             end = at + view.numel()
-            self._row[at:end].copy_(view, non_blocking=on_gpu)
+            row[at:end].copy_(view, non_blocking=on_gpu)
             self._header[key] = {"dtype": "F32", "shape": [view.numel()], "data_offsets": [4 * at, 4 * end]}
             at = end
         if on_gpu:
@@ -84,13 +90,13 @@ class RankState:
 
         Not by safetensors itself, which holds the interpreter's lock for as long: training would wait.
         """
-        assert self._row is not None
+        assert self._memory is not None
         folder.mkdir(parents=True, exist_ok=True)
         header = json.dumps(self._header).encode()
         header += b" " * (-len(header) % 8)
         with (folder / FILES.replace("*", f"{self._rank:05d}")).open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            file.write(self._row.numpy().data)
+            file.write(self._memory.row.numpy().data)
             file.flush()
             os.fsync(file.fileno())
 

@@ -1,7 +1,8 @@
 """A row of bytes in the host's memory that all workers of a machine see: one copy per machine.
 
 It has no name in any file system. Whoever has made it can be asked for it by the number of its process, and the memory
-is given back when the last process that sees it has let go of it, or has died.
+is given back when the last process that sees it has let go of it, or has died. The trainer's ranks keep their copies in
+rows, too: torch rounds pinned memory up to a power of two, to twice of what was asked for at worst.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class SharedRow:
         """
         free = _free_bytes()
         if num_bytes > free:
-            raise BackendError(f"no memory to stage weights in: {num_bytes} bytes are needed, {free} are free")
+            raise BackendError(f"the host has no memory for a copy: {num_bytes} bytes are needed, {free} are free")
         file = os.memfd_create("pipelinerl-weights")
         os.truncate(file, HEAD_BYTES + max(1, num_bytes))
         return cls(file, num_bytes, device)

@@ -100,7 +100,7 @@ def test_names_bits_and_types_are_those_of_save_pretrained(model_type: str, tmp_
             assert same(load_file(weights.location.removeprefix("file:")), saved)
         else:
             assert one._row is not None
-            assert same({place.name: seen_as(one._row, place) for place in layout(one._parameters)}, saved)
+            assert same({place.name: seen_as(one._row.row, place) for place in layout(one._parameters)}, saved)
     save_policy(model, copy_policy(model, receive=True), tmp_path / "exported")
     assert same(load_file(tmp_path / "exported" / "model.safetensors"), saved)
 

@@ -118,7 +118,7 @@ def test_a_row_is_seen_by_another_process_of_this_machine_and_has_no_name_in_a_f
 
 
 def test_a_row_that_there_is_no_memory_for_or_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BackendError, match=r"^no memory to stage weights in: 4611686018427387904 bytes are "):
+    with pytest.raises(BackendError, match=r"^the host has no memory for a copy: 4611686018427387904 bytes are "):
         SharedRow.make(2**62, CPU)
     row = SharedRow.make(100, CPU)
     with pytest.raises(BackendError, match="cannot be seen: it is smaller"):
