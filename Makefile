@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 # make test TORCH_OPTIONS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_OPTIONS ?=
 RUN := examples/qwen7b_128_h100.toml
+# Where this is set, every process that a test starts would compile the packages anew: more than a second each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test train check docs site bench clean
 

@@ -31,10 +31,9 @@ def validate(
         check_vacant(out)
     shipped = shipped_runs()
     runs = shipped if rows is None else read_published_runs(rows)
+    stage = "simulations" if rows is None else "simulations, of the shipped rows that yours are compared with, too"
     with stage_bars() as on_progress:
-        report = predict_runs(
-            runs, others=shipped, on_progress=lambda done, total: on_progress("simulations", done, total)
-        )
+        report = predict_runs(runs, others=shipped, on_progress=lambda done, total: on_progress(stage, done, total))
     if as_json:
         print_json(report.to_dict())
     else:

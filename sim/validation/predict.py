@@ -108,7 +108,9 @@ def _jobs(
                 reasons[run.id] = str(error)
     jobs: list[Job] = [(run, False) for run in rebuilt]
     jobs += [(run, True) for run in rebuilt if run.published.training_is_input and run.id in ids]
-    jobs += [(run, None) for run in map(truly_simulated, known) if run is not None]
+    alone = [run for run in map(truly_simulated, known) if run is not None]
+    compared = [run.published.family for run in alone if run.id in ids]  # a row alone is compared with other families
+    jobs += [(run, None) for run in alone if run.id in ids or any(run.published.family != one for one in compared)]
     return known, jobs, reasons
 
 

@@ -110,11 +110,14 @@ def test_a_synchronous_run_on_separate_gpus_generates_and_trains_in_turn(prompts
     assert one.fitted_to == ()
 
 
+STALENESS = {
+    "in_flight": 120.0, "train_batch_size": 240, "queue_batches": 2.0, "rate_ratio": 0.63, "tailness": 1.42,
+    "mean_staleness": 1.26,
+}  # fmt: skip
+
+
 def test_staleness_and_idle_share_follow_from_published_rates():
-    stale = row(
-        "stale", "async", in_flight=120.0, train_batch_size=240, queue_batches=2.0, rate_ratio=0.63, tailness=1.42,
-        mean_staleness=1.26,
-    )  # fmt: skip
+    stale = row("stale", "async", **STALENESS)
     rates = {"trainer_samples_per_s": 2.0, "generator_samples_per_s": 1.4, "generator_samples_per_s_high": 1.6}
     idle = row("idle", "one_step_off", **rates, trainer_idle_share=0.3)
     first, second = predicted([stale, idle])
@@ -123,6 +126,13 @@ def test_staleness_and_idle_share_follow_from_published_rates():
     assert second.predicted == pytest.approx(0.25)
     assert (second.low, second.high) == (pytest.approx(0.2), pytest.approx(0.3))
     assert first.mode == second.mode == "asynchronous"  # both closed forms are
+
+
+def test_other_rows_are_simulated_only_where_a_row_is_compared_with_them():
+    simulated = []
+    theirs = row("other", "sync", system="theirs", step_s=10.0)
+    predicted([row("stale", "async", **STALENESS)], others=[theirs], on_progress=lambda *done: simulated.append(done))
+    assert simulated == []
 
 
 def test_hours_of_a_whole_run_stand_for_its_steps_where_nothing_else_is_there():
