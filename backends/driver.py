@@ -251,10 +251,7 @@ class Driver:
 
     async def _until_stopped(self) -> None:
         """Let the scheduler run, from the start or from where it stood."""
-        if self._resumed:
-            await self._loop.resume()
-        else:
-            self._loop.start()
+        await self._loop.start(resumed=self._resumed)
         await self._tasks.ended.wait()
         await self._wind_up()
 

@@ -127,16 +127,17 @@ class EventLoop:
         self.frozen = False
         """Whether nothing is delivered any more."""
         self._submitted: set[int] = set()  # rollouts that an engine knows
-        self._began_s = 0.0
 
-    def start(self) -> None:
-        """Begin a new run."""
+    async def start(self, *, resumed: bool) -> None:
+        """Begin a new run, or go on with one that was resumed."""
         self._began_s = time.monotonic() - self._state.time_s
-        self._carry_out_all(self._state.scheduler.start())
+        if resumed:
+            await self._resume()
+        else:
+            self._carry_out_all(self._state.scheduler.start())
 
-    async def resume(self) -> None:
-        """Report to the scheduler what has become of everything that was in progress, and go on."""
-        self._began_s = time.monotonic() - self._state.time_s
+    async def _resume(self) -> None:
+        """Report to the scheduler what has become of everything that was in progress."""
         state = self._state
         published = state.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():

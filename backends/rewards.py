@@ -13,6 +13,9 @@ from backends.worker_main import REWARDS
 from backends.workers import Launch, LocalWorker, WorkerPool, ask
 from pipelinerl.rl.config import TaskConfig
 
+REWARD_THREADS = 8
+"""Rewards computed at a time by threads (count)."""
+
 
 class RewardThreads:
     """Some threads at a time, each for one call.
@@ -24,7 +27,7 @@ class RewardThreads:
         number: Calls at a time (count).
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int = REWARD_THREADS) -> None:
         self._room = asyncio.Semaphore(number)
 
     async def call(self, function: Callable[..., float], *arguments: Any, timeout_s: float) -> float:

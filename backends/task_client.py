@@ -20,8 +20,6 @@ from pipelinerl.util.user_code import kind_and_line
 LOG = logging.getLogger("pipelinerl")
 FAILURES_LOGGED = 5
 """Failures that are logged one by one; the run's ledger counts all of them."""
-REWARD_THREADS = 8
-"""Rewards computed at a time (count)."""
 
 
 class TaskClient:
@@ -40,7 +38,7 @@ class TaskClient:
         assert config.train is not None
         self._config, self._train = config, config.train
         self._task, self._codec, self._processes = task, codec, processes
-        self._rewards = RewardThreads(REWARD_THREADS)
+        self._rewards = RewardThreads()
         self._num_failed = 0
 
     def begin(self, index: int, *, held_out: bool = False) -> RolloutData:

@@ -20,6 +20,15 @@ settings.load_profile("pipelinerl")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests: at the end no core waits while another has one of them before it."""
+
+    def seconds(item: pytest.Item) -> float:
+        return max((mark.kwargs.get("seconds", 0) for mark in item.iter_markers("slow")), default=0)
+
+    items.sort(key=seconds, reverse=True)
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run a command line in this process."""

@@ -20,8 +20,6 @@ SAMPLE = 64
 """Problems that are looked at (count)."""
 SOLVED = 1.0
 """Reward from which on an answer is right."""
-REWARD_THREADS = 8
-"""Rewards at a time (count)."""
 
 
 def task_rows(config: RunConfig, task: Task, codec: Codec | None, why_not: str = "") -> list[CheckRow]:
@@ -54,7 +52,7 @@ def task_rows(config: RunConfig, task: Task, codec: Codec | None, why_not: str =
 async def _reward_row(config: RunConfig, task: Task, problems: Sequence[Problem]) -> CheckRow:
     """Reward expected answers, as they are and boxed, and empty ones: the first must earn more."""
     assert config.train is not None
-    threads, timeout_s = RewardThreads(REWARD_THREADS), config.train.task.reward_timeout_s
+    threads, timeout_s = RewardThreads(), config.train.task.reward_timeout_s
     begin_s = time.perf_counter()
 
     async def reward(problem: Problem, answer: str) -> float | str:

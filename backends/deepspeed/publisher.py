@@ -185,9 +185,9 @@ class Publisher:
         """
         assert self._door is not None
         with self._changing_group:
-            if self._why_aborted:
-                return f"transfer failed: phase=join at {names[0]}; {self._why_aborted}"
             sender = Sender(self._door, names=names, parameters=self._parameters, timeout_s=timeout_s)
+            if self._why_aborted:
+                sender.leave(self._why_aborted)
             self._sender = sender
         try:
             sender.meet()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
+@functools.cache
+def imported(path: Path, *, top_level_only: bool = False) -> frozenset[str]:
     """Full names: ``a.b`` for both ``import a.b`` and ``from a import b``."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names: set[str] = set()
@@ -82,10 +84,10 @@ def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
-def roots(names: set[str]) -> set[str]:
+def roots(names: frozenset[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 

@@ -59,7 +59,7 @@ def beside_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow  # seconds each
+@pytest.mark.slow(seconds=40)  # each
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("asked", QUESTIONS, ids=[answers[0][0] for answers in QUESTIONS.values()])
