@@ -42,7 +42,7 @@ class Calculator:
             raise ValueError(f"largest must be 9 to 999, got {largest}")
         if not 0 <= delay_s < float("inf"):
             raise ValueError(f"delay_s must be at least 0, got {delay_s}")
-        self._fewest, self._most, self._numbers, self._delay_s, self._seed = fewest, most, largest + 1, delay_s, seed
+        self._fewest, self._numbers, self._delay_s, self._seed = fewest, largest + 1, delay_s, seed
         self._count = (most - fewest + 1) * self._numbers**2  # of every length as many as there are sums of two
         self._terms: tuple[int, ...] = ()
 

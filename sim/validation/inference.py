@@ -21,9 +21,8 @@ from pipelinerl.hardware.prior import (
     SEVERAL_NODES_FACTOR,
     TRAINING_SD,
 )
-from pipelinerl.records.steps import StepRow
 from pipelinerl.util.arrays import FloatArray
-from sim.run import simulate
+from sim.run import simulate_steps
 from sim.validation.reconstruct import LOG_MOST_MEAN, ReconstructedRun, measured_seconds
 from sim.validation.records import PublishedRun, Schedule
 from sim.validation.run_config import run_config
@@ -144,10 +143,8 @@ def _simulated(
         training_given=training_given,
         weights=weights,
     )
-    rows: list[StepRow] = []
-    simulate(config, on_step=rows.append)
     each = run.optimizer_steps
-    rows = rows[first * each - 1 :]
+    rows = simulate_steps(config)[first * each - 1 :]
     num = (len(rows) - 1) / each
     waited_s = sum(row.wait_s for row in rows[1:]) / num
     return Steady(

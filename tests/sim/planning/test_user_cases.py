@@ -1,5 +1,7 @@
 """Plans as their users meet them: a slow publication, few simulations, too few GPUs; hardware in numbers."""
 
+from functools import cache
+
 import pytest
 from tiny_plan import planned, refused
 
@@ -46,11 +48,17 @@ def test_where_publications_are_slow_the_pipeline_makes_fewer_of_them() -> None:
     assert searched.warnings == always.warnings == []
 
 
+@cache
+def plan_of(simulate: int) -> PlanReport:
+    """A plan of so many simulations, made once."""
+    return planned(*SIXTEEN, PIPELINE, f"plan.simulate={simulate}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("simulate", [1, 2, 3, 6])
 def test_a_plan_of_few_simulations_finds_one_that_keeps_the_limit(simulate: int) -> None:
     """The fastest of the screening have lags of 4.2 to 4.8, where 4 is allowed."""
-    report = planned(*SIXTEEN, PIPELINE, f"plan.simulate={simulate}")
+    report = plan_of(simulate)
     assert report.recommended.lag_mean <= 4
     assert report.recommended.tokens_per_s > 13_000
     assert max(2, simulate) <= report.search.simulated <= simulate + 4  # and the best bet, where it was not
@@ -61,7 +69,7 @@ def test_more_simulations_keep_the_candidates_of_fewer_and_lose_no_throughput() 
     last: set[str] = set()
     fastest = 0.0
     for number in (3, 6, 12):
-        report = planned(*SIXTEEN, PIPELINE, f"plan.simulate={number}")
+        report = plan_of(number)
         now = {one.label for one in report.simulated}
         assert last < now
         assert report.recommended.tokens_per_s >= 0.97 * fastest
