@@ -56,3 +56,6 @@ class SelfTest:
     """Machines of engines and ranks, each once."""
     ranks: tuple[RankFacts, ...]
     """Ranks of the trainer, in order."""
+    to_engines_gb_s: float | None
+    """As much as links are measured with, from rank 0's machine to all that have engines, in the group of weights
+    (GB/s). None: weights go by files."""

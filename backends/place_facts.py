@@ -26,11 +26,9 @@ def place_facts(marker: str | None) -> PlaceFacts:
     """
     import psutil
 
-    from backends.transfer.meeting import own_address
-
     memory = psutil.virtual_memory()
     return PlaceFacts(
-        machine=f"{socket.gethostname()} {own_address()}",
+        machine=name_and_memory()[0],
         versions=versions(),
         gpus=_gpus(),
         memory_gb=memory.total / 1e9,
@@ -38,6 +36,15 @@ def place_facts(marker: str | None) -> PlaceFacts:
         free_shared_gb=shutil.disk_usage(SHARED_MEMORY).free / 1e9,
         sees_folder=None if marker is None else Path(marker).is_file(),
     )
+
+
+def name_and_memory() -> tuple[str, float]:
+    """Return the name of this machine, and its memory (bytes)."""
+    import psutil
+
+    from backends.transfer.meeting import own_address
+
+    return f"{socket.gethostname()} {own_address()}", float(psutil.virtual_memory().total)
 
 
 def versions() -> dict[str, str]:

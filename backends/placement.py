@@ -8,6 +8,7 @@ replica of it goes halves with every rank. On CPU an accelerator is a core.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -20,9 +21,16 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from backends.cores import cores_for, trainer_cores
+from backends.deepspeed.host_memory import Share
 from backends.deepspeed.rank_settings import RankSettings, rank_environment
 from backends.deepspeed.reference_model import RayReference, ReferenceSettings
 from backends.deepspeed.trainer import DeepSpeedTrainer
@@ -30,14 +38,15 @@ from backends.evaluation import evaluation_slots
 from backends.facts import SelfTest
 from backends.huggingface_codec import load_codec
 from backends.interface import GroupMembers, Parts
-from backends.place_facts import SHARED_MEMORY, place_facts
+from backends.place_facts import SHARED_MEMORY, name_and_memory, place_facts
 from backends.preflight import trainer_ranks
+from backends.transfer.link import LinkSender, receive
 from backends.vllm.process import VLLMSettings
 from backends.vllm.ray_engine import RayEngine
 from backends.worker_hosts import Hosts
 from pipelinerl.config.environment import EnvironmentConfig, PrefixCaching
 from pipelinerl.config.run import RunConfig
-from pipelinerl.errors import ConfigError
+from pipelinerl.errors import BackendError, ConfigError
 
 DRIVING_CORES = 0.25
 """Cores that Ray sets aside for a process that drives a GPU: engine, rank and reference model share one (count)."""
@@ -115,6 +124,23 @@ def _bundles(config: RunConfig) -> list[dict[str, float]]:
     return [{resource: float(size), **({"CPU": 1.0} if resource == "GPU" else {})} for size in sizes]
 
 
+def shares(config: RunConfig, places: PlacementGroup) -> list[Share]:
+    """Ask the machines that accelerators were set aside on for their memory; return what will be on each."""
+    look, on_nodes = ray.remote(num_cpus=0)(name_and_memory), _bundles_by_node(places)
+    facts = ray.get([look.options(scheduling_strategy=_at(node)).remote() for node in on_nodes])
+    engines, ranks = range(config.num_engines), _rank_bundles(config)
+    return [
+        Share(
+            machine,
+            memory,
+            workers=config.cluster.tensor_parallel * len(here.intersection(engines)),
+            ranks=len(here.intersection(ranks)),
+            leads=ranks.start in here,
+        )
+        for (machine, memory), here in zip(facts, on_nodes.values(), strict=True)
+    ]
+
+
 @contextlib.contextmanager
 def weights_folder(config: RunConfig) -> Iterator[Path]:
     """Make this run's own folder for weights on their way, and remove it in the end."""
@@ -144,22 +170,56 @@ def make_parts(config: RunConfig, places: PlacementGroup, folder: Path, logs: Pa
         codec=load_codec(config.train.model.path),
         reference=_make_reference(config, places, logs),
         group=None if config.train.chosen_transport(colocated=config.colocated) == "file" else members,
-        self_test=partial(self_test, places, trainer),
+        self_test=partial(self_test, places, trainer, config),
         launch=Hosts().launched,
     )
 
 
-async def self_test(places: PlacementGroup, trainer: DeepSpeedTrainer, num_bytes: int, marker: str | None) -> SelfTest:
+async def self_test(
+    places: PlacementGroup, trainer: DeepSpeedTrainer, config: RunConfig, num_bytes: int, marker: str | None
+) -> SelfTest:
     """Measure where trainer and engines are, while they are up; see ``interface.Parts``."""
-    look = ray.remote(place_facts)
-    bundles = range(places.bundle_count)
-    looks = [
-        look.options(num_cpus=0, scheduling_strategy=PlacementGroupSchedulingStrategy(places, bundle)).remote(marker)
-        for bundle in bundles
-    ]
-    facts = [await one for one in looks]
+    look, on_nodes = ray.remote(num_cpus=0)(place_facts), _bundles_by_node(places)
+    facts = [await look.options(scheduling_strategy=_at(node)).remote(marker) for node in on_nodes]
+    assert config.train is not None
+    to_engines_gb_s = None
+    if config.train.chosen_transport(colocated=config.colocated) != "file":
+        to_engines_gb_s = await _to_engines_gb_s(config, on_nodes, num_bytes)
     machines = {one.machine: one for one in facts}
-    return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes))
+    return SelfTest(tuple(machines.values()), await trainer.self_test(num_bytes), to_engines_gb_s)
+
+
+async def _to_engines_gb_s(config: RunConfig, on_nodes: dict[str, set[int]], num_bytes: int) -> float:
+    """Return how fast so many bytes are on all machines that have engines (GB/s)."""
+    first_rank, engines = _rank_bundles(config).start, range(config.num_engines)
+    (home,) = (node for node, bundles in on_nodes.items() if first_rank in bundles)
+    there = [node for node, bundles in on_nodes.items() if bundles.intersection(engines)]
+    sender = ray.remote(num_cpus=0)(LinkSender).options(scheduling_strategy=_at(home)).remote()
+    receiver = ray.remote(num_cpus=0)(receive)
+    try:
+        meeting = await sender.open.remote()
+        ends = [
+            receiver.options(scheduling_strategy=_at(node)).remote(meeting, worker, num_bytes)
+            for worker, node in enumerate(there, start=1)
+        ]
+        gb_s: float = await sender.gb_s.remote(len(there), num_bytes)
+        await asyncio.gather(*ends)
+    except ray.exceptions.RayTaskError as error:
+        raise BackendError(str(error.cause)) from None
+    finally:
+        ray.kill(sender)
+    return gb_s
+
+
+def _bundles_by_node(places: PlacementGroup) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for bundle, node in placement_group_table(places)["bundles_to_node_id"].items():
+        found.setdefault(node, set()).add(bundle)
+    return found
+
+
+def _at(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
 def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) -> dict[int, RayEngine]:
@@ -181,6 +241,7 @@ def _make_engines(config: RunConfig, places: PlacementGroup, logs: Path | None) 
             cpu_kv_cache_gib=train.engine.cpu_kv_cache_gib,
             request_times=config.environment is not None,
             cpu_cores=cores_of(engine_id, each) if train.device == "cpu" else None,
+            kept_to=cores_for(config, range(engine_id * each, (engine_id + 1) * each)),
             log_file=None if logs is None else str(logs / f"engine-{engine_id}.log"),
             start_timeout_s=train.engine.start_timeout_s,
             update_timeout_s=train.engine.update_timeout_s,
@@ -231,6 +292,7 @@ def _make_trainer(config: RunConfig, places: PlacementGroup, folder: Path, logs:
         optimizer_steps=config.optimizer_steps,
         transport=train.chosen_transport(colocated=config.colocated),
         weights_folder=str(folder),
+        kept_to=trainer_cores(config),
         logs=None if logs is None else str(logs),
         colocated=config.colocated,
     )
@@ -255,6 +317,7 @@ def _make_reference(config: RunConfig, places: PlacementGroup, logs: Path | None
         temperature=train.sampling.temperature,
         pack_tokens=train.trainer.pack_tokens,
         timeout_s=train.trainer.step_timeout_s,
+        kept_to=trainer_cores(config),
         logs=None if logs is None else str(logs),
     )
     options = {

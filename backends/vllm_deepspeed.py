@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from backends.cores import kept_to, trainer_cores
 from backends.huggingface_codec import first_line, load_codec
 from backends.interface import Parts
 from backends.vllm.version.arguments import check_arguments, check_version
@@ -41,13 +42,19 @@ class VLLMDeepSpeed:
     @contextlib.contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
         """Set accelerators aside on Ray and make the parts there; see ``interface.Backend``."""
-        from backends.placement import accelerators, make_parts, weights_folder
+        from backends.placement import accelerators, make_parts, shares, weights_folder
         from backends.ray_cluster import ray_cluster
 
         assert config.train is not None
         address = config.train.ray_address
         with ray_cluster(address) as lost, accelerators(config) as places, weights_folder(config) as folder:
-            yield replace(make_parts(config, places, folder, logs), lost=lost)
+            if address is not None and config.train.device == "gpu":
+                from backends.deepspeed.host_memory import check_host_memory
+
+                check_host_memory(config, _model_config(config.train.model.path), shares(config, places))
+            parts = make_parts(config, places, folder, logs)
+            with kept_to(trainer_cores(config)):
+                yield replace(parts, lost=lost)
 
 
 def _check_settings(config: RunConfig, train: TrainConfig) -> None:
@@ -98,7 +105,8 @@ def _check_trainable(config: RunConfig, train: TrainConfig, model: Any) -> None:
     check_trainable(model)
     if train.device == "gpu":
         check_memory(config, model)
-        check_host_memory(config, model)
+        if train.ray_address is None:
+            check_host_memory(config, model)
 
 
 def _model_config(path: str) -> Any:

@@ -13,6 +13,8 @@ from backends.facts import PlaceFacts, RankFacts, SelfTest
 from backends.interface import Sample, TrainResult
 from backends.preflight import trainer_ranks
 from pipelinerl.config.run import RunConfig
+from pipelinerl.hardware.catalogue import Gpu
+from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.records.check_report import CheckRow, unchecked, wrong
 from pipelinerl.rl.segments import Segment
 
@@ -52,7 +54,17 @@ def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights
     if free_gb < weights_gb and config.train.chosen_transport(colocated=config.colocated) != "streamed":
         advice = f"weights of {weights_gb:.1f} GB lie there in every update; train.transport = 'streamed' needs no room"
         rows.append(wrong("host memory", f"{free_gb:.1f} GB are free", advice))
-    return rows + _rank_rows(config, test.ranks, one_node=len(test.places) == 1)
+    rows += _rank_rows(config, test.ranks, one_node=len(test.places) == 1)
+    if test.to_engines_gb_s is not None:
+        expected, size_gb = Expected.of(config, test.ranks[0].device), test.ranks[0].link_gb
+        what = f"broadcast of {size_gb:.3g} GB to the engines' machines"
+        advice = "look at the network that leads to rank 0's address: one stream of TCP, verified by the host's cores"
+        rows.append(expected.rate(what, test.to_engines_gb_s, _stream_bytes_s, advice))
+    return rows
+
+
+def _stream_bytes_s(gpu: Gpu, values: Coefficients) -> float:
+    return min(values.stream_bandwidth, gpu.network)
 
 
 def _machine_row(one: PlaceFacts) -> CheckRow:

@@ -1,12 +1,13 @@
 """What a run needs of the memory of its machine, beside the GPUs', counted before anything starts.
 
 Published weights lie there on their way to the engines, the state of the ranks while a checkpoint is written, and what
-ranks have whole while a model is loaded. Only a Ray of our own is sure to be on this machine; on a cluster ``--check``
-looks at every machine while engines and ranks are up.
+ranks have whole while a model is loaded. A Ray of our own is on this machine, so it is looked at before Ray starts; the
+machines of a cluster are looked at when it has said what is placed where.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,29 @@ STATE_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What of a run is on one machine."""
+
+    machine: str
+    """Its name."""
+    memory: float
+    """It has (bytes)."""
+    workers: int
+    """Accelerators of engines (count)."""
+    ranks: int
+    """Ranks of the trainer (count)."""
+    leads: bool
+    """Whether rank 0 is one of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes, of a run with all its parts on one machine."""
+    """Bytes, of what is on one machine."""
 
     weights: float
     """Snapshots of rank 0, and what arrives for the engines."""
     checkpoint: float
-    """Copies of the states of all ranks."""
+    """Copies of the states of the ranks."""
     loading: float
     """Fused experts, which a rank has whole while it loads them; they are gone when the rest comes."""
 
@@ -43,55 +60,66 @@ class HostMemory:
         return max(self.loading, self.weights + self.checkpoint)
 
 
-def host_memory(config: RunConfig, model_config: Any) -> HostMemory:
-    """Return what a run in bfloat16 needs; see the head of this file.
+def host_memory(config: RunConfig, model_config: Any, share: Share) -> HostMemory:
+    """Return what a run in bfloat16 needs of a machine; see the head of this file.
 
     Args:
         config: What is to be run; ``config.train`` is there.
         model_config: Of transformers.
+        share: What is on the machine.
     """
     assert config.train is not None
     model = PolicyModel(on_meta(model_config, torch.bfloat16), temperature=1.0, value_head=False)
     saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
     fused = sum(weight.nbytes for name, weight in policy_weights(model).items() if name not in saved)
-    size, ranks, workers = sum(saved.values()), trainer_ranks(config), config.generation_accelerators
+    size, leads = sum(saved.values()), int(share.leads)
     in_memory = config.train.weights_folder.startswith(SHARED_MEMORY)
     weights = {
-        "broadcast": 2 * size,
-        "streamed": 2 * STREAM_BYTES * (1 + workers),
-        "file": (1 + in_memory * (1 + KEPT_FILES)) * size,  # a copy; a new file beside the others
+        "broadcast": (leads + bool(share.workers)) * size,
+        "streamed": 2 * STREAM_BYTES * (leads + share.workers),
+        "file": leads * (1 + in_memory * (1 + KEPT_FILES)) * size,  # a copy; a new file beside the others
     }
-    readers = 1 if config.train.trainer.zero_stage == 3 else ranks
+    readers = leads if config.train.trainer.zero_stage == 3 else share.ranks
     if config.train.loss.kl_coefficient:
-        readers += ranks
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+        readers += share.ranks
+    state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
     transport = config.train.chosen_transport(colocated=config.colocated)
-    return HostMemory(weights[transport], STATE_BYTES * parameters, readers * fused)
+    return HostMemory(weights[transport], state * share.ranks / trainer_ranks(config), readers * fused)
 
 
-def check_host_memory(config: RunConfig, model_config: Any) -> None:
-    """Check that a run on a Ray of our own fits into the memory of this machine.
+def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:
+    """Check that a run fits into the memory of its machines.
+
+    Args:
+        config: What is to be run; ``config.train`` is there.
+        model_config: Of transformers.
+        shares: What is on each machine of a cluster. None: all is on this one, in a Ray of our own.
 
     Raises:
         ConfigError: If it does not; it names the key to change.
     """
     assert config.train is not None
-    if config.train.ray_address is not None:
-        return
-    needs, memory = host_memory(config, model_config), psutil.virtual_memory().total
-    if needs.total <= memory:
-        return
-    what = (
-        f"{needs.total / 1e9:.1f} GB of this machine's memory are needed, of {memory / 1e9:.0f} GB (weights on their "
-        f"way {needs.weights / 1e9:.1f}, a checkpoint's copy {needs.checkpoint / 1e9:.1f}; before, fused experts "
-        f"while they are loaded {needs.loading / 1e9:.1f})"
-    )
-    split = config.train.trainer.model_copy(update={"zero_stage": 3})
-    remedies: dict[str, dict[str, Any]] = {"train.trainer.zero_stage must be 3": {"trainer": split}}
-    if not config.colocated:
-        remedies["train.transport must be 'streamed'"] = {"transport": "streamed"}
-    for remedy, changed in remedies.items():
-        other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-        if host_memory(other, model_config).total <= memory:
-            raise ConfigError(f"{remedy}: {what}")
-    raise ConfigError(f"train.ray_address must lead to a cluster of more machines: {what}")
+    if shares is None:
+        memory, ranks = psutil.virtual_memory().total, trainer_ranks(config)
+        shares = [Share("this machine", memory, config.generation_accelerators, ranks, leads=True)]
+        otherwise = "train.ray_address must lead to a cluster of more machines"
+    else:
+        otherwise = "train.ray_address must lead to machines of more memory"
+    for share in shares:
+        needs = host_memory(config, model_config, share)
+        if needs.total <= share.memory:
+            continue
+        what = (
+            f"{needs.total / 1e9:.1f} GB of the memory of {share.machine} are needed, of {share.memory / 1e9:.0f} GB "
+            f"(weights on their way {needs.weights / 1e9:.1f}, a checkpoint's copy {needs.checkpoint / 1e9:.1f}; "
+            f"before, fused experts while they are loaded {needs.loading / 1e9:.1f})"
+        )
+        split = config.train.trainer.model_copy(update={"zero_stage": 3})
+        remedies: dict[str, dict[str, Any]] = {"train.trainer.zero_stage must be 3": {"trainer": split}}
+        if not config.colocated:
+            remedies["train.transport must be 'streamed'"] = {"transport": "streamed"}
+        for remedy, changed in remedies.items():
+            other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
+            if host_memory(other, model_config, share).total <= share.memory:
+                raise ConfigError(f"{remedy}: {what}")
+        raise ConfigError(f"{otherwise}: {what}")

@@ -32,6 +32,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from backends.cores import keep_to
 from backends.deepspeed.lr_schedule import learning_rate_factor
 from backends.deepspeed.packing import PackedRow
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, load_policy, row_tensors, save_policy
@@ -58,6 +59,7 @@ class TrainerRank:
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
+        keep_to(settings.kept_to)
         self._publisher = Publisher(
             settings.rank,
             device=settings.device,

@@ -41,6 +41,8 @@ class RankSettings:
     """Transport of weights to the engines."""
     weights_folder: str
     """Where published files lie (``file``): this run's own folder, in memory that engines share."""
+    kept_to: frozenset[int] | None = None
+    """Cores that the ranks keep to. None: any."""
     logs: str | None = None
     """Folder where every rank prints to a file of its own. None: to where its process does."""
     colocated: bool = False

@@ -27,6 +27,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from backends.cores import keep_to
 from backends.deepspeed.packing import PackedRow, pack
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors
 from backends.deepspeed.ray_calls import explain_fault, future_of
@@ -49,6 +50,8 @@ class ReferenceSettings:
     """Tokens of one forward pass (tokens)."""
     timeout_s: float
     """Seconds after which a start or a batch counts as hung."""
+    kept_to: frozenset[int] | None = None
+    """Cores that the replicas keep to. None: any."""
     logs: str | None = None
     """Folder that replicas print into, a file each. None: to where this process does."""
 
@@ -58,6 +61,7 @@ class ReferenceModel:
 
     def __init__(self, settings: ReferenceSettings, replica: int = 0) -> None:
         self._settings, self._replica = settings, replica
+        keep_to(settings.kept_to)
 
     def start(self) -> None:
         """Load the model, as the trainer loads it."""

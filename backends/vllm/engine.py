@@ -30,6 +30,7 @@ from collections.abc import Awaitable
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from backends.cores import keep_to
 from backends.interface import TRANSFER_ATTEMPTS, Generated, GenerateRequest, UpdateTimes, Weights
 from backends.process_log import log_to
 from backends.transfer.misfit import is_misfit
@@ -79,6 +80,7 @@ class VLLMEngine:
             EngineLostError: If the engine cannot be started, or not in ``start_timeout_s``.
         """
         settings = self._settings
+        keep_to(settings.kept_to)
         log_to(settings.log_file)
         check_model(settings)
         self._loss, self._lost, self._checksums = None, asyncio.Event(), {}

@@ -53,6 +53,8 @@ class VLLMSettings:
     cpu_cores: str | None = None
     """Cores that the workers compute on, such as ``0`` or ``0-3``; of several workers one after the other, such as
     ``0|1``. None: vLLM chooses."""
+    kept_to: frozenset[int] | None = None
+    """Cores that all its processes keep to. None: any."""
     log_file: str | None = None
     """Where all its processes print to. None: to where this one does, errors only."""
     start_timeout_s: float = 1200.0

@@ -87,6 +87,7 @@ def check_that_vllm_loads_what_was_trained(model, folder):
         "prompts", "rewards", "prompt tokens", "expected answer tokens", "start of 1 engines and 1 ranks", "versions",
         "attention kernel", "checksum of weights", "a pack of 512 tokens", "its memory", "optimizer steps",
         "weights, trainer to all engines", "an engine stands still", "agreement", "signal", "hardware.toml",
+        "broadcast of 0.064 GB to the engines' machines",
     }  # fmt: skip
     assert whats <= found.keys()
     assert {found[what].finding for what in whats} == {Finding.OK}

@@ -38,7 +38,7 @@ def run(*sets: str) -> RunConfig:
 def rows(
     place: dict[str, Any] | None = None, rank: dict[str, Any] | None = None, *more: PlaceFacts
 ) -> dict[str, CheckRow]:
-    test = SelfTest((replace(PLACE, **place or {}), *more), (RANK, replace(RANK, **rank or {})))
+    test = SelfTest((replace(PLACE, **place or {}), *more), (RANK, replace(RANK, **rank or {})), 2.0)
     return {row.what: row for row in machine_rows(run(), test, OWN, 15.2)}
 
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_with_a_machine(place: dict[str, Any], rank: dict[str, Any
 
 
 def test_streamed_weights_need_no_room_on_the_host() -> None:
-    test = SelfTest((replace(PLACE, free_memory_gb=15.0),), (RANK,))
+    test = SelfTest((replace(PLACE, free_memory_gb=15.0),), (RANK,), None)
     config = run("train.transport=streamed")
     assert {row.finding for row in machine_rows(config, test, OWN, 15.2)} <= {Finding.OK, Finding.UNCHECKED}
     assert "host memory" not in {row.what for row in machine_rows(config, test, OWN, 15.2)}
@@ -82,8 +82,20 @@ def test_a_link_below_the_pessimistic_level_is_slow() -> None:
     assert (slow.finding, slow.expected) == (Finding.SLOW, "25 GB/s; slow below 10")
 
 
+def test_the_way_to_the_engines_is_compared_with_one_stream() -> None:
+    """1.6e9 bytes/s, 1.0e9 at worst, of the catalogue's coefficients."""
+    what = "broadcast of 1 GB to the engines' machines"
+    found = [
+        {row.what: row for row in machine_rows(run(), SelfTest((PLACE,), (RANK,), speed), OWN, 15.2)}
+        for speed in (1.1, 0.9, None)
+    ]
+    assert found[0][what].expected == "1.6 GB/s; slow below 1"
+    assert [one[what].finding for one in found[:2]] == [Finding.OK, Finding.SLOW]
+    assert what not in found[2]
+
+
 def test_nothing_is_expected_of_what_the_catalogue_does_not_know() -> None:
-    test = SelfTest((PLACE,), (replace(RANK, device="CPU", to_host_gb_s=None),))
+    test = SelfTest((PLACE,), (replace(RANK, device="CPU", to_host_gb_s=None),), None)
     (found,) = [row for row in machine_rows(run(), test, OWN, 0.0) if row.what.startswith("all-reduce")]
     assert (found.finding, found.expected[:7]) == (Finding.OK, "nothing")
 

@@ -45,7 +45,7 @@ class Machines(FakeBackend):
 
             sees = None if marker is None else Path(marker).is_file()
             place = PlaceFacts("here", versions(), (), 100.0, 50.0, 50.0, sees)
-            return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, 1.0, 0.064, None, None),))
+            return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, 1.0, 0.064, None, None),), None)
 
         with super().open(config) as parts:
             yield replace(parts, trainer=self.trainer, self_test=self_test)

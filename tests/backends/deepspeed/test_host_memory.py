@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from refusals import message  # noqa: E402
 
 from backends.deepspeed import host_memory as module  # noqa: E402
-from backends.deepspeed.host_memory import check_host_memory, host_memory  # noqa: E402
+from backends.deepspeed.host_memory import Share, check_host_memory, host_memory  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
@@ -39,6 +39,7 @@ def run(*changed: str) -> Any:
     return load_run(EXAMPLE, [*EIGHT, *changed])
 
 
+WHOLE = Share("here", 1e12, workers=4, ranks=4, leads=True)
 DENSE = 2 * 1000 * 128 + 128 + 2 * (LAYER + 3 * 128 * 256)
 ROUTED = 2 * 8 * 3 * 128 * 64
 """Parameters of the experts, which are fused."""
@@ -50,7 +51,7 @@ ROUTED = 2 * 8 * 3 * 128 * 64
 )
 def test_weights_are_counted_as_each_transport_holds_them(transport: str, expected: int) -> None:
     """Rank 0's row and the engines'; two buckets of each end; a copy, the file being written and the two before."""
-    needs = host_memory(run(f"train.transport={transport}"), dense())
+    needs = host_memory(run(f"train.transport={transport}"), dense(), WHOLE)
     assert (needs.weights, needs.checkpoint, needs.loading) == (expected, 12 * DENSE, 0)
     assert needs.total == expected + 12 * DENSE
 
@@ -60,7 +61,7 @@ def test_weights_are_counted_as_each_transport_holds_them(transport: str, expect
     [((), 1), (("train.trainer.zero_stage=2",), 4), (("train.loss.kl_coefficient=0.1",), 1 + 4)],
 )
 def test_experts_that_are_fused_are_whole_where_they_are_read(sets: tuple[str, ...], readers: int) -> None:
-    assert host_memory(run(*sets), experts()).loading == readers * 2 * ROUTED
+    assert host_memory(run(*sets), experts(), WHOLE).loading == readers * 2 * ROUTED
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,11 @@ def test_experts_that_are_fused_are_whole_where_they_are_read(sets: tuple[str, .
     [
         (("train.trainer.zero_stage=2", "train.loss.kl_coefficient=0"), 28, "train.trainer.zero_stage must be 3: "),
         ((), 13, "train.transport must be 'streamed': "),
-        ((), 11, "train.ray_address must lead to a cluster of more machines: 15.0 GB of this machine's memory are "),
+        (
+            (),
+            11,
+            "train.ray_address must lead to a cluster of more machines: 15.0 GB of the memory of this machine are ",
+        ),
     ],
 )
 def test_the_key_to_change_is_the_one_that_helps(
@@ -83,14 +88,42 @@ def test_the_key_to_change_is_the_one_that_helps(
         ("streamed", 2): SimpleNamespace(weights=0.3e9, checkpoint=12e9, loading=36e9, total=36e9),
     }
 
-    def counted(config: Any, _: Any) -> Any:
+    def counted(config: Any, *_: Any) -> Any:
         train = config.train
         return cases[train.chosen_transport(colocated=config.colocated), train.trainer.zero_stage]
 
     monkeypatch.setattr(module, "host_memory", counted)
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
     assert message(check_host_memory, run(*sets), None).startswith(key)
-    check_host_memory(run(*sets, "train.ray_address=auto"), None)  # --check looks at those machines
+
+
+@pytest.mark.parametrize(
+    ("share", "weights", "ranks", "readers"),
+    [
+        (Share("a", 1e12, workers=4, ranks=0, leads=False), 1, 0, 0),
+        (Share("b", 1e12, workers=0, ranks=3, leads=True), 1, 3, 3),
+        (Share("c", 1e12, workers=2, ranks=1, leads=False), 1, 1, 1),
+    ],
+)
+def test_a_machine_needs_what_of_the_run_is_on_it(share: Share, weights: int, ranks: int, readers: int) -> None:
+    """Weights once where they leave and once per machine where they arrive; a quarter of the states per rank."""
+    needs = host_memory(run("train.trainer.zero_stage=2"), experts(), share)
+    whole = host_memory(run("train.trainer.zero_stage=2"), experts(), WHOLE)
+    assert (needs.weights, needs.checkpoint) == (weights * whole.weights / 2, ranks / 4 * whole.checkpoint)
+    assert needs.loading == readers * 2 * ROUTED
+
+
+def test_the_machine_of_a_cluster_that_is_too_small_is_named() -> None:
+    """Rank 0's has no room for the states of four ranks; the engines' has room for weights."""
+    config = run("train.ray_address=auto")
+    shares = [
+        Share("host-a 10.0.0.1", 12 * DENSE, 0, 4, leads=True),
+        Share("host-b 10.0.0.2", 12 * DENSE, 4, 0, leads=False),
+    ]
+    line = message(check_host_memory, config, dense(), shares)
+    assert line.startswith("train.ray_address must lead to machines of more memory: ")
+    assert "of the memory of host-a 10.0.0.1 are needed" in line
+    check_host_memory(config, dense(), shares[1:])
 
 
 def test_what_fits_passes() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from needs import need
 
@@ -19,12 +20,16 @@ pytest.importorskip("torch")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 import backends.vllm.ray_engine  # noqa: E402
+from backends.placement import accelerators, shares  # noqa: E402
 from backends.vllm.process import VLLMSettings  # noqa: E402
 from backends.vllm.ray_engine import RayEngine  # noqa: E402
 from backends.worker_hosts import Hosts  # noqa: E402
 from backends.worker_main import ENVIRONMENT  # noqa: E402
 from backends.workers import LocalWorker, Worker, WorkerFailedError, WorkerPool, ask  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
 from pipelinerl.rl.config import TaskConfig  # noqa: E402
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny_reasoning.toml"
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
 
@@ -129,3 +134,12 @@ def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_i
         await pool.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_what_will_be_on_each_machine_is_known_before_engines_start(two_machines: tuple[Cluster, Any]) -> None:
+    """An engine and a rank of one accelerator each, on two machines of one."""
+    config = load_run(EXAMPLE)
+    with accelerators(config) as places:
+        found = shares(config, places)
+    assert sorted((one.workers, one.ranks, one.leads) for one in found) == [(0, 1, True), (1, 0, False)]
+    assert all(one.memory == psutil.virtual_memory().total for one in found)
