@@ -124,6 +124,7 @@ class Evaluation:
                 while aborted:  # by an update of that kind
                     generated = await self._pool.generate(handle, self._request(index, data))
                     data.extend(generated)
+                    self._state.metrics.decoded(generated.decode_steps)
                     aborted = generated.aborted
 
         async def answer(index: int) -> _Answer | None:

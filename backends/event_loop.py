@@ -256,6 +256,7 @@ class EventLoop:
         data.extend(generated)
         state.metrics.busy(command.engine, generated.front_end_s)
         state.metrics.busy(None, busy_s())
+        state.metrics.decoded(generated.decode_steps)
         seconds = None if self._turns is None else generated.seconds
         if generated.aborted:
             self._aborted(rollout_id, command.engine, seconds)

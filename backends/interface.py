@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from backends.facts import SelfTest
 from backends.workers import Launch, LocalWorker
 from pipelinerl.config.run import RunConfig
+from pipelinerl.records.reports import DecodeSteps
 from pipelinerl.rl.segments import Segment, behaviour_logprobs, generated_tokens
 from pipelinerl.scheduler.events import EngineSeconds, VersionSpans, WeightUpdate
 
@@ -75,6 +76,8 @@ class Generated:
     """Whether it ended early, by ``abort`` or by an update of kind ``abort``."""
     front_end_s: float = 0.0
     """Time that the engine's front end has been busy with requests since its start (seconds); 0: not known."""
+    decode_steps: DecodeSteps | None = None
+    """Of the engine, since its answer before. None: not known."""
     seconds: EngineSeconds | None = None
     """Where the time of this request has gone on the engine. None: not known."""
 
@@ -88,8 +91,7 @@ class Weights:
     location: str
     """Where engines find it: a file, or what they have been sent through a group of processes."""
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of what is sent, in the type it is sent in: in a file SHA-256 of each parameter by Hugging Face name; through a
-    group of processes one for all of them."""
+    """Of what is sent: in a file SHA-256 of each parameter by Hugging Face name; through a group one for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from backends.interface import UpdateTimes
 from pipelinerl.records.ledger import RunLedger
-from pipelinerl.records.reports import EvaluationPoint, RunMeasurements, UpdateReport
+from pipelinerl.records.reports import DecodeSteps, EvaluationPoint, RunMeasurements, UpdateReport
 from pipelinerl.records.steps import StepRow
 from pipelinerl.rl.ess import RatioMeans, RatioStats
 from pipelinerl.util.running_mean import RunningMean
+
+SIZES_PER_DOUBLING = 4
+"""Sizes of decode steps that are told apart between so many sequences and twice as many (count)."""
 
 
 class StepMetrics:
@@ -36,6 +39,7 @@ class StepMetrics:
         self._driver_s = 0.0
         self._last_s = self._last_busy_engine_s = 0.0
         self._num_rollouts = 0
+        self._decode_steps: dict[int, DecodeSteps] = {}
         self._busy: dict[int | None, tuple[float, float, int]] = {}  # by engine; None: the driver
 
     def trained(self, log_ratio_T: ArrayLike, lag_T: ArrayLike, turn_T: NDArray[np.integer] | tuple[()] = ()) -> None:
@@ -83,6 +87,12 @@ class StepMetrics:
         if seconds >= last_s:  # else it is the first, or began anew
             busy_s, num = busy_s + seconds - last_s, num + 1
         self._busy[engine] = (seconds, busy_s, num)
+
+    def decoded(self, some: DecodeSteps | None) -> None:
+        """Add decode steps of an engine."""
+        if some is not None and some.steps:
+            size = round(SIZES_PER_DOUBLING * math.log2(some.sequences / some.steps))
+            self._decode_steps[size] = self._decode_steps.get(size, DecodeSteps()) + some
 
     def _busy_s_per_rollout(self, *, driver: bool) -> float | None:
         both = [(busy_s, num) for engine, (_, busy_s, num) in self._busy.items() if (engine is None) is driver]
@@ -146,6 +156,7 @@ class StepMetrics:
             driver_s_per_rollout=self._driver_s / num if num else 0.0,
             driver_busy_s_per_rollout=self._busy_s_per_rollout(driver=True),
             front_end_busy_s_per_rollout=self._busy_s_per_rollout(driver=False),
+            decode_steps=[some for _, some in sorted(self._decode_steps.items())] or None,
             ess=ess,
             mismatch=mismatch,
         )

@@ -18,11 +18,13 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.catalogue import Gpu, LanguageModel
 from pipelinerl.hardware.tables import HardwareConfig
-from pipelinerl.records.reports import RunReport
+from pipelinerl.records.reports import DecodeSteps, RunReport
 from pipelinerl.records.run_folder import SUMMARY_FILE, TRACE_FILE
 from pipelinerl.records.trace import Trace
 from pipelinerl.util.arrays import FloatArray
 
+ROWS = 200
+"""Rows of measured decode steps, about (count)."""
 QUIET = 0.02
 """Mean error up to which single lives of rollouts count as free of noise (no unit)."""
 
@@ -44,23 +46,31 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
         raise ConfigError(f"{source} must hold an optimizer step and a finished rollout, got a run that ended before")
     run = times.config if run is None else run
     result = HardwareFit(run.hardware, fixed_coefficients(run))
-    half_step_s = fit_decode(result, times, front_end_s=_front_end_s(source, times.config))
+    report = RunReport.read(source / SUMMARY_FILE) if (source / SUMMARY_FILE).is_file() else None
+    if report is not None and report.decode_steps and times.config.environment is None:
+        times.windows = _measured(report.decode_steps)
+    half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config))
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
     _take_waits(result, times, half_step_s)
     return result
 
 
-def _front_end_s(source: Path, config: RunConfig) -> float | None:
+def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
+    """Return what a real run has measured of its decode steps; a size that has more of them has more rows."""
+    some = np.array([tuple(dict(one).values()) for one in sums], dtype=np.float64)
+    some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
+    steps, sequences, context, started, read_tokens, seconds = some.T
+    squares = np.divide(read_tokens**2, started, out=np.zeros(len(some)), where=started > 0)
+    return DecodeTimes(steps, sequences, context, started, read_tokens, squares, seconds, *np.zeros((2, len(some))))
+
+
+def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:
     """Return the seconds per rollout of what takes one rollout after the other; None: not measured.
 
     That is the front end of each engine, or the driver, which serves all engines: whichever is slower.
     """
-    summary = source / SUMMARY_FILE
-    if not summary.is_file():
-        return None
-    report = RunReport.read(summary)
-    if report.front_end_busy_s_per_rollout is None or report.driver_busy_s_per_rollout is None:
+    if report is None or report.front_end_busy_s_per_rollout is None or report.driver_busy_s_per_rollout is None:
         return None
     return max(report.front_end_busy_s_per_rollout, report.driver_busy_s_per_rollout * config.num_engines)
 

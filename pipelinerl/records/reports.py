@@ -295,6 +295,26 @@ class RunTotals(Report):
     """Modelled effective sample size. Absent without a drift model."""
 
 
+class DecodeSteps(Report):
+    """Sums over decode steps of engines, as an engine tells them."""
+
+    steps: int = 0
+    """How many (count)."""
+    sequences: int = 0
+    """Sequences in them (count)."""
+    context: int = 0
+    """Tokens of context of all of these."""
+    started: int = 0
+    """Sequences whose prompts were read in them (count)."""
+    read_tokens: int = 0
+    """Tokens of these prompts."""
+    seconds: float = 0.0
+    """Duration (s)."""
+
+    def __add__(self, other: DecodeSteps) -> DecodeSteps:
+        return DecodeSteps(**{name: value + getattr(other, name) for name, value in self})
+
+
 class RunMeasurements(Report):
     """The numbers that only a run with a real or learning policy, or with real engines, has."""
 
@@ -312,6 +332,8 @@ class RunMeasurements(Report):
     """Time that the driver worked or waited for a processor, per rollout (s). Absent in a simulation."""
     front_end_busy_s_per_rollout: float | None = None
     """The same of an engine's front end, per rollout of it, without the outputs of decode steps (s)."""
+    decode_steps: list[DecodeSteps] | None = None
+    """Decode steps of all engines, those of about as many sequences together. Absent in a simulation."""
     ess: EssReport | None = None
     """Effective sample size. Absent without importance weights."""
     mismatch: MismatchReport | None = None

@@ -7,6 +7,7 @@ import pytest
 
 from backends import busy
 from backends.step_metrics import StepMetrics
+from pipelinerl.records.reports import DecodeSteps
 
 TICK_S = 0.01
 """In which the system counts, at most (s)."""
@@ -52,3 +53,12 @@ def test_front_ends_that_do_not_say_are_left_out() -> None:
     for _ in range(3):
         metrics.busy(0, 0.0)
     assert metrics.summary().front_end_busy_s_per_rollout is None
+
+
+def test_decode_steps_of_about_as_many_sequences_are_added_up() -> None:
+    metrics = StepMetrics(truncation=5.0)
+    for num, sequences in ((2, 8), (1, 64), (0, 0), (1, 4), (1, 63)):
+        metrics.decoded(DecodeSteps(steps=num, sequences=sequences, seconds=0.5))
+    metrics.decoded(None)
+    found = metrics.summary().decode_steps
+    assert [(one.steps, one.sequences, one.seconds) for one in found] == [(3, 12, 1.0), (2, 127, 1.0)]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from backends.busy import busy_s
 from backends.interface import Generated, GenerateRequest
+from backends.vllm.decode_steps import StepMeter
 from backends.vllm.process import VLLMSettings
 from backends.vllm.request_times import RequestTimes
 from backends.vllm.spawned import main_of_children
@@ -98,6 +99,7 @@ class Client:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self._times = RequestTimes()
+        self._steps = StepMeter()
         self.outputs_s = 0.0
         """Time that this process has been busy with the outputs of decode steps (seconds)."""
         self.last_output_s = time.monotonic()
@@ -106,6 +108,8 @@ class Client:
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin_s, self.last_output_s = busy_s(), time.monotonic()
+            outputs, end_s, *_ = arguments
+            self._steps.output(end_s, len(outputs), sum(one.finish_reason is not None for one in outputs))
             processed = process(*arguments, **keywords)
             self.outputs_s += busy_s() - begin_s
             return processed
@@ -142,6 +146,7 @@ class Client:
         # Tokens in this form are taken in before the first suspension: an abort cannot come too early.
         prompt = tokens_input(list(request.prompt_tokens), cache_salt=salt)
         parameters = sampling_parameters(request)
+        self._steps.begins(len(request.prompt_tokens))
         try:
             async for output in self.llm.generate(prompt, parameters, request_id=str(request.rollout_id)):  # noqa: B007
                 pass
@@ -151,7 +156,11 @@ class Client:
         times = output.metrics
         known = times and (times.scheduled_ts, times.first_token_ts, times.last_token_ts)
         seconds = self._times.of(*known) if known else None
-        return replace(as_generated(output), front_end_s=busy_s() - self.outputs_s, seconds=seconds)
+        generated = as_generated(output)
+        self._steps.ends(len(request.prompt_tokens) + len(generated.tokens_T))
+        return replace(
+            generated, front_end_s=busy_s() - self.outputs_s, decode_steps=self._steps.take(), seconds=seconds
+        )
 
     async def abort(self, rollout_id: int) -> None:
         """End a request early; no effect if it is unknown."""
@@ -168,6 +177,7 @@ class Client:
         if not await self.llm.is_paused():
             raise BackendError("the engine did not pause")
         self._times.stop()
+        self._steps.stop()
 
     async def resume(self) -> None:
         """Go on."""

@@ -147,6 +147,21 @@ def test_what_a_real_run_measured_of_its_front_end_is_taken(tmp_path: Path) -> N
     assert calibrate_trace(folder).table["latency"]["request_s"] == pytest.approx(max(0.003, 0.002 * engines))
 
 
+def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_costs(tmp_path: Path) -> None:
+    """A pipeline's batch is always full: its trace cannot. Measured: 10 ms, 1 ms a sequence; 9 of 10 steps have 16."""
+    folder = traced(tmp_path / "run", run_of(RUN))
+    summary = folder / "summary.json"
+    steps = [
+        {"steps": num, "sequences": num * size, "context": num * size * 40, "started": 0, "read_tokens": 0,
+         "seconds": num * (0.010 + 0.001 * size)}
+        for num, size in ((10, 1), (20, 2), (30, 5), (40, 9), (900, 16))
+    ]  # fmt: skip
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
+    decode = calibrate_trace(folder, run_of(RUN, BLANK)).table["decode"]
+    expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
+    assert numbers_of(decode) == pytest.approx(expected, abs=1e-9)
+
+
 def test_the_way_back_comes_back(tmp_path: Path) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, "hardware.latency.report_s=0.4"))
     latency = calibrate_trace(folder, run_of(RUN, BLANK)).table["latency"]

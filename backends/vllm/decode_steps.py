@@ -1,0 +1,81 @@
+"""The decode steps of an engine, added up as they happen: how long they took, with how many sequences."""
+
+from __future__ import annotations
+
+from pipelinerl.records.reports import DecodeSteps
+
+
+class StepMeter:
+    """Adds up decode steps (mutable).
+
+    The first after a stop, or of an idle engine, is left out: nobody knows when it began. Every sequence in progress
+    gets a token in a step, so that those beyond the ones that were left of the step before have begun in it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._sequences = self._contexts = self._started = self._read = 0
+        self._seconds = 0.0
+        self._end_s, self._num, self._num_ended = 0.0, 0, 0  # of the last step, whose outputs may come in parts
+        self._had = self._had_unread = 0  # tokens that it had of contexts, and of prompts
+        self._began_s: float | None = None
+        self._left = 0
+        self._context = self._unread = 0  # tokens of all requests; of prompts that no step has had yet
+
+    def begins(self, prompt_tokens: int) -> None:
+        """Note that a request is sent to the engine."""
+        self._context += prompt_tokens
+        self._unread += prompt_tokens
+
+    def ends(self, tokens: int) -> None:
+        """Note that a request has ended, with so many tokens, prompt included."""
+        self._context -= tokens
+
+    def output(self, end_s: float, num: int, num_ended: int) -> None:
+        """Note outputs of a step.
+
+        Args:
+            end_s: When the step ended, which tells steps apart.
+            num: Sequences that got a token.
+            num_ended: Those of them that ended with it.
+        """
+        if end_s != self._end_s:
+            self._close()
+            self._end_s, self._had, self._had_unread = end_s, self._context, self._unread
+            self._unread = 0
+        self._context += num
+        self._num += num
+        self._num_ended += num_ended
+
+    def stop(self) -> None:
+        """Note that the engine stops."""
+        self._close()
+        self._began_s = None
+
+    def take(self) -> DecodeSteps:
+        """Return the sums since the last call."""
+        taken = DecodeSteps(
+            steps=self._steps,
+            sequences=self._sequences,
+            context=self._contexts,
+            started=self._started,
+            read_tokens=self._read,
+            seconds=self._seconds,
+        )
+        self._steps = self._sequences = self._contexts = self._started = self._read = 0
+        self._seconds = 0.0
+        return taken
+
+    def _close(self) -> None:
+        """Add the last step, all of whose outputs have come."""
+        if not self._num:
+            return
+        if self._began_s is not None:
+            self._steps += 1
+            self._sequences += self._num
+            self._contexts += self._had
+            self._started += max(0, self._num - self._left)
+            self._read += self._had_unread
+            self._seconds += self._end_s - self._began_s
+        self._left = self._num - self._num_ended
+        self._began_s = self._end_s if self._left else None
+        self._num = self._num_ended = 0
