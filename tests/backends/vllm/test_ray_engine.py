@@ -138,7 +138,7 @@ def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_i
 
 def test_what_will_be_on_each_machine_is_known_before_engines_start(two_machines: tuple[Cluster, Any]) -> None:
     """An engine and a rank of one accelerator each, on two machines of one."""
-    config = load_run(EXAMPLE)
+    config = load_run(EXAMPLE, ["train.transport=broadcast"])
     with accelerators(config) as places:
         found = shares(config, places)
     assert sorted((one.workers, one.ranks, one.leads) for one in found) == [(0, 1, True), (1, 0, False)]
