@@ -26,6 +26,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from analysis.metrics import read_metrics
+from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE, StepRow, read_steps
 from pipelinerl.records.trace import Record, Trace
@@ -338,7 +339,7 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
 
     Raises:
         TraceError: If there is no trace, or a broken one.
-        ConfigError: If the rows or the metrics of the optimizer steps cannot be read.
+        ConfigError: If rows or metrics of the optimizer steps cannot be read, or the run ends before ``begin_s``.
     """
     trace, rows = Trace(folder / TRACE_FILE), read_steps(folder / STEPS_FILE)
     metrics = read_metrics(folder / METRICS_FILE, np.array([row.step for row in rows]))
@@ -356,6 +357,8 @@ def read_timeline(folder: Path, *, begin_s: float = 0.0, end_s: float = math.inf
             break
         now_s = record.time_s
         timeline.record(record)
+    if now_s < begin_s:
+        raise ConfigError(f"--begin must be before the end of the run, {now_s:.6g} s, got {begin_s:g}")
     if timeline.full:
         timeline.counts.cut_at_s = now_s
     timeline.finish(now_s)

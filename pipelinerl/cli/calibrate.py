@@ -38,7 +38,8 @@ def calibrate(
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="Of a log: its language model.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of a log: its accelerator.")] = None,
     accelerators: Annotated[
-        int | None, typer.Option("--accelerators", metavar="N", help="Of a log: how many, if it does not tell.")
+        int | None,
+        typer.Option("--accelerators", metavar="N", min=1, help="Of a log: how many, if it does not tell."),
     ] = None,
     overrides: SetOption = [],  # noqa: B006 - typer copies it
     hardware: HardwareOption = None,

@@ -52,6 +52,16 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=2))
 
 
+def refuse_no_file(out: Path) -> None:
+    """Refuse an ``--out`` that can be no file, before anything is computed.
+
+    Raises:
+        ConfigError: If it is a folder, or in no folder.
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(f"--out must be a file in a folder that exists, got {out}")
+
+
 @contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
     """Import packages of an extra inside this block.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipelinerl.cli.options import refuse_no_file
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import PLAN_FILE
 
@@ -38,6 +39,7 @@ def report(
     """Write one page to forward: question, answer, figures to look around in, tables, the run file."""
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"--out must end in .html or .md, got {out}")
+    refuse_no_file(out)
     page, figures = _content(folders)
     if out.suffix == ".md":
         from pipelinerl.records.page import page_markdown

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.options import refuse_no_file
 from pipelinerl.errors import ConfigError
 
 
@@ -26,8 +27,7 @@ def timeline(
 
     if not begin_s < end_s:
         raise ConfigError(f"--end must be after --begin, got {begin_s:g} and {end_s:g}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out must be a file in a folder that exists, got {out}")
+    refuse_no_file(out)
     made = read_timeline(folder, begin_s=begin_s, end_s=end_s)
     write_timeline(made, out)
     counts = made.counts

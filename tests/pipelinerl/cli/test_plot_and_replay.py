@@ -97,7 +97,9 @@ def test_a_timeline_that_is_cut_says_where_to_go_on(
     ("options", "status", "words"),
     [
         (("--begin", 2, "--end", 1), 2, "--end must be after --begin, got 2 and 1"),
+        (("--begin", 1e9), 2, "--begin must be before the end of the run, "),
         (("--out", "{tmp}/none/t.json"), 2, "--out must be a file in a folder that exists, got {tmp}/none/t.json"),
+        (("--out", "{tmp}"), 2, "--out must be a file in a folder that exists, got {tmp}"),
     ],
 )
 def test_a_timeline_that_cannot_be_made_is_one_line(

@@ -257,7 +257,7 @@ def test_without_bokeh_a_page_is_one_line_and_markdown_is_written(
 def test_wrong_input_is_one_line(command: Command, finished: Path, compared: Path) -> None:
     for arguments, said in (
         ((finished, "--out", finished / "page.pdf"), "--out must end in .html or .md, got"),
-        ((finished, "--out", finished / "no" / "page.md"), "--out must be a file that can be written, got"),
+        ((finished, "--out", finished / "no" / "page.md"), "--out must be a file in a folder that exists, got"),
         ((finished, compared, "--out", finished / "page.md"), "must be runs or a single folder with a comparison.json"),
         ((finished / "nothing", "--out", finished / "page.md"), "cannot read"),
     ):
