@@ -120,7 +120,7 @@ class Episodes:
             seconds = np.array([0.0, *one.tool_times[: num_turns - 1]])
         else:
             assert turns.mean is not None  # checked by the configuration
-            num_turns = int(_drawn(stream, turns.mean, turns.cv, 1)[0].round().clip(1, turns.max))
+            num_turns = self._num_turns(stream, turns.mean, prompt_id)
             prompt_tokens, generated = self._lengths(rollout_id, prompt_id, num_turns)
             observed = _drawn(stream, turns.observation_tokens, turns.observation_cv, num_turns).round()
             seconds = _drawn(stream, config.step_s, config.step_cv, num_turns)
@@ -132,6 +132,15 @@ class Episodes:
             return Episode(0, (1,), (0,), _ticks(seconds), faults)
         observed = observed.clip(0, turns.observation_max).astype(np.int64)
         return _cut(prompt_tokens, generated, observed, seconds, context_max=turns.context_max, faults=faults)
+
+    def _num_turns(self, stream: np.random.Generator, mean: float, prompt_id: int) -> int:
+        """Return the number of turns of a rollout: log-normal, in part by its prompt."""
+        turns, share = self._environment.turns, self._environment.turns.group_share
+        normal = stream.standard_normal(1)
+        if share:
+            normal = math.sqrt(1 - share) * normal
+            normal += math.sqrt(share) * named_stream(self._seed, "turns", prompt_id).standard_normal()
+        return int(_lognormal(normal, mean, turns.cv)[0].round().clip(1, turns.max))
 
     def _faults(
         self, stream: np.random.Generator, seconds: NDArray[np.float64]
@@ -241,8 +250,13 @@ def _ticks(seconds: NDArray[np.float64]) -> tuple[int, ...]:
 
 def _drawn(stream: np.random.Generator, mean: float, cv: float, count: int) -> NDArray[np.float64]:
     """Return log-normal numbers of this mean and coefficient of variation, shape [count]."""
+    return _lognormal(stream.standard_normal(count), mean, cv)
+
+
+def _lognormal(normal_N: NDArray[np.float64], mean: float, cv: float) -> NDArray[np.float64]:
+    """Return log-normal numbers of this mean and coefficient of variation from standard normal ones."""
     variance = math.log1p(cv**2)
-    return mean * np.exp(math.sqrt(variance) * stream.standard_normal(count) - variance / 2)
+    return mean * np.exp(math.sqrt(variance) * normal_N - variance / 2)
 
 
 def shipped_turns() -> tuple[str, ...]:

@@ -36,6 +36,9 @@ class TurnsConfig(StrictModel):
     """Lognormal only: mean number of turns of a rollout, before the cuts (count)."""
     cv: float = Field(default=0.0, ge=0, le=100)
     """Lognormal only: standard deviation over mean of that number (no unit)."""
+    group_share: float = Field(default=0.0, ge=0, le=1)
+    """Lognormal only: share of the variance of its logarithm that is the problem's, one for a whole group (no unit).
+    0: the problem does not decide how many turns it takes; 1: it alone does."""
     max: Count
     """Most turns of a rollout (count)."""
     observation_tokens: float = Field(default=0.0, ge=0)

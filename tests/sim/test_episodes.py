@@ -115,6 +115,21 @@ def test_the_shipped_sessions_have_their_published_means():
 # ------------------------------------------------------------------------------------------- drawn
 
 
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_the_problem_decides_its_share_of_the_turns(share):
+    """500 groups of 4: mean, and intraclass correlation of the logarithms, within 5 standard errors (Fisher 1925)."""
+    turns = {"kind": "lognormal", "mean": 20.0, "cv": 0.5, "max": 1000, "group_share": share, "observation_max": 0,
+             "context_max": 10**6}  # fmt: skip
+    source = episodes(turns, group_size=4)
+    drawn = np.array([[len(source.episode(4 * group + k, group).ends) for k in range(4)] for group in range(500)])
+    logs = np.log(drawn)
+    within = logs.var(axis=1, ddof=1).mean()
+    between = logs.mean(axis=1).var(ddof=1) - within / 4
+    error = (1 - share) * (1 + 3 * share) * (2 / (4 * 3 * 500)) ** 0.5
+    assert between / (between + within) == pytest.approx(share, abs=5 * error + 0.001)
+    assert drawn.mean() == pytest.approx(20, abs=5 * 10 * ((1 + 3 * share) / 2000) ** 0.5)
+
+
 @pytest.mark.slow
 def test_what_is_drawn_has_the_means_and_is_a_function_of_the_rollout():
     """4000 rollouts; each mean within 5 of its standard errors, one false alarm in two million seeds."""
