@@ -95,6 +95,7 @@ EVERY_KEY: dict[str, Any] = {
             "source": "agent_turns",
             "mean": 10.0,
             "cv": 0.5,
+            "group_share": 0.5,
             "max": 30,
             "observation_tokens": 100.0,
             "observation_cv": 1.0,
