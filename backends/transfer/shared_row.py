@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,18 @@ class SharedRow:
     """
 
     def __init__(self, file: int, num_bytes: int, device: torch.device) -> None:
-        self._file, self.num_bytes = file, num_bytes
+        self.num_bytes = num_bytes
         self.path = f"/proc/{os.getpid()}/fd/{file}"
         """Where other processes of this machine find it."""
         self._memory = mmap.mmap(file, HEAD_BYTES + max(1, num_bytes))
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.row = whole[HEAD_BYTES : HEAD_BYTES + num_bytes]
         """The bytes, shape [``num_bytes``]."""
-        self._pinned = whole if device.type == "cuda" else None
-        if self._pinned is not None:
+        pinned = whole if device.type == "cuda" else None
+        if pinned is not None:
             _check_cuda(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+        self._let_go = weakref.finalize(self, _let_go, file, pinned)
+        self._let_go.atexit = False  # the process's end does it
 
     @classmethod
     def make(cls, num_bytes: int, device: torch.device) -> SharedRow:
@@ -88,14 +91,13 @@ class SharedRow:
 
     def close(self) -> None:
         """Let go of it. The memory itself goes when nothing sees its numbers any more; a second call does nothing."""
-        if self._file < 0:
-            return
-        if self._pinned is not None:
-            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr()))
-        os.close(self._file)
-        self._file = -1
+        self._let_go()
 
-    __del__ = close
+
+def _let_go(file: int, pinned: torch.Tensor | None) -> None:
+    if pinned is not None:
+        _check_cuda(torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()))
+    os.close(file)
 
 
 def _free_bytes() -> int:

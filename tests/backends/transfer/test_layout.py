@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -126,3 +128,10 @@ def test_a_row_that_there_is_no_memory_for_or_that_is_not_there_is_refused() -> 
     row.close()
     with pytest.raises(BackendError, match=r"cannot be seen: .*No such file"):
         SharedRow.open(row.path, 100, CPU)
+
+
+def test_a_process_that_ends_with_a_row_has_nothing_to_complain_of() -> None:
+    kept = "import sys, torch; from backends.transfer import shared_row; sys.kept = sys.modules['__main__']"
+    code = f"{kept}; row = shared_row.SharedRow.make(1, torch.device('cpu'))"  # it goes when modules have gone
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
