@@ -5,6 +5,11 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from pages import EXAMPLES
+
+from pipelinerl.config.run_file import load_run
+from sim.run import simulate
+
 
 def everything_in(folder: Path) -> dict[str, bytes | None]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
@@ -23,12 +28,6 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
 
 def simulated_steps(root: Path, overrides: list[str]) -> Path:
     """Return the folder of six optimizer steps of the quickstart, with a trace."""
-    from typer.testing import CliRunner
-
-    from pipelinerl.cli.app import app
-
-    run = Path(__file__).parents[2] / "examples/quickstart.toml"
-    options = [part for one in [*overrides, "optimizer_steps=6"] for part in ("--set", one)]
-    done = CliRunner().invoke(app, ["simulate", str(run), *options, "--trace", "full", "--out", str(root / "run")])
-    assert done.exit_code == 0, done.output
+    run = load_run(EXAMPLES / "quickstart.toml", [*overrides, "optimizer_steps=6"])
+    simulate(run, out=root / "run", trace=True)
     return root / "run"
