@@ -204,7 +204,7 @@ def find_gpu(name: str, *, key: str = "hardware.gpu") -> Gpu:
     """
     if is_path(name):
         return _from_file(Gpu, Path(name), key)
-    return _by_name(_gpus(), name, key)
+    return _found(_gpus_by_name(), name, key)
 
 
 def find_model(name: str) -> LanguageModel:
@@ -218,7 +218,7 @@ def find_model(name: str) -> LanguageModel:
         ConfigError: If there is none of that name, or the file is wrong.
     """
     if not is_path(name):
-        return _by_name(_models(), _base_name(name), "hardware.model")
+        return _found(_models_by_name(), _base_name(name), "hardware.model")
     path = Path(name)
     if path.is_dir():
         path /= "config.json"
@@ -292,11 +292,22 @@ def _shipped(kind: type[Entry], file: str) -> tuple[Entry, ...]:
     return tuple(_checked(kind, {"name": name, **table}, name) for name, table in tomllib.loads(text).items())
 
 
-def _by_name(entries: Iterable[Entry], name: str, key: str) -> Entry:
-    by_name: dict[str, Entry] = {}
-    for one in entries:
-        for known in (*one.aliases, one.name):
-            by_name[known.casefold()] = one
+@functools.cache
+def _gpus_by_name() -> Mapping[str, Gpu]:
+    return _by_name(_gpus())
+
+
+@functools.cache
+def _models_by_name() -> Mapping[str, LanguageModel]:
+    return _by_name(_models())
+
+
+def _by_name(entries: Iterable[Entry]) -> Mapping[str, Entry]:
+    """Return entries by all their names, without case."""
+    return {known.casefold(): one for one in entries for known in (*one.aliases, one.name)}
+
+
+def _found(by_name: Mapping[str, Entry], name: str, key: str) -> Entry:
     found = by_name.get(name.casefold())
     if found is not None:
         return found

@@ -47,7 +47,10 @@ class Engines:
 
     def answer_s(self, batch: float) -> float:
         """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
-        return (self.answers.mean + 1) * self.step_s(batch) + self.dispatch_s + self.front_end_s
+        return self._answer_s(self.step_s(batch))
+
+    def _answer_s(self, step_s: float) -> float:
+        return (self.answers.mean + 1) * step_s + self.dispatch_s + self.front_end_s
 
     def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
         """Return rollouts that are open over those that have a slot, with so many slots of an engine full.
@@ -64,17 +67,18 @@ class Engines:
 
     def busy(self, slots: float) -> float:
         """Return how many of an engine's slots are decoding on average."""
-        at_front_end_s, answer_s = self._at_front_end_s(slots)
-        return slots * (1 - (self.step_s(slots) + self.dispatch_s + at_front_end_s) / answer_s)
+        step_s = self.step_s(slots)
+        at_front_end_s, answer_s = self._at_front_end_s(slots, step_s)
+        return slots * (1 - (step_s + self.dispatch_s + at_front_end_s) / answer_s)
 
     def sampling(self, slots: float) -> float:
         """Return how many of an engine's slots are not at its front end on average."""
-        at_front_end_s, answer_s = self._at_front_end_s(slots)
+        at_front_end_s, answer_s = self._at_front_end_s(slots, self.step_s(slots))
         return slots * (1 - at_front_end_s / answer_s)
 
-    def _at_front_end_s(self, slots: float) -> tuple[float, float]:
+    def _at_front_end_s(self, slots: float, step_s: float) -> tuple[float, float]:
         """Return an answer's seconds at the front end, queue included where that is the slowest, and all its own."""
-        answer_s = self.answer_s(slots)
+        answer_s = self._answer_s(step_s)
         queue_s = max(0.0, slots * self.request_s - answer_s)
         return self.front_end_s + queue_s, answer_s + queue_s
 
