@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from backends.deepspeed.footprint import on_meta
-from backends.deepspeed.policy_model import PolicyModel, policy_weights, saved_shapes
+from backends.deepspeed.policy_model import PolicyModel, buckets, policy_weights, saved_shapes
 from backends.deepspeed.publisher import KEPT_FILES
 from backends.place_facts import SHARED_MEMORY
 from backends.preflight import trainer_ranks
@@ -76,7 +76,7 @@ def host_memory(config: RunConfig, model_config: Any, share: Share) -> HostMemor
     in_memory = config.train.weights_folder.startswith(SHARED_MEMORY)
     weights = {
         "broadcast": (leads + bool(share.workers)) * size,
-        "streamed": 2 * STREAM_BYTES * (leads + share.workers),
+        "streamed": 2 * _bucket_bytes(model) * (leads + share.workers),
         "file": leads * (1 + in_memory * (1 + KEPT_FILES)) * size,  # a copy; a new file beside the others
     }
     readers = leads if config.train.trainer.zero_stage == 3 else share.ranks
@@ -85,6 +85,12 @@ def host_memory(config: RunConfig, model_config: Any, share: Share) -> HostMemor
     state = STATE_BYTES * sum(parameter.numel() for parameter in model.parameters())
     transport = config.train.chosen_transport(colocated=config.colocated)
     return HostMemory(weights[transport], state * share.ranks / trainer_ranks(config), readers * fused)
+
+
+def _bucket_bytes(model: PolicyModel) -> int:
+    """Return the size of the largest bucket, often the embedding: pinned memory has a power of two (bytes)."""
+    sizes = (sum(one.nbytes for one in bucket.values()) for bucket in buckets(policy_weights(model), STREAM_BYTES))
+    return 1 << (max(STREAM_BYTES, *sizes) - 1).bit_length()
 
 
 def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:

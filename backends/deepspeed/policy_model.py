@@ -229,12 +229,13 @@ def gathered(model: PolicyModel, *, receive: bool, bucket_bytes: int | None = No
     """
     import deepspeed  # reads DS_ACCELERATOR when it is imported
 
-    for bucket in _buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
+    for bucket in buckets(policy_weights(model), bucket_bytes or BUCKET_BYTES):
         with deepspeed.zero.GatheredParameters([one for one in bucket.values() if hasattr(one, "ds_id")]):
             yield as_saved(model, bucket) if receive else {}
 
 
-def _buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, Any]]:
+def buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, Any]]:
+    """Yield weights, the names of a layer together, in parts of so many bytes, or of a layer that is larger."""
     layers: dict[str, dict[str, Any]] = {}
     for name, weight in weights.items():
         layer = LAYER.match(name)

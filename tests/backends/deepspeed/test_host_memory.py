@@ -56,6 +56,12 @@ def test_weights_are_counted_as_each_transport_holds_them(transport: str, expect
     assert needs.total == expected + 12 * DENSE
 
 
+def test_a_layer_that_is_larger_than_a_bucket_is_one() -> None:
+    """An embedding of 300 MB, in pinned memory of a power of two: twice 512 MiB for rank 0 and each of 4 workers."""
+    wide = transformers.LlamaConfig(**SMALL | {"vocab_size": 1_200_000}, intermediate_size=256)
+    assert host_memory(run("train.transport=streamed"), wide, WHOLE).weights == 2 * 2**29 * (1 + 4)
+
+
 @pytest.mark.parametrize(
     ("sets", "readers"),
     [((), 1), (("train.trainer.zero_stage=2",), 4), (("train.loss.kl_coefficient=0.1",), 1 + 4)],
