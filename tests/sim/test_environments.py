@@ -217,3 +217,23 @@ def test_rollouts_that_wait_for_nobody_gain_as_much_as_published(tmp_path, sd_s,
     assert run.summary().duration_s == pytest.approx(alone_s, rel=0.01)
     together_s = 60.0 + latencies_s.max(axis=0).sum()
     assert together_s / run.summary().duration_s == pytest.approx(published, rel=0.06)
+
+
+@pytest.mark.parametrize(("turns", "model_s", "acting_s"), [(64.8, 46.9, 0.61), (45.2, 32.6, 0.68)])
+def test_rollouts_drawn_by_published_means_last_as_long_as_their_product(turns, model_s, acting_s):
+    """DeepSWE (rllm #138): steps of a rollout, seconds of model and environment in a step, seconds of a rollout.
+
+    Turns and their times are drawn independently, so by Wald's identity a rollout lasts turns * (model + environment)
+    on average: 3079 and 1504 s. Published are 2676 and 1562 s: there long rollouts have other steps than short ones.
+    """
+    table = environment(count=200, turns=turns, step_s=acting_s, reset_s=acting_s, context_max=10**6)
+    table["turns"] |= {"cv": 0.3, "max": 1000}
+    run = play(
+        1, batch=200, slots=200, length=fixed(round(10 * model_s)), kind="conventional", environment=table,
+        hardware={"decode": {"kind": "affine", "step_s": 0.1}},
+    )  # fmt: skip
+    report = run.summary().environments
+    seconds = report.seconds.engine + report.seconds.environment
+    assert seconds == pytest.approx(report.turns_mean * (model_s + acting_s))
+    assert report.turns_mean == pytest.approx(turns, rel=5 * 0.3 / 200**0.5)  # 5 standard errors
+    assert report.seconds.environment / seconds == pytest.approx(acting_s / (model_s + acting_s))
