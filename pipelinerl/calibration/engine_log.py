@@ -146,7 +146,7 @@ class EngineLog:
         for _ in range(1 if step_s is None else 3):
             tokens_T, context_T = _sampled(clock_T, from_P, to_P, piece_P5[:, 2:])
             if step_s is not None:
-                context_I = batch_I * _ratio(np.diff(context_T), np.diff(tokens_T))
+                context_I = batch_I * np.maximum(0.0, _ratio(np.diff(context_T), np.diff(tokens_T)))
                 second_I = np.diff(time_T - paused_T)
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])

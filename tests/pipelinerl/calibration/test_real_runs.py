@@ -69,6 +69,26 @@ def test_a_real_runs_mean_lag_and_speed_come_out_right(name: str, tmp_path: Path
     assert simulated.tokens_per_s == pytest.approx(measured.num_tokens / measured.duration_s, rel=0.15)
 
 
+def test_step_times_of_one_h_predict_others(tmp_path: Path) -> None:
+    """Of `tiny_reasoning` at H = 32, 64 and 128, one after the other on two busy cores; only the first is looked at.
+
+    The seconds of its decode steps, which it measured, tell what a sequence costs. A step clock that could run backwards
+    made the lag twice as large.
+    """
+    folder = RUNS / "reasoning_32"
+    trace = Trace(folder / "trace.jsonl.gz")
+    measured, data = Measured(trace), trace.config.model_dump(mode="json", exclude_none=True)
+    data["hardware"] = calibrate_trace(folder).table
+    longest = trace.config.workload.length.max
+    measured.write_lengths(tmp_path / "lengths.csv", trace.config.workload.group_size, longest)
+    data["workload"]["length"] = {"kind": "empirical", "source": str(tmp_path / "lengths.csv"), "max": longest}
+    for slots, tokens_per_s, lag, within in ((32, 3363, 0.555, 0.1), (64, 4243, 0.957, 0.2), (128, 4306, 1.931, 0.2)):
+        data["scheduler"]["generation_batch_size"] = slots
+        simulated = simulate(RunConfig.model_validate(data, strict=False))
+        assert simulated.tokens_per_s == pytest.approx(tokens_per_s, rel=within)
+        assert simulated.lag.mean == pytest.approx(lag, rel=within)
+
+
 def test_the_way_back_is_a_part_of_what_a_rollout_takes(tmp_path: Path) -> None:
     """The engine's own clock, which a trace does not hold, said 59 ms in the median and 109 ms in the mean."""
     trace = RUNS / "pipeline.jsonl.gz"
