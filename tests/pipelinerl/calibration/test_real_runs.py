@@ -72,8 +72,8 @@ def test_a_real_runs_mean_lag_and_speed_come_out_right(name: str, tmp_path: Path
 def test_step_times_of_one_h_predict_others(tmp_path: Path) -> None:
     """Of `tiny_reasoning` at H = 32, 64 and 128, one after the other on two busy cores; only the first is looked at.
 
-    The seconds of its decode steps, which it measured, tell what a sequence costs. A step clock that could run backwards
-    made the lag twice as large.
+    The seconds of its decode steps, which it measured, tell what a sequence costs. A step clock that could run
+    backwards made the lag twice as large.
     """
     folder = RUNS / "reasoning_32"
     trace = Trace(folder / "trace.jsonl.gz")
