@@ -89,8 +89,9 @@ def host_memory(config: RunConfig, model_config: Any, share: Share) -> HostMemor
 
 def _bucket_bytes(model: PolicyModel) -> int:
     """Return the size of the largest bucket, often the embedding: pinned memory has a power of two (bytes)."""
-    sizes = (sum(one.nbytes for one in bucket.values()) for bucket in buckets(policy_weights(model), STREAM_BYTES))
-    return 1 << (max(STREAM_BYTES, *sizes) - 1).bit_length()
+    sizes = [sum(one.nbytes for one in bucket.values()) for bucket in buckets(policy_weights(model), STREAM_BYTES)]
+    largest: int = max(STREAM_BYTES, *sizes)
+    return 1 << (largest - 1).bit_length()
 
 
 def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Share] | None = None) -> None:
