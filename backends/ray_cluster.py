@@ -27,7 +27,6 @@ import psutil
 import ray
 import ray._raylet
 from ray._private import ray_constants
-from ray.exceptions import RayError
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.user_code import kind_and_line
@@ -68,7 +67,7 @@ def ray_cluster(address: str | None) -> Iterator[Callable[[], str | None]]:
         stack.callback(ray.shutdown)
         try:
             ray.init(log_to_driver=False, configure_logging=False, **options)
-        except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        except Exception as error:  # Ray raises Exception itself where a process of it is slow to come up
             if address is None:
                 raise ConfigError(f"no Ray could be started on this machine: {kind_and_line(error)}") from None
             raise ConfigError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
+
+Of = TypeVar("Of")
 
 PROMPT = (3, 13, 4, 11)
 """Tokens of the prompt that engines are asked to continue."""
@@ -38,6 +42,27 @@ def check_metrics(actual: Mapping[str, float], expected: Mapping[str, float], *,
     following = expected.keys() & set(FOLLOWING)
     one, other = (np.array([metrics[name] for name in following]) for metrics in (actual, expected))
     np.testing.assert_allclose(one, other, rtol=rel, atol=1e-12, equal_nan=False)
+
+
+class OvertakenError(Exception):
+    """What a promise is about had ended before the promise could show anything."""
+
+
+TRIES = 10
+"""Times that a promise is tried before it counts as broken (count)."""
+
+
+def tried_again(promise: Callable[[Of], Awaitable[None]]) -> Callable[[Of], Awaitable[None]]:
+    """Have a promise tried again where it was overtaken: the machine is slow, or stands still for seconds."""
+
+    @functools.wraps(promise)
+    async def until_shown(contract: Of) -> None:
+        for _ in range(TRIES):
+            with suppress(OvertakenError):
+                return await promise(contract)
+        raise AssertionError(f"{promise.__name__}: answers were whole too early, {TRIES} times")
+
+    return until_shown
 
 
 @contextmanager

@@ -22,17 +22,21 @@ pytest.importorskip("tensorboard")
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]
 STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
-LIMIT_S = 60.0
+STARTS_FOR_EVER = (
+    "import on_ray; on_ray.install(); import time; import ray._private.node; "
+    "ray._private.node.Node.start_ray_processes = lambda self: time.sleep(3600)"
+)
+"""Ray's head starts, its other processes do not."""
+LIMIT_S = 600.0
+"""Longest wait for anything: it ends a test that hangs."""
 
 
 class Run:
     """`pipelinerl train` in a process group of its own, that heeds Ctrl-C."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: str = "import on_ray; on_ray.install()") -> None:
         self.out = folder / "out"
-        first = (
-            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import on_ray; on_ray.install()"
-        )
+        first = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {first}"
         sets = ["optimizer_steps=1000000", "train.evaluation.problems=0"]
         self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # short, for sockets
         self.process = subprocess.Popen(
@@ -69,15 +73,18 @@ class Run:
         """Wait until it has ended, with status 1 and without leaving anything; return what it said."""
         stdout, stderr = self.process.communicate(timeout=LIMIT_S)
         assert (self.process.returncode, stdout) == (1, ""), stderr
-        assert [one for one in self.seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+        over = time.monotonic() + LIMIT_S
+        while [one for one in self.seen if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]:  # being killed
+            assert time.monotonic() < over, self.seen
+            time.sleep(0.02)
         assert list(self.temporary.iterdir()) == []
         (line,) = stderr.splitlines()
         return line
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    started = Run(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    started = Run(tmp_path, *getattr(request, "param", ()))
     yield started
     for one in started.seen:
         if one.is_running():
@@ -108,6 +115,7 @@ def test_it_listens_on_loopback_and_wants_a_token_and_its_lost_head_ends_the_run
     assert line.endswith("--resume goes on from the last checkpoint, if there is one")
 
 
+@pytest.mark.parametrize("run", [(STARTS_FOR_EVER,)], indirect=True)
 def test_ctrl_c_while_ray_starts(run: Run) -> None:
     run.until(lambda: "gcs_server" in run.children())
     os.killpg(run.process.pid, signal.SIGINT)
@@ -131,6 +139,20 @@ def test_a_cluster_that_asks_for_no_token_is_warned_of(
         pass
     warning = "train.ray_address='10.0.0.1:6379' asks for no token: whoever reaches it can run code there"
     assert (warning in caplog.text) == (mode == "DISABLED")
+
+
+def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from backends.ray_cluster import ray_cluster
+    from pipelinerl.errors import ConfigError
+
+    def slow(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # Ray's own, after 30 s
+
+    monkeypatch.setattr(ray, "init", slow)
+    with pytest.raises(ConfigError, match=r"no Ray could be started on this machine: .*timed out"), ray_cluster(None):
+        pass
 
 
 def test_the_folder_of_published_weights_goes_with_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A server of OpenEnv with a guessing game: ``python openenv_game.py PORT``."""
 
+import socket
 import sys
 from typing import Any
 
@@ -37,4 +38,4 @@ class Game(Environment):
 
 if __name__ == "__main__":
     app = create_app(Game, Guess, Hint, env_name="game", max_concurrent_envs=8)
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="critical")
+    uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])

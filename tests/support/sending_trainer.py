@@ -21,7 +21,7 @@ class Trainer:
         door = Door.open("127.0.0.1")
         await engine.join_group(door.meeting, first_worker=1)
         names, parameters = ["trainer", "engine 2"], described(dict(model.named_parameters()))
-        self.sender = Sender(door, names=names, parameters=parameters, timeout_s=30)
+        self.sender = Sender(door, names=names, parameters=parameters, timeout_s=600)
         await asyncio.to_thread(self.sender.meet)
 
     def weights(self, version: int, model: Any) -> Weights:

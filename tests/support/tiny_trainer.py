@@ -80,7 +80,7 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
         "model_path": str(model_path),
         "optimizer": OPTIMIZER,
         "loss": LossConfig(truncation=1.2),
-        "trainer": TrainerConfig(pack_tokens=100, step_timeout_s=60),
+        "trainer": TrainerConfig(pack_tokens=100, step_timeout_s=600),
         "temperature": TEMPERATURE,
         "train_batch_size": BATCH,
         "optimizer_steps": STEPS,
@@ -92,7 +92,7 @@ def settings(model_path: Path, **changed: Any) -> RankSettings:
 
 
 def started(model_path: Path, *, zero_stage: int = 2, **changed: Any) -> TrainerRank:
-    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 60})
+    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
     rank = TrainerRank(settings(model_path, **({"trainer": trainer} | changed)))
     rank.start(*rank.free_address())
     return rank

@@ -27,26 +27,27 @@ TOKENIZER = chat_tokenizer(CHATML, "<|im_end|>")
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen([sys.executable, str(GAME), str(port)]) as server:
-        try:
-            _wait_for(port)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.terminate()
+    """The server listens on our socket, so that nobody else is given its port."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port, at = bound.getsockname()[1], bound.fileno()
+        with subprocess.Popen([sys.executable, str(GAME), str(at)], pass_fds=[at]) as server:
+            try:
+                _wait_for(port, server)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.terminate()
 
 
-def _wait_for(port: int) -> None:
-    for _ in range(600):
+def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert server.poll() is None
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
         except OSError:
             time.sleep(0.1)
         else:
             return
-    raise AssertionError("no server after 60 s")
 
 
 def test_a_game_is_played_in_text(url: str) -> None:

@@ -149,10 +149,10 @@ def test_what_is_streamed_is_put_together_bucket_by_bucket(model_path: Path, mon
     train(rank, samples())
     assert rank.stream(1) == "no group"
     shapes, cpu = checkpoint_shapes(model_path), torch.device("cpu")
-    worker = Streaming(Membership(meeting=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=30.0))
+    worker = Streaming(Membership(meeting=rank.open_group(), worker=1, shapes=shapes, device=cpu, timeout_s=600.0))
     with ThreadPoolExecutor(max_workers=1) as thread:
         loading = thread.submit(lambda: {name: tensor.clone() for name, tensor in worker.arriving(1)})
-        assert rank.join_group(["trainer", "engine 0"], 30.0) is None
+        assert rank.join_group(["trainer", "engine 0"], 600.0) is None
         assert rank.stream(1) is None
         got = loading.result()
     assert largest_difference(dict(sorted(parameters(rank).items())), dict(sorted(got.items()))) == 0
@@ -178,7 +178,7 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
 
     def receive() -> Receiver:
         cpu = torch.device("cpu")
-        joins = Membership(meeting=meeting, worker=1, shapes=shapes, device=cpu, timeout_s=30.0)
+        joins = Membership(meeting=meeting, worker=1, shapes=shapes, device=cpu, timeout_s=600.0)
         member = Receiver(joins, place="here")
         for right in (False, False, False, True):
             notice = member.next_transfer()
@@ -187,7 +187,7 @@ def test_what_is_sent_is_what_was_trained_when_it_was_published(
 
     with ThreadPoolExecutor(max_workers=1) as thread:
         receiving = thread.submit(receive)
-        assert rank.join_group(["trainer", "engine 0"], 30.0) is None
+        assert rank.join_group(["trainer", "engine 0"], 600.0) is None
         assert rank.send(2) == "version 2 cannot be sent: it is not held"
         assert rank.send(1) == "version 1 was refused 2 times (machines: 1)"
         assert rank.send(1) is None

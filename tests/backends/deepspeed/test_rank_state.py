@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ports import port_taken
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -181,7 +181,7 @@ def test_another_stage_goes_on_from_a_checkpoint(model_path: Path, tmp_path: Pat
 
 def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int) -> Any:
     """Make three steps as one of two ranks; return the first rank's published weights and the last metrics."""
-    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 60})
+    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 100, "step_timeout_s": 600})
     one = TrainerRank(settings(model_path, rank=rank, num_ranks=2, trainer=trainer))
     one.start("127.0.0.1", port)
     metrics: dict[str, float] = {}
@@ -201,7 +201,7 @@ def _in_float32(rank: int, port: int, model_path: Path, zero_stage: int) -> Any:
 
 def _resized(rank: int, port: int, model_path: Path, folder: Path, zero_stage: int) -> None:
     """Go on in bfloat16 from what one rank has saved, and save before and after a step."""
-    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 60, "step_timeout_s": 60})
+    trainer = TrainerConfig.model_validate({"zero_stage": zero_stage, "pack_tokens": 60, "step_timeout_s": 600})
     one = TrainerRank(settings(model_path, rank=rank, num_ranks=2, trainer=trainer))
     one.start("127.0.0.1", port)
     one.load(folder / f"one-{zero_stage}")
@@ -261,7 +261,7 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     for name, buffer in experts.named_buffers():
         buffer.data = torch.arange(8).float() if name.endswith("_bias") else buffer.data
     experts.save_pretrained(folder / "experts")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, port_taken() as port:
         patch.setitem(TRAINED_DTYPES, "cpu", torch.bfloat16)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is free is given back, so that it is not counted
@@ -270,9 +270,6 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             for step in range(2):
                 train(alone, samples(step))
             saved(alone, folder / f"one-{zero_stage}")
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         results = context.Queue()
         ranks = [context.Process(target=_one_of_two, args=(rank, port, model_path, folder, results)) for rank in (0, 1)]
@@ -281,10 +278,10 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         try:
             reports: dict[int, list[Any]] = {0: [], 1: []}
             for _ in range(10):
-                rank_number, report = results.get(timeout=180)
+                rank_number, report = results.get(timeout=900)
                 reports[rank_number].append(report)
             for rank in ranks:
-                rank.join(timeout=120)
+                rank.join(timeout=900)
             assert [rank.exitcode for rank in ranks] == [0, 0]
         finally:
             for rank in ranks:

@@ -6,6 +6,7 @@ import socket
 from datetime import timedelta
 
 import pytest
+from ports import port_taken
 
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
@@ -22,24 +23,23 @@ def listens_at(port: int) -> list[str]:
 
 
 def test_a_store_listens_on_one_address_only() -> None:
-    store = MeetingStore("127.0.0.1", timeout_s=5)
+    store = MeetingStore("127.0.0.1", timeout_s=600)
     assert listens_at(store.port) == ["127.0.0.1"]
 
 
 def test_a_store_can_have_the_port_that_was_asked_for() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    assert MeetingStore("127.0.0.1", port, timeout_s=5).port == port
+    with port_taken() as port:
+        assert MeetingStore("127.0.0.1", port, timeout_s=600).port == port
 
 
 def test_a_store_does_not_hear_strangers() -> None:
     """No packet of theirs gets through, not even the first one of a connection."""
-    store = MeetingStore("127.0.0.1", timeout_s=5, heard=["127.0.0.1", "127.0.0.3"])
+    store = MeetingStore("127.0.0.1", timeout_s=600, heard=["127.0.0.1", "127.0.0.3"])
     for address in ("127.0.0.1", "127.0.0.3"):
-        socket.create_connection(("127.0.0.1", store.port), timeout=5, source_address=(address, 0)).close()
+        socket.create_connection(("127.0.0.1", store.port), timeout=600, source_address=(address, 0)).close()
     with pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", store.port), timeout=0.3, source_address=("127.0.0.2", 0))
-    member = torch.distributed.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=5))
+    member = torch.distributed.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=600))
     member.set("said", "by a member")
     assert store.get("said") == b"by a member"
 

@@ -41,7 +41,7 @@ def stand_in() -> type[Any]:
         """In the place of ``VLLMEngine``: its whole process hangs when it is to generate."""
 
         def __init__(self, settings: Any) -> None:
-            pass
+            self._model_path = settings.model_path
 
         async def start(self) -> None:
             pass
@@ -56,6 +56,7 @@ def stand_in() -> type[Any]:
             return {}
 
         async def generate(self, request: Any) -> None:
+            Path(self._model_path, "hangs").touch()
             time.sleep(1000)
 
         async def shutdown(self) -> None:
@@ -66,9 +67,12 @@ def stand_in() -> type[Any]:
 
 @pytest.mark.usefixtures("own_ray")
 def test_accelerators_that_are_in_use_are_waited_for_and_then_named() -> None:
-    config = config_of(engines=1, train={"placement_timeout_s": 1.0})
-    with accelerators(config), pytest.raises(ConfigError) as refused, accelerators(config):
-        pass
+    config, impatient = (config_of(engines=1, train={"placement_timeout_s": limit_s}) for limit_s in (600.0, 1.0))
+    with accelerators(config):
+        while ray.available_resources().get("CPU"):  # Ray's view of a machine is a little old
+            time.sleep(0.01)
+        with pytest.raises(ConfigError) as refused, accelerators(impatient):
+            pass
     assert str(refused.value) == (
         "cluster.accelerators=2 were not free in the Ray cluster within train.placement_timeout_s=1: CPUs asked for, "
         "each number on one machine: 2 times 1; free by machine: 0"
@@ -76,23 +80,26 @@ def test_accelerators_that_are_in_use_are_waited_for_and_then_named() -> None:
 
 
 @pytest.mark.usefixtures("own_ray")
-def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(backends.vllm.ray_engine, "VLLMEngine", stand_in())
     monkeypatch.setattr(backends.vllm.ray_engine, "BEAT_S", 0.1)
-    engine = RayEngine(settings(Path("model"), generate_timeout_s=1.0), {"num_cpus": 2})
+    engine = RayEngine(settings(tmp_path, generate_timeout_s=5.0), {"num_cpus": 2})
 
     async def scenario() -> None:
         await engine.start()
         generating = asyncio.create_task(engine.generate(REQUEST))
-        await asyncio.sleep(0.5)  # it hangs by now
+        while not (tmp_path / "hangs").exists():
+            await asyncio.sleep(0.01)
         for end in await asyncio.gather(generating, engine.checksums(), return_exceptions=True):
             assert isinstance(end, EngineLostError)
-            assert "no sign of life of its process for 1 s" in str(end)
+            assert "no sign of life of its process for 5 s" in str(end)
         await engine.shutdown()
         await engine.start()
         await engine.shutdown()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 600))
 
 
 @pytest.mark.usefixtures("own_ray")
