@@ -61,10 +61,7 @@ def request(
 
 
 async def update_in_flight(subject: Subject, kind: WeightUpdate, num_updates: int = 1) -> tuple[list[Any], UpdateTimes]:
-    """Update while eight answers of 300 tokens are in progress, each time when 40 more tokens are there.
-
-    Once more where an answer was whole before an update, as on a machine that stands still for seconds.
-    """
+    """Update while eight answers of 300 tokens are in progress, at 40 more each time; again if one was whole before."""
     for _ in range(TRIES):
         tasks = [asyncio.create_task(subject.engine.generate(request(number, 300))) for number in range(8)]
         for number in range(num_updates):
@@ -388,9 +385,7 @@ def test_a_dead_process_ends_all_calls_and_shutdown_leaves_none(subject: Subject
         processes[0].kill()
         ends = await asyncio.gather(*tasks, engine._until(engine._vllm.llm.is_paused()), return_exceptions=True)
         assert [type(end) for end in ends] == [EngineLostError] * 5, ends
-        assert {str(end) for end in ends} == {  # and none by a time-out
-            "engine lost: engine=2; a process of vLLM has ended, start the engine again"
-        }
+        assert all("engine=2; a process of vLLM has ended" in str(end) for end in ends)  # and none by a time-out
 
     run(scenario())
     with pytest.raises(EngineLostError, match="engine=2; a process of vLLM has ended"):
