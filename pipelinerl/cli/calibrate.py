@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -172,3 +173,13 @@ def _calibrate_log(
         print_log(result, name)
         if out is None:
             typer.echo("\n" + hardware_toml(result.fit, name), nl=False)
+        elif out.suffix != ".toml" and not result.log.asynchronous:
+            typer.echo(f"what if asynchronous: {_asynchronous(result.run, out / 'run.toml')}")
+
+
+def _asynchronous(run: RunConfig, path: Path) -> str:
+    """Return the command that simulates a synchronous job with staleness 2, half of its accelerators generating."""
+    size = run.cluster.tensor_parallel
+    split = {"cluster.generation_accelerators": max(size, run.cluster.accelerators // (2 * size) * size)}
+    sets = {"scheduler.kind": "pipeline", "scheduler.max_lag": 2, **split}
+    return shlex.join(["pipelinerl", "simulate", str(path), *(w for k, v in sets.items() for w in ("--set", f"{k}={v}"))])

@@ -44,6 +44,8 @@ def test_the_walk_from_a_log_to_what_if_asynchronous(
     assert [f"{speed:,}" in WALK.replace("\n", " ") for speed in speeds] == [True, True]
     assert f"**{speeds[1] / speeds[0]:.1f} times as many**" in WALK
     assert re.search(r"token lag .*max 2 ", what_if.out)
+    proposed = beside.out.rpartition("what if asynchronous: pipelinerl ")[2]
+    assert re.search(r"token lag .*max 2 ", command(*shlex.split(proposed)).out)
     log = json.loads(command(*first[:-2], "--json").out)
     assert log["beside"]["simulated"]["tokens_per_s"] == pytest.approx(speeds[0], rel=0.02)  # simulate agrees
 
