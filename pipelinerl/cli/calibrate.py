@@ -180,6 +180,6 @@ def _calibrate_log(
 def _asynchronous(run: RunConfig, path: Path) -> str:
     """Return the command that simulates a synchronous job with staleness 2, half of its accelerators generating."""
     size = run.cluster.tensor_parallel
-    split = {"cluster.generation_accelerators": max(size, run.cluster.accelerators // (2 * size) * size)}
-    sets = {"scheduler.kind": "pipeline", "scheduler.max_lag": 2, **split}
-    return shlex.join(["pipelinerl", "simulate", str(path), *(w for k, v in sets.items() for w in ("--set", f"{k}={v}"))])
+    generating = max(size, run.cluster.accelerators // (2 * size) * size)
+    sets = ("scheduler.kind=pipeline", "scheduler.max_lag=2", f"cluster.generation_accelerators={generating}")
+    return shlex.join(["pipelinerl", "simulate", str(path), *(word for one in sets for word in ("--set", one))])
