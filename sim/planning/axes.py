@@ -7,7 +7,7 @@ to ``ScheduleKind.axes`` of those that do. Candidates, their labels, and all tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -86,27 +86,32 @@ def _schedules(space: SearchSpace, _choice: Choice) -> Sequence[str]:
     return list(dict.fromkeys(space.plan.schedulers))
 
 
-def engine_sizes(space: SearchSpace) -> Sequence[int]:
-    """Return the sizes of an engine to try (accelerators), whether or not a split goes with them."""
+def engine_sizes(space: SearchSpace, *, colocated: bool = False) -> Sequence[int]:
+    """Return the sizes of an engine to try (accelerators), whether or not a split goes with them.
+
+    Args:
+        space: The run file.
+        colocated: Whether engines take the whole cluster, which they then divide.
+    """
     plan, own, hardware = space.plan, space.config.cluster.tensor_parallel, space.config.hardware
+    total, memory = space.accelerators, space.memory
+
+    def whole(sizes: Iterable[int]) -> list[int]:
+        return [size for size in sizes if (total % size == 0 if colocated else size <= total)]
+
     if plan.tensor_parallel is not None:
-        return plan.tensor_parallel
+        return whole(plan.tensor_parallel)
     if hardware.decode is not None or hardware.kv_cache_tokens is not None:
-        return [own]
-    memory = space.memory
-
-    def whole(sizes: Sequence[int]) -> list[int]:
-        return [size for size in sizes if space.accelerators % size == 0 and memory.heads_divide(size)]
-
-    sizes = whole(ENGINE_SIZES)
+        return whole([own])
+    sizes = [size for size in whole(ENGINE_SIZES) if memory.heads_divide(size)]
     if not any(memory.engine_fits(size) for size in sizes):
-        sizes = [size for size in whole(LARGER_ENGINES) if memory.engine_fits(size)][:2] or sizes
-    return sorted({own, *sizes})
+        larger = [size for size in whole(LARGER_ENGINES) if memory.heads_divide(size)]
+        sizes = [size for size in larger if memory.engine_fits(size)][:2] or sizes
+    return sorted({*whole([own]), *sizes})
 
 
 def _engine_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
-    colocated = schedule_of(choice).colocated
-    return [size for size in engine_sizes(space) if not colocated or space.accelerators % size == 0]
+    return engine_sizes(space, colocated=schedule_of(choice).colocated)
 
 
 def train_batch_sizes(space: SearchSpace) -> Sequence[int]:

@@ -76,6 +76,15 @@ def test_engines_get_whole_heads() -> None:
     }
 
 
+def test_engines_apart_from_the_trainer_need_not_divide_the_cluster() -> None:
+    """Those who generate and train in turn do. The GPUs left over train: 145 GB of weights fit on 65 GPUs as on 64."""
+    some = ("cluster.accelerators=65", "hardware.model=Qwen2.5-72B", "plan={schedulers=['pipeline', 'conventional']}")
+    sizes = {(one.family, one.choice["tensor_parallel"]) for one in made(*some)}
+    assert sizes == {("conventional", 1), *(("pipeline", size) for size in (1, 2, 4, 8))}
+    fit = {one.choice["tensor_parallel"] for one in made(*some) if isinstance(one, Candidate)}
+    assert {4, 8} <= fit <= {2, 4, 8}
+
+
 def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_turn() -> None:
     two = ("hardware.generation_gpu=H20", "plan.generation_accelerators=[1]", "plan.generation_batch_size=[8]")
     some = made(*two, ALL_KINDS)
