@@ -110,10 +110,6 @@ def engine_sizes(space: SearchSpace, *, colocated: bool = False) -> Sequence[int
     return sorted({*whole([own]), *sizes})
 
 
-def _engine_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]:
-    return engine_sizes(space, colocated=schedule_of(choice).colocated)
-
-
 def train_batch_sizes(space: SearchSpace) -> Sequence[int]:
     """Return the numbers of sequences per optimizer step to try."""
     return space.plan.train_batch_size or [space.config.scheduler.train_batch_size]
@@ -248,7 +244,7 @@ ENGINE = Axis(
     key="cluster.tensor_parallel",
     every_kind=True,
     another_way=True,
-    values=_engine_sizes,
+    values=lambda space, choice: engine_sizes(space, colocated=schedule_of(choice).colocated),
     shown=lambda value, _: f"TP={value}" if value > 1 else "",
     rule=_engine_rule,
 )
