@@ -24,7 +24,7 @@ ENGINE_SIZES = (1, 2, 4, 8)
 """Sizes of an engine tried by default (accelerators)."""
 LARGER_ENGINES = (16, 32, 64, 128, 256)
 """Sizes of which the two smallest that fit are tried where none of ``ENGINE_SIZES`` holds the model (accelerators)."""
-RL_STEPS = (2, 4, 8, 16, 32, 64)
+RL_STEPS = (1, 2, 4, 8, 16, 32, 64)
 """G tried by default (optimizer steps per RL step)."""
 PUBLISH_EVERY = (1, 2, 3, 4, 8)
 """Optimizer steps from one publication to the next tried by default (count)."""
@@ -130,7 +130,8 @@ def _splits(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
 def _rl_steps(space: SearchSpace, choice: Choice) -> Sequence[int]:
     if not schedule_of(choice).has_rl_steps:
         return [space.config.scheduler.optimizer_steps_per_rl_step]
-    listed = space.plan.optimizer_steps_per_rl_step or RL_STEPS
+    own = space.config.scheduler.optimizer_steps_per_rl_step
+    listed = space.plan.optimizer_steps_per_rl_step or sorted({own, *RL_STEPS})
     return [steps for steps in listed if steps <= space.config.optimizer_steps]
 
 

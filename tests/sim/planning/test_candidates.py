@@ -49,6 +49,14 @@ def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_t
     }
 
 
+def test_every_number_of_optimizer_steps_has_g_of_1_and_the_run_files_own() -> None:
+    """Training on one's own answers only, a mean lag of 0, is conventional RL with G = 1."""
+    some = ("plan={schedulers=['conventional']}", "optimizer_steps=20", "scheduler.optimizer_steps_per_rl_step=12")
+    assert {one.choice["optimizer_steps_per_rl_step"] for one in made(*some)} == {1, 2, 4, 8, 12, 16}
+    report = planned(*some, "plan.mean_lag_limit=0", "plan.simulate=1")
+    assert (report.recommended.scheduler.optimizer_steps_per_rl_step, report.recommended.lag_mean) == (1, 0.0)
+
+
 def test_a_candidate_holds_no_more_sequences_than_a_run_file_may() -> None:
     """Two engines with 10^6 slots fit into a cluster of 4 GPUs; 16 engines with 10^6, or 16 steps of 10^6, do not."""
     table = "plan={{generation_batch_size=[1000000], tensor_parallel=[1], publish_every=[1], {}}}"

@@ -98,7 +98,7 @@ CONVENTIONAL = "plan.schedulers=['conventional']"
             id="671e9 parameters of 2 bytes over 73.5 GB each are 18.3; of 128 heads 32 engines have as many each"),
         pytest.param(("cluster.accelerators=16", "hardware.model=Qwen2.5-7B",
             "plan={schedulers=['conventional'], tensor_parallel=[8]}"),
-            "plan: no feasible conventional among 21: 21 by the attention heads do not divide by tensor_parallel "
+            "plan: no feasible conventional among 22: 22 by the attention heads do not divide by tensor_parallel "
             "(tensor_parallel of 1, 2, 4, 7, 14 would do)", id="heads"),
         pytest.param(("hardware.model='Qwen2.5-32B'", CONVENTIONAL, "plan.tensor_parallel=[2]"),
             "plan: no feasible conventional among 6: 6 by training does not fit into the memory of the accelerators "
