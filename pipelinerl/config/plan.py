@@ -31,8 +31,8 @@ class PlanConfig(StrictModel):
     generation_batch_size: Values | None = None
     """Sequences in progress per engine. None: 16, 24, 32, 48, ... 1024, as far as the KV cache holds them."""
     optimizer_steps_per_rl_step: Values | None = None
-    """Optimizer steps per RL step, of the schedulers that have them. None: 2, 4, 8, 16, 32, 64, as far as
-    ``optimizer_steps`` goes."""
+    """Optimizer steps per RL step, of the schedulers that have them. None: 1, 2, 4, 8, 16, 32, 64, and the run
+    file's, as far as ``optimizer_steps`` goes."""
     train_batch_size: Values | None = None
     """Sequences per optimizer step. None: the run file's."""
     ready_queue_size: Values | None = None
