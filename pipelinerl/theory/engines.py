@@ -100,13 +100,8 @@ class Engines:
         fresh = min(each, self.slots, self.cache_tokens / peak)
         drain_s = self._drain_s(fresh * answers.share, number, answers.share, answers.prompt_tokens + answers.position)
         if each > fresh:
-            # What the full slots give before the drain; the drain itself is that of a stationary batch.
-            full = max(0.0, each - self.slots * answers.spread / 2) / self.slots * self.answer_s(self.slots)
-            context = answers.prompt_tokens + answers.rest_context / np.maximum(answers.rest, 1e-300)
-            last = self._drain_s(self.slots * answers.rest, round(self.slots * self.number), answers.rest, context)
-            drain_s = max(drain_s, full + last)
+            drain_s = max(drain_s, self._refilled_s(each, number))
             drain_s = max(drain_s, self.sent_s(number) - fresh * self.request_s)
-            each = self.slots  # the prefill of the others is in ``answer_s``
         return drain_s + each * self.prompt_s + self.dispatch_s + fresh * self.request_s + self.report_s
 
     def _turns_phase_s(self, turns: TurnMeans, number: int) -> float:
@@ -126,6 +121,23 @@ class Engines:
             full_s = self.batch_s(max(0.0, number - opened * spread / 2), self.slots)
             drain_s = max(drain_s, full_s + turns.drain_s(opened, token_s, refilled=True))
         return max(drain_s, self.sent_s(number)) + self.dispatch_s + self.front_end_s
+
+    def _refilled_s(self, each: float, number: int) -> float:
+        """Return seconds until the last of ``number`` is done without prefill, ``each`` per engine, as slots get free.
+
+        What is begun after the grid's end is begun in a stationary batch.
+        """
+        answers, slots = self.answers, min(self.slots, each)
+        rounds = each / slots
+        later = max(0.0, rounds - float(answers.begun.sum()))
+        begun = np.diff(np.minimum(answers.begun.cumsum(), rounds), prepend=0.0)
+        begun = begun[: int(np.flatnonzero(begun)[-1]) + 1]
+        full = np.asarray(np.convolve(begun, answers.share), dtype=np.float64)
+        tokens = np.convolve(begun, answers.share * answers.position)
+        context = answers.prompt_tokens + tokens / np.maximum(full, 1e-300)
+        missed_s = (rounds - 1) * (self.answer_s(slots) - answers.mean * self.step_s(slots))
+        later_s = later * answers.mean * (self.step_s(slots) - slots / answers.mean * self.prompt_s)
+        return later_s + missed_s + self._drain_s(slots * full, number, np.minimum(full / rounds, 1.0), context)
 
     def _drain_s(self, batch: FloatArray, number: int, share: FloatArray, context: FloatArray) -> float:
         """Return seconds until the last of ``number`` is done: an engine that still has one has one at least."""

@@ -16,6 +16,8 @@ from pipelinerl.util.arrays import FloatArray, check
 
 GRID_POINTS = 1024
 """Positions, at most, at which the survivor function of the answer lengths is averaged."""
+MIXED_MEANS = 4
+"""Mean answers, at least, after which a slot is taken to end one at any time alike (count)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,14 +117,16 @@ class LengthStatistics:
         return share
 
     @cached_property
-    def rest(self) -> FloatArray:
-        """Stationary batch: share with at least so many tokens left, by position."""
-        return self._tail(self.share) / self.mean
+    def begun(self) -> FloatArray:
+        """Answers that a slot begins in each piece of the grid, the first of them at once, each where one ends (mean).
 
-    @cached_property
-    def rest_context(self) -> FloatArray:
-        """Stationary batch: answer tokens so far of those with at least so many left, per sequence, by position."""
-        return self._tail(self.share * self.position) / self.mean
+        Renewals: the sum over what was begun of the share that is not finished stays 1.
+        """
+        begun = np.zeros(max(len(self.share), math.ceil(MIXED_MEANS * self.mean / self.width)))
+        for piece in range(len(begun)):
+            before = begun[max(0, piece - len(self.share) + 1) : piece]
+            begun[piece] = (1 - before @ self.share[len(before) : 0 : -1]) / self.share[0]
+        return begun
 
     @cached_property
     def mean(self) -> float:
@@ -169,7 +173,3 @@ class LengthStatistics:
     def _moments(self, share: FloatArray) -> tuple[float, float]:
         """Return mean and mean square of a length that has at least so many tokens with this probability."""
         return float(self.width * share.sum()), float(self.width * ((2 * self.position - 1) * share).sum())
-
-    def _tail(self, value: FloatArray) -> FloatArray:
-        whole = value[::-1].cumsum()[::-1]
-        return self.width * (whole - value / 2)

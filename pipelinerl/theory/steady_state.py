@@ -9,8 +9,8 @@ of variation and the share with at least l tokens of the answers, T(b, C) a deco
 full slots      a sequence holds p + (1 + cv^2) m / 2 tokens on average; an engine makes b answers in
                 m T(b, b * that) + b prefill(p) seconds; the KV cache bounds b
 drain           all sequences start together: sum over l of T(h(l), h(l) (p + l)), h(l) = s(l) times their number
-refill          more sequences than slots: full slots first, then the drain of a stationary batch, whose sequences
-                have R0(l) = sum of s above l answers left and R1(l) = sum of x s(x) tokens
+refill          more sequences than slots: where one ends the next begins, until all have begun. Of those begun in
+                each piece of the grid of lengths s(l) are left l later; it is a drain of their sum
 conventional    refill + prefill, then G optimizer steps, publication and phase switches
 one step off    the longer of the two, and the publication
 pipeline        the slowest of: generation at full slots, training, and what ``max_lag`` leaves: a rollout lives for
