@@ -20,7 +20,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [one for cell in book.cells if cell.cell_type == "code" for one in cell.outputs]
     assert any("text/html" in one.get("data", {}) for one in shown)  # a report showed itself
 
