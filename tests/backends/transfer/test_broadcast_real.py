@@ -7,7 +7,6 @@ them three machines.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -180,14 +179,40 @@ def engine(model_path: Path, index: int) -> RayEngine:
     return RayEngine(given, {"num_cpus": 1, "max_concurrency": 100})
 
 
-def loses_a_machine(cluster: Cluster, machine: Any) -> None:
-    """Have a machine of the cluster vanish, with all that runs there."""
-    (raylet,) = (one for one in machine.all_processes["raylet"])
-    there = psutil.Process(raylet.process.pid)
-    for one in [there, *there.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    cluster.remove_node(machine)
+LEAVING = """
+import contextlib
+import os
+from collections import Counter
+
+import psutil
+from backends.vllm.ray_engine import RayEngine
+from probing import Probed
+
+generate, update, in_progress = RayEngine.generate, RayEngine.update, Counter()
+
+
+async def generate_and_count(self, request):
+    in_progress[self] += 1
+    try:
+        return await generate(self, request)
+    finally:
+        in_progress[self] -= 1
+
+
+async def update_and_vanish(self, weights, kind):
+    times = await update(self, weights, kind)
+    if weights.version >= 2 and in_progress[self] and self._node == os.environ["MACHINE"]:
+        raylet = psutil.Process(int(os.environ["RAYLET"]))
+        for one in [raylet, *raylet.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        os.environ["MACHINE"] = "gone"
+    return times
+
+
+RayEngine.generate, RayEngine.update = generate_and_count, update_and_vanish
+"""
+"""A task in whose run a machine vanishes, with all that runs there: it has loaded weights, and goes on generating."""
 
 
 def handed_over(out: Path, *, seat: int) -> None:
@@ -229,13 +254,17 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monk
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         others = [cluster.add_node(num_cpus=2) for _ in range(2)]
-        task, env = probed(tmp_path), {"PYTHONPATH": python_path(tmp_path)}
+        goes_away, _ = others
+        (raylet,) = goes_away.all_processes["raylet"]
+        env = {"MACHINE": goes_away.node_id, "RAYLET": str(raylet.process.pid), "PYTHONPATH": python_path(tmp_path)}
+        probed(tmp_path)
+        (tmp_path / "leaving.py").write_text(LEAVING)
+        task = "train.task.name=leaving:Probed"
         run = Process(
-            tmp_path / "model", tmp_path / "run", *sets, *task, f"train.ray_address={cluster.address}", env=env
+            tmp_path / "model", tmp_path / "run", *sets, task, f"train.ray_address={cluster.address}", env=env
         )
-        run.wait_for_step(2)
-        loses_a_machine(cluster, others[0])
         status, stdout, stderr = run.end()
+        cluster.remove_node(goes_away)
     finally:
         cluster.shutdown()
     assert status == 0, stderr

@@ -98,6 +98,15 @@ def test_what_a_killed_engine_leaves_is_removed_on_its_machine(elsewhere: str, m
         assert told.read_text() == f"{elsewhere} {{'{left}'}}"
 
 
+def test_what_will_be_on_each_machine_is_known_before_engines_start(two_machines: tuple[Cluster, Any]) -> None:
+    """An engine and a rank of one accelerator each, on two machines of one; the tests below take one away."""
+    config = load_run(EXAMPLE, ["train.transport=broadcast"])
+    with accelerators(config) as places:
+        found = shares(config, places)
+    assert sorted((one.workers, one.ranks, one.leads) for one in found) == [(0, 1, True), (1, 0, False)]
+    assert all(one.memory == psutil.virtual_memory().total for one in found)
+
+
 def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_its_own(
     two_machines: tuple[Cluster, Any],
 ) -> None:
@@ -134,12 +143,3 @@ def test_environments_come_up_on_all_machines_and_a_machine_that_is_gone_costs_i
         await pool.shutdown()
 
     asyncio.run(asyncio.wait_for(scenario(), 900))
-
-
-def test_what_will_be_on_each_machine_is_known_before_engines_start(two_machines: tuple[Cluster, Any]) -> None:
-    """An engine and a rank of one accelerator each, on two machines of one."""
-    config = load_run(EXAMPLE, ["train.transport=broadcast"])
-    with accelerators(config) as places:
-        found = shares(config, places)
-    assert sorted((one.workers, one.ranks, one.leads) for one in found) == [(0, 1, True), (1, 0, False)]
-    assert all(one.memory == psutil.virtual_memory().total for one in found)
