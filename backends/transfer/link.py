@@ -21,8 +21,8 @@ PART_BYTES = 2**24
 """Size of what is verified at a time (bytes)."""
 REPEATS = 2
 """Times that it is sent, after once to warm up; the fastest counts: others may use the network, too."""
-TIMEOUT_S = 60.0
-"""Longest wait for the others (seconds)."""
+TIMEOUT_S = 300.0
+"""Longest wait for the others, which import torch first (seconds)."""
 
 
 class LinkSender:
