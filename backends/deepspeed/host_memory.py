@@ -60,16 +60,24 @@ class HostMemory:
         return max(self.loading, self.weights + self.checkpoint)
 
 
-def host_memory(config: RunConfig, model_config: Any, share: Share) -> HostMemory:
+def shape_of(model_config: Any) -> PolicyModel:
+    """Return the model without its numbers: making it takes a second, so once for all machines.
+
+    Args:
+        model_config: Of transformers.
+    """
+    return PolicyModel(on_meta(model_config, torch.bfloat16), temperature=1.0, value_head=False)
+
+
+def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemory:
     """Return what a run in bfloat16 needs of a machine; see the head of this file.
 
     Args:
         config: What is to be run; ``config.train`` is there.
-        model_config: Of transformers.
+        model: Of ``shape_of``.
         share: What is on the machine.
     """
     assert config.train is not None
-    model = PolicyModel(on_meta(model_config, torch.bfloat16), temperature=1.0, value_head=False)
     saved = {name: weight.nbytes for name, weight in saved_shapes(model).items()}
     fused = sum(weight.nbytes for name, weight in policy_weights(model).items() if name not in saved)
     size, leads = sum(saved.values()), int(share.leads)
@@ -112,8 +120,9 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
         otherwise = "train.ray_address must lead to a cluster of more machines"
     else:
         otherwise = "train.ray_address must lead to machines of more memory"
+    model = shape_of(model_config)
     for share in shares:
-        needs = host_memory(config, model_config, share)
+        needs = host_memory(config, model, share)
         if needs.total <= share.memory:
             continue
         what = (
@@ -127,6 +136,6 @@ def check_host_memory(config: RunConfig, model_config: Any, shares: Iterable[Sha
             remedies["train.transport must be 'streamed'"] = {"transport": "streamed"}
         for remedy, changed in remedies.items():
             other = config.model_copy(update={"train": config.train.model_copy(update=changed)})
-            if host_memory(other, model_config, share).total <= share.memory:
+            if host_memory(other, model, share).total <= share.memory:
                 raise ConfigError(f"{remedy}: {what}")
         raise ConfigError(f"{otherwise}: {what}")

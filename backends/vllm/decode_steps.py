@@ -13,8 +13,7 @@ class StepMeter:
     """
 
     def __init__(self) -> None:
-        self._steps = self._sequences = self._contexts = self._started = self._read = 0
-        self._seconds = 0.0
+        self._sums = DecodeSteps()
         self._end_s, self._num, self._num_ended = 0.0, 0, 0  # of the last step, whose outputs may come in parts
         self._had = self._had_unread = 0  # tokens that it had of contexts, and of prompts
         self._began_s: float | None = None
@@ -53,16 +52,7 @@ class StepMeter:
 
     def take(self) -> DecodeSteps:
         """Return the sums since the last call."""
-        taken = DecodeSteps(
-            steps=self._steps,
-            sequences=self._sequences,
-            context=self._contexts,
-            started=self._started,
-            read_tokens=self._read,
-            seconds=self._seconds,
-        )
-        self._steps = self._sequences = self._contexts = self._started = self._read = 0
-        self._seconds = 0.0
+        taken, self._sums = self._sums, DecodeSteps()
         return taken
 
     def _close(self) -> None:
@@ -70,12 +60,14 @@ class StepMeter:
         if not self._num:
             return
         if self._began_s is not None:
-            self._steps += 1
-            self._sequences += self._num
-            self._contexts += self._had
-            self._started += max(0, self._num - self._left)
-            self._read += self._had_unread
-            self._seconds += self._end_s - self._began_s
+            self._sums += DecodeSteps(
+                steps=1,
+                sequences=self._num,
+                context=self._had,
+                started=max(0, self._num - self._left),
+                read_tokens=self._had_unread,
+                seconds=self._end_s - self._began_s,
+            )
         self._left = self._num - self._num_ended
         self._began_s = self._end_s if self._left else None
         self._num = self._num_ended = 0

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from refusals import message  # noqa: E402
 
 from backends.deepspeed import host_memory as module  # noqa: E402
-from backends.deepspeed.host_memory import Share, check_host_memory, host_memory  # noqa: E402
+from backends.deepspeed.host_memory import Share, check_host_memory, host_memory, shape_of  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "qwen7b_128_h100.toml"
@@ -51,7 +51,7 @@ ROUTED = 2 * 8 * 3 * 128 * 64
 )
 def test_weights_are_counted_as_each_transport_holds_them(transport: str, expected: int) -> None:
     """Rank 0's row and the engines'; two buckets of each end; a copy, the file being written and the two before."""
-    needs = host_memory(run(f"train.transport={transport}"), dense(), WHOLE)
+    needs = host_memory(run(f"train.transport={transport}"), shape_of(dense()), WHOLE)
     assert (needs.weights, needs.checkpoint, needs.loading) == (expected, 12 * DENSE, 0)
     assert needs.total == expected + 12 * DENSE
 
@@ -59,7 +59,7 @@ def test_weights_are_counted_as_each_transport_holds_them(transport: str, expect
 def test_a_layer_that_is_larger_than_a_bucket_is_one() -> None:
     """An embedding of 300 MB, in pinned memory of a power of two: twice 512 MiB for rank 0 and each of 4 workers."""
     wide = transformers.LlamaConfig(**SMALL | {"vocab_size": 1_200_000}, intermediate_size=256)
-    assert host_memory(run("train.transport=streamed"), wide, WHOLE).weights == 2 * 2**29 * (1 + 4)
+    assert host_memory(run("train.transport=streamed"), shape_of(wide), WHOLE).weights == 2 * 2**29 * (1 + 4)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_layer_that_is_larger_than_a_bucket_is_one() -> None:
     [((), 1), (("train.trainer.zero_stage=2",), 4), (("train.loss.kl_coefficient=0.1",), 1 + 4)],
 )
 def test_experts_that_are_fused_are_whole_where_they_are_read(sets: tuple[str, ...], readers: int) -> None:
-    assert host_memory(run(*sets), experts(), WHOLE).loading == readers * 2 * ROUTED
+    assert host_memory(run(*sets), shape_of(experts()), WHOLE).loading == readers * 2 * ROUTED
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_key_to_change_is_the_one_that_helps(
 
     monkeypatch.setattr(module, "host_memory", counted)
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(total=gigabytes * 1e9))
-    assert message(check_host_memory, run(*sets), None).startswith(key)
+    assert message(check_host_memory, run(*sets), dense()).startswith(key)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_the_key_to_change_is_the_one_that_helps(
 )
 def test_a_machine_needs_what_of_the_run_is_on_it(share: Share, weights: int, ranks: int, readers: int) -> None:
     """Weights once where they leave and once per machine where they arrive; a quarter of the states per rank."""
-    needs = host_memory(run("train.trainer.zero_stage=2"), experts(), share)
-    whole = host_memory(run("train.trainer.zero_stage=2"), experts(), WHOLE)
+    needs = host_memory(run("train.trainer.zero_stage=2"), shape_of(experts()), share)
+    whole = host_memory(run("train.trainer.zero_stage=2"), shape_of(experts()), WHOLE)
     assert (needs.weights, needs.checkpoint) == (weights * whole.weights / 2, ranks / 4 * whole.checkpoint)
     assert needs.loading == readers * 2 * ROUTED
 
