@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import getpass
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -48,9 +50,10 @@ class Process:
             *(["--check"] if check else []),
         ]
         self.out = out
-        self.temporary = tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True)  # short, for sockets
+        self.temporary = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
+        atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         kernels = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # compiled ones stay for the next run
-        own = {"TMPDIR": self.temporary.name, "TORCHINDUCTOR_CACHE_DIR": kernels}
+        own = {"TMPDIR": self.temporary, "TORCHINDUCTOR_CACHE_DIR": kernels}
         self.err = out.with_suffix(".stderr")
         with self.err.open("w") as stderr:
             self.process = subprocess.Popen(
@@ -126,4 +129,4 @@ class Process:
             what for one, what in self.seen.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
         ]
         files = [path for path in self.shared if os.path.exists(path)]
-        return running + files + [str(path) for path in Path(self.temporary.name).iterdir()]
+        return running + files + [str(path) for path in Path(self.temporary).iterdir()]
