@@ -1,6 +1,6 @@
 # make demo: set up, simulate the paper's main run, print the table, write the figures (runs/demo/figures)
 # make test: set up, run all tests, those with a real vLLM and DeepSpeed on CPU among them
-# make train: set up, make the tiny model and train it for real on two CPU cores (runs/tiny)
+# make train: set up, make the tiny model and train it for real on two CPU cores, write its page (runs/tiny)
 # make docs: write the tables of keys in docs/ anew
 # make site: the documentation as a site (build/site)
 # make check: formatting, lint, types, import rules, tests without the slow ones
@@ -32,6 +32,7 @@ train: $(VENV)/.dev
 	rm -rf runs/tiny
 	test -f models/tiny_arithmetic/config.json || $(BIN)/python scripts/make_tiny_model.py models/tiny_arithmetic
 	$(BIN)/pipelinerl train examples/tiny_arithmetic.toml --out runs/tiny
+	$(BIN)/pipelinerl report runs/tiny --out runs/tiny/page.html
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

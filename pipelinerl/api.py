@@ -140,6 +140,7 @@ def plot(folders: str | Path | Sequence[str | Path], *, out: str | Path | None =
 def _html(report: object) -> str | None:
     """Return what a notebook shows of a report: its sentence, its table and a figure; None for other reports."""
     from pipelinerl.cli import render_comparison, render_plan, render_run
+    from pipelinerl.cli.plan_answer import plan_answer
     from pipelinerl.cli.render_what_if import assumption_lines
 
     match report:
@@ -149,8 +150,9 @@ def _html(report: object) -> str | None:
         case ComparisonReport():
             table, answer, lines = render_comparison.comparison_table(report), report.answer, report.too_short
         case PlanReport():
-            table, answer = render_plan.plan_table(report), f"bottleneck: {report.recommended.verdict}"
-            lines = assumption_lines(report)
+            said = plan_answer(report)
+            table, answer = render_plan.plan_table(report), " ".join(said.pop("answer"))
+            lines = [f"{name}: {line}" for name, some in said.items() for line in some] + assumption_lines(report)
         case _:
             return None
     from analysis.notebook import html_of

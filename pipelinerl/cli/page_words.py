@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.cli.render_cases import case_lines, cases_table
+from pipelinerl.cli.plan_answer import plan_answer
+from pipelinerl.cli.render_cases import case_answers, case_limits, case_next, cases_table, who_wins
 from pipelinerl.cli.render_comparison import comparison_table
 from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.cli.render_environments import environments_table
-from pipelinerl.cli.render_plan import plan_cost, plan_reasons, plan_table, what_changes
+from pipelinerl.cli.render_plan import plan_cost, plan_reasons, plan_table, what_decides
 from pipelinerl.cli.render_run import duration, summary_rows
 from pipelinerl.cli.render_what_if import assumption_lines
 from pipelinerl.config.run import RunConfig
@@ -20,7 +21,7 @@ from pipelinerl.records.bottleneck import Bottleneck
 from pipelinerl.records.comparison_report import ArmReport, ComparisonReport
 from pipelinerl.records.environments_report import EnvironmentsReport
 from pipelinerl.records.page import Page, Table
-from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
+from pipelinerl.records.plan_report import PlanReport
 from pipelinerl.records.reports import RunReport
 from pipelinerl.records.run_folder import RECOMMENDED_FILE, RUN_FILE
 from pipelinerl.records.validation_report import ValidationReport
@@ -44,8 +45,8 @@ _REMEDIES = {
     Bottleneck.REWARD: "Rewards are the bottleneck: faster or more parallel scoring makes it faster.",
 }
 """What would make a run faster, by its bottleneck."""
-CHANGES = "What would change it"
-"""Above what would change the answer."""
+WHY, CHANGES, NEXT = "Why", "What would change it", "What to do next"
+"""Above the reasons of an answer, what would change it, and what follows from it."""
 _PARTS = ("decode", "prefill", "training", "weights", "switch")
 """Tables of ``[hardware]`` that a run file gives, or that are derived from names."""
 _ONE_RUN = "none: one seed, and the hardware as the run file has it"
@@ -125,14 +126,25 @@ def plan_page(report: PlanReport, folder: Path) -> Page:
     best, config = report.recommended, load_run(folder / RECOMMENDED_FILE)
     low, high = best.band_tokens_per_s
     band = f"{low:,.0f} to {high:,.0f} tokens/s, pessimistic to optimistic" if low < high else "none: hardware as given"
-    limit = "" if report.run.lag_limit is None else f" with a lag of at most {report.run.lag_limit}"
+    limits = [
+        f"{name} of at most {most:g}"
+        for name, most in (("a lag", report.run.lag_limit), ("a mean lag", report.run.mean_lag_limit))
+        if most is not None
+    ]
+    limit = f" with {' and '.join(limits)}" if limits else ""
+    said = plan_answer(report)
     unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
     return Page(
         title=f"A plan for {_setting(config)}",
         question=f"How to train {_setting(config)} fastest{limit}?",
-        answer=_choice(best),
+        answer=" ".join(said["answer"]),
         facts=[("Band", band), ("Cost", plan_cost(report))],
-        lists={"Why": plan_reasons(report), CHANGES: what_changes(report)},
+        lists={
+            WHY: [*said["why"], *plan_reasons(report)],
+            "How sure": said["how sure"],
+            CHANGES: [*said["depends on"], *(line.strip() for line in what_decides(report))],
+            NEXT: said["next"],
+        },
         assumptions=[
             *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
             *_assumptions(config),
@@ -157,13 +169,15 @@ def cases_page(reports: dict[str, PlanReport], folders: Sequence[Path]) -> Page:
     return Page(
         title=f"Plans for {config.hardware.model or 'a model'}: {', '.join(reports)}",
         question=f"Which is the best of these: {', '.join(reports)}?",
-        answer=f"{best} is the fastest: {_choice(its)}",
+        answer=" ".join(who_wins(reports)),
         facts=[
             ("Band", f"{low:,.0f} to {high:,.0f} tokens/s, pessimistic to optimistic" if low < high else "none"),
             ("Cost", plan_cost(reports[best])),
         ],
         lists={
-            "Who wins where": case_lines(reports),
+            **case_answers(reports),
+            "What limits each": case_limits(reports),
+            NEXT: case_next(reports),
             "Assumed by the question": [line.strip() for line in assumed[1:]],
         },
         assumptions=_assumptions(config),
@@ -240,21 +254,6 @@ def _setting(config: RunConfig) -> str:
 
 def _fastest(arms: Sequence[ArmReport]) -> ArmReport:
     return max(arms, key=lambda arm: arm.summary.tokens_per_s)
-
-
-def _choice(best: PlannedCandidate) -> str:
-    cluster, scheduler = best.cluster, best.scheduler
-    generate = cluster.generation_accelerators
-    split = f"all {cluster.accelerators} accelerators generate and train in turn"
-    if generate is not None:
-        split = f"{generate} accelerators generate and {cluster.accelerators - generate} train"
-    engine = "one accelerator" if cluster.tensor_parallel == 1 else f"{cluster.tensor_parallel} accelerators"
-    return (
-        f"With {scheduler.kind} RL, where {split}; each engine has {engine} and {scheduler.generation_batch_size} "
-        f"sequences in progress ({best.label}). That gives {best.tokens_per_s:,.0f} tokens/s, "
-        f"an optimizer step every {duration(best.step_s)}, with a mean lag of {best.lag_mean:.2f} optimizer steps, at "
-        f"most {best.lag_max}."
-    )
 
 
 def _assumptions(config: RunConfig, *, real: bool = False) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pipelinerl.cli.plan_answer import COMMAND, choice, next_step, print_answers, sentence, why
+from pipelinerl.cli.render_certainty import ALMOST_ONE
 from pipelinerl.cli.render_cost import short
 from pipelinerl.cli.render_plan import band, print_candidates
 from pipelinerl.cli.render_what_if import against_lines, assumption_lines
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def print_cases(cases: Sequence[PlannedCase], name: str) -> None:
-    """Print a row per case, who wins, and what limits each.
+    """Print who wins, what to run in each case and why, a row per case, and what limits each.
 
     Args:
         cases: The cases that have ended.
@@ -25,7 +27,8 @@ def print_cases(cases: Sequence[PlannedCase], name: str) -> None:
     plans = {one.name: one.report for one in cases if one.report is not None}
     failures = [f"{one.name}: {line}" for one in cases for line in (one.failure or "").splitlines()]
     first = next(iter(plans.values()))
-    lines = [*case_lines(plans), *failures, *assumption_lines(first), *against_lines(first)]
+    print_answers({"answer": who_wins(plans), **case_answers(plans), "next": case_next(plans)})
+    lines = [*case_limits(plans), *failures, *assumption_lines(first), *against_lines(first)]
     print_candidates(cases_table(plans), name, lines)
 
 
@@ -51,7 +54,7 @@ def _numbers(report: PlanReport, *, priced: bool) -> list[str]:
         f"{best.step_s:.4g}",
         short(per_token(report, priced=priced)),
         f"{best.lag_mean:.2f}",
-        f"{report.certainty.right:.2f}",
+        ">0.99" if report.certainty.right >= ALMOST_ONE else f"{report.certainty.right:.2f}",
     ]
 
 
@@ -61,27 +64,45 @@ def per_token(report: PlanReport, *, priced: bool) -> float:
     return (cost.usd_per_million_tokens if priced else cost.gpu_hours_per_million_tokens) or 0.0
 
 
-def case_lines(plans: Mapping[str, PlanReport]) -> list[str]:
-    """Return a line per thing that is said of several cases: who wins where, and what limits each."""
-    planned = list(plans.items())
-    priced = all(report.recommended.cost.usd is not None for _, report in planned)
-    unit = "USD" if priced else "GPU-hours"
-    fastest, its = max(planned, key=lambda one: one[1].recommended.tokens_per_s)
-    cheapest, other = min(planned, key=lambda one: per_token(one[1], priced=priced))
-    lines = [
-        f"fastest: {fastest}, {its.recommended.tokens_per_s:,.0f} tokens/s at {short(per_token(its, priced=priced))} "
-        f"{unit} per million tokens"
-    ]
-    if cheapest != fastest:
+def who_wins(plans: Mapping[str, PlanReport]) -> list[str]:
+    """Return which case is the fastest, which the cheapest, and which kind of scheduler wins in which."""
+    priced = all(report.recommended.cost.usd is not None for report in plans.values())
+    unit = f"{'USD' if priced else 'GPU-hours'} per million trained tokens"
+    fastest, its = max(plans.items(), key=lambda one: one[1].recommended.tokens_per_s)
+    cheapest, other = min(
+        plans.items(), key=lambda one: (per_token(one[1], priced=priced), -one[1].recommended.tokens_per_s)
+    )
+    of_fastest, of_cheapest = per_token(its, priced=priced), per_token(other, priced=priced)
+    speed = f"{its.recommended.tokens_per_s:,.0f} tokens/s"
+    if cheapest == fastest:
+        lines = [f"Fastest and cheapest: {fastest}, {speed} for {short(of_fastest)} {unit}."]
+    else:
         faster = its.recommended.tokens_per_s / other.recommended.tokens_per_s - 1
-        dearer = per_token(its, priced=priced) / per_token(other, priced=priced) - 1
-        lines.append(
-            f"cheapest: {cheapest}, {short(per_token(other, priced=priced))} {unit} per million tokens; {fastest} is "
-            f"{faster:.0%} faster for {dearer:.0%} more per token"
-        )
+        lines = [
+            f"Fastest: {fastest}, {speed} for {short(of_fastest)} {unit}. Cheapest: {cheapest}, {short(of_cheapest)}. "
+            f"{fastest}: {faster:.0%} faster than {cheapest}, for {of_fastest / of_cheapest - 1:.0%} more per token."
+        ]
     winners: dict[str, list[str]] = {}
-    for name, report in planned:
+    for name, report in plans.items():
         winners.setdefault(report.recommended.family, []).append(name)
-    lines.append("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))
-    lines += [f"{name}: {report.recommended.verdict}" for name, report in planned]
-    return lines + [f"{name}: warning: {warning}" for name, report in planned for warning in report.warnings]
+    return [*lines, sentence("; ".join(f"{family} wins with {', '.join(names)}" for family, names in winners.items()))]
+
+
+def case_answers(plans: Mapping[str, PlanReport]) -> dict[str, list[str]]:
+    """Return what to run in each case, and why."""
+    return {name: [choice(report.recommended), why(report)] for name, report in plans.items()}
+
+
+def case_next(plans: Mapping[str, PlanReport]) -> list[str]:
+    """Return what to do next in each case."""
+    return [
+        line if line.startswith(COMMAND) else f"{name}: {line}"
+        for name, report in plans.items()
+        for line in next_step(report)
+    ]
+
+
+def case_limits(plans: Mapping[str, PlanReport]) -> list[str]:
+    """Return what limits each case, and what speaks against it."""
+    lines = [f"{name}: {report.recommended.verdict}" for name, report in plans.items()]
+    return lines + [f"{name}: warning: {warning}" for name, report in plans.items() for warning in report.warnings]

@@ -1,64 +1,57 @@
-"""How sure a plan is, and which measurement would settle it, in words."""
+"""Probabilities in words, and which measurement would settle a plan."""
 
 from __future__ import annotations
 
-from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport, MeasurementValue
+from pipelinerl.records.certainty_report import CertaintyReport, MeasurementValue
 
 NEARLY_ALL = 0.8
 """Share of the largest gain that a cheaper measurement must have to be the one to make."""
 
-
-def certainty_lines(report: CertaintyReport) -> list[str]:
-    """Return a line per thing that is said of how sure a plan is."""
-    lines = [
-        f"certainty: the recommendation is the fastest of {report.ways} within {report.tie:.0%} with probability "
-        f"{report.right:.2f}, and loses {report.regret:.1%} on average to the fastest ({report.draws} draws of what "
-        "is not measured)"
-    ]
-    if report.expected_faster > report.tie:
-        lines.append(
-            f"as things are expected {report.expected} is {report.expected_faster:.0%} faster, but it loses "
-            f"{report.expected_regret:.1%} on average"
-        )
-    if report.keeps_limits is not None:
-        lines.append(f"it keeps to the limits with probability {report.keeps_limits:.2f}")
-    if report.asynchronous is not None:
-        lines.append(_asynchronous(report.asynchronous))
-    if report.fits is not None:
-        lines.append(f"memory suffices with probability {report.fits:.2f}")
-    return [*lines, *_measurements(report)]
+ALMOST_ONE = 0.995
+"""Probability from which on none is told as a number."""
 
 
-def _asynchronous(odds: AsynchronousOdds) -> str:
-    faster = f"asynchronous RL is faster than synchronous RL on these GPUs with probability {odds.faster:.2f}"
-    if odds.certain:
-        return faster
-    return f"{faster}: not certain; {odds.decided_by} decides most, {odds.share:.0%} of the difference"
+def probability(value: float) -> str:
+    """Return a probability found to two digits; it is never told as 0 or as 1."""
+    number = "at least 0.995" if value >= ALMOST_ONE else "at most 0.005" if value <= 1 - ALMOST_ONE else f"{value:.2f}"
+    return f"with probability {number}"
 
 
-def _measurements(report: CertaintyReport) -> list[str]:
-    if not report.measurements:
-        return ["which measurement next: none, all that one would show is known"]
+def measurement_to_make(report: CertaintyReport) -> MeasurementValue | None:
+    """Return the measurement with the fewest commands that gains nearly all; None if nothing is gained.
+
+    Where no command has nearly all, it is the one that gains the most of those with commands, or else of all.
+    """
     settling = [one for one in report.measurements if one.settles]
-    if not settling:
-        return ["which measurement next: none would change the plan"]
-    before = f"right with probability {report.right:.2f} before"
-    lines = [f"which measurement next ({before}; throughput gained):"]
-    lines += [f"  {_named(one)}: {_value(one)}" for one in report.measurements]
-    best = max(settling, key=lambda one: one.gain)
-    enough = [one for one in settling if one.gain >= NEARLY_ALL * best.gain and one.commands]
+    most = max((one.gain for one in settling), default=0.0)
+    by_command = [one for one in settling if one.commands]
+    enough = [one for one in by_command if one.gain >= NEARLY_ALL * most]
     if enough:
-        lines += [f"  $ {command}" for command in min(enough, key=lambda one: len(one.commands)).commands]
-    return lines
+        return min(enough, key=lambda one: len(one.commands))
+    return max(by_command or settling, key=lambda one: one.gain, default=None)
 
 
-def _named(one: MeasurementValue) -> str:
+def measurement_lines(report: CertaintyReport) -> list[str]:
+    """Return a line per measurement, with what it gains."""
+    if not any(one.settles for one in report.measurements):
+        return []
+    return [
+        "throughput that a measurement gains on average:",
+        *(f"  {_gain(one)} {named(one)}{time_of(one)}" for one in report.measurements),
+    ]
+
+
+def named(one: MeasurementValue) -> str:
+    """Return what becomes known, in words."""
     *some, last = one.measured
     return f"{', '.join(some)} and {last}" if some else last
 
 
-def _value(one: MeasurementValue) -> str:
-    if not one.settles:
-        return "nothing"
-    cost = "" if one.minutes is None else f" (about {one.minutes:.0f} minutes on {one.gpus} GPUs)"
-    return f"{one.right:.2f}, {one.gain:+.1%}{cost}"
+def time_of(one: MeasurementValue) -> str:
+    """Return how long a measurement takes, in brackets; nothing where that is not known or it gains nothing."""
+    known = one.settles and one.minutes is not None
+    return f" (about {one.minutes:.0f} minutes on {one.gpus} GPUs)" if known else ""
+
+
+def _gain(one: MeasurementValue) -> str:
+    return f"{one.gain:+.1%}:" if one.settles else "nothing:"

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipelinerl.cli.render_certainty import certainty_lines
+from pipelinerl.cli.plan_answer import plan_answer, print_answers
+from pipelinerl.cli.render_certainty import measurement_lines
 from pipelinerl.cli.render_cost import cost_line, short
 from pipelinerl.cli.render_what_if import against_lines, assumption_lines
 from pipelinerl.hardware.coefficients import Level
@@ -18,13 +19,14 @@ from pipelinerl.records.plan_report import PlannedCandidate, PlanReport
 
 
 def print_plan(report: PlanReport, name: str) -> None:
-    """Print a plan: the recommendation and the candidates it was compared with, then the reasons.
+    """Print a plan: the answer in sentences, the candidates it was compared with, then what else is to know.
 
     Args:
         report: The plan.
         name: The run file, for the title.
     """
-    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_changes(report)]
+    print_answers(plan_answer(report))
+    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_decides(report)]
     print_candidates(plan_table(report), name, [*reasons, *assumption_lines(report), *against_lines(report)])
 
 
@@ -52,21 +54,19 @@ def print_candidates(made: PageTable, name: str, lines: Sequence[str]) -> None:
 
 def plan_table(report: PlanReport) -> PageTable:
     """Return the recommendation and the candidates it was compared with as a table."""
-    search, best = report.search, report.recommended
+    search, best, other = report.search, report.recommended, report.runner_up
     priced = best.cost.usd is not None
-    places = [("recommended", best), ("runner-up", report.runner_up)]
-    places += [(f"best {family}", one) for family, one in report.families.items()]
+    places = [("recommended", best), ("runner-up", other)]
+    shown = {one.label for one in (best, other) if one is not None}
+    places += [(f"best {family}", one) for family, one in report.families.items() if one and one.label not in shown]
     places.append(("run file", report.own))
     hours = f"GPU-hours of {report.run.optimizer_steps:,} optimizer steps"
     cost = "USD per million trained tokens" if priced else hours
     return PageTable(
-        title=f"{search.candidates:,} candidates screened, {search.simulated} simulated",
+        title=f"{search.candidates:,} candidates screened, {report.certainty.ways} compared in "
+        f"{report.certainty.draws} draws, {search.simulated} simulated",
         columns=("", "candidate", "tok/s", "band", "s/step", "$/Mtok" if priced else "GPU-h", "lag", "max", "wait"),
-        rows=[
-            _row(place, one)
-            for place, one in places
-            if one is not None and (place in ("recommended", "run file") or one.label != best.label)
-        ],
+        rows=[_row(place, one) for place, one in places if one is not None],
         note=f"{cost}; mean and largest lag in optimizer steps; wait: share of the trainer's time; band: pessimistic "
         "to optimistic coefficients.",
     )
@@ -121,14 +121,9 @@ def plan_reasons(report: PlanReport) -> list[str]:
     return lines + [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
 
 
-def what_changes(report: PlanReport) -> list[str]:
-    """Return how sure the recommendation is, and a line per thing that would change it."""
-    lines = certainty_lines(report.certainty)
-    for level, decision in report.decisions.items():
-        if not decision.same:
-            lines.append(
-                f"with {level} coefficients the decision changes: {decision.label}, {decision.faster:.0%} faster"
-            )
+def what_decides(report: PlanReport) -> list[str]:
+    """Return what measurements gain, and which coefficients decide alone."""
+    lines = measurement_lines(report.certainty)
     changing = [row.coefficient for row in report.sensitivity if row.changes_decision]
     if changing:
         names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")

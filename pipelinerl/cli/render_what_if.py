@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pipelinerl.cli.render_cost import short
-from pipelinerl.records.plan_report import Instead, PlanReport
+from pipelinerl.records.plan_report import Assumed, Instead, PlanReport
 
 
 def assumption_lines(report: PlanReport) -> list[str]:
     """Return a line per assumption, the most influential first; none where nothing was assumed."""
-    family = report.recommended.family
-    lines = [
-        f"  {one.key} = {_shown(one.value)}{': ' if one.instead else ''}"
-        + ", ".join(f"{_shown(other.value)} gives {_effect(other, family)}" for other in one.instead)
-        for one in report.assumed
-    ]
-    title = "assumed, the most influential first (tokens/s of the best with another value, by the screening):"
+    lines = [f"  {assumption(one)}" for one in report.assumed]
+    title = "assumed, the most influential first (tokens/s of the fastest with another value, by the screening):"
     return [title, *lines] if lines else []
+
+
+def assumption(one: Assumed) -> str:
+    """Return what was assumed, and what other values would give with the kind of scheduler that is fastest then."""
+    others = (f"{_shown(other.value)} gives {_effect(other, '')}" for other in one.instead)
+    return f"{one.key} = {_shown(one.value)}{': ' if one.instead else ''}{', '.join(others)}"
 
 
 def against_lines(report: PlanReport) -> list[str]:

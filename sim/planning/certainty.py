@@ -30,6 +30,7 @@ def certainty(
     factors: Mapping[str, float],
     screener: Screener,
     run_file: str,
+    whole: bool,
 ) -> CertaintyReport:
     """Return how sure a recommendation is.
 
@@ -42,6 +43,7 @@ def certainty(
         factors: Simulated over screened throughput as things are, by label.
         screener: Gives steady states as things are.
         run_file: Its path and overrides, as words of a command.
+        whole: Whether it has all that a run needs.
     """
     config, answers, chosen = space.config, space.answers, best.candidate
     shares, log_DW = bets.shares(factors), bets.log_rates(factors)
@@ -60,7 +62,7 @@ def certainty(
         tensor_parallel=chosen.config.cluster.tensor_parallel,
         training_accelerators=chosen.config.training_accelerators,
     )
-    instruments = Instruments(config, run_file, arms, screener, one_gpu=space.memory.engine_fits(1))
+    instruments = Instruments(config, run_file, arms, screener, whole=whole, one_gpu=space.memory.engine_fits(1))
     screened_lag = screener.screen(chosen).estimate.lag_mean
     return CertaintyReport(
         draws=draws.number,

@@ -23,8 +23,8 @@ OF_A_CHECK = {
 }
 """What a short run shows, apart and colocated. Apart, short answers are done first: their mean says nothing."""
 NUMBERS = {
-    Unknown.TRAINING: "--train-step-s SECONDS",
-    Unknown.WEIGHTS_APART: "--weight-sync-s SECONDS",
+    Unknown.TRAINING: "--train-step-s SECONDS --out measured_step.toml",
+    Unknown.WEIGHTS_APART: "--weight-sync-s SECONDS --out measured_sync.toml",
 }
 """Without ``[train]``: what ``calibrate`` takes of measurements in a system of your own."""
 
@@ -47,19 +47,26 @@ class Instruments:
         run_file: Its path, and the overrides it was read with, as words of a command.
         arms: The best way of each arm, colocated or not.
         screener: Gives its steady state.
+        whole: Whether the run file has all that a run needs; else commands say what the plan found.
         one_gpu: Whether the model runs on one GPU.
     """
 
     def __init__(
-        self, config: RunConfig, run_file: str, arms: dict[bool, Candidate], screener: Screener, *, one_gpu: bool
+        self,
+        config: RunConfig,
+        run_file: str,
+        arms: dict[bool, Candidate],
+        screener: Screener,
+        *,
+        whole: bool,
+        one_gpu: bool,
     ) -> None:
-        self._config, self._file = config, run_file
+        self._config, self._file, self._whole = config, run_file, whole
         self.all = [self._measure()] if one_gpu else []
         if config.train is None:
+            sets = "" if whole else self._sets(arms.get(False) or arms[True])
             self.all += [
-                Instrument(
-                    (shows,), f"pipelinerl calibrate --run {self._file} {number} --out measured.toml", None, None
-                )
+                Instrument((shows,), f"pipelinerl calibrate --run {self._file}{sets} {number}", None, None)
                 for shows, number in NUMBERS.items()
             ]
         else:
@@ -74,18 +81,23 @@ class Instruments:
         config = check_config(way.config)
         estimate = screener.screen(replace(way, config=config)).estimate
         seconds = CHECK_STEPS * estimate.step_s + estimate.start_s
-        its, own = choice_of(way.config), choice_of(self._config)
-        sets = "".join(
-            f" --set {axis.key}={its[axis.name]}"
-            for axis in AXES
-            if axis.applies_to(way.schedule) and its[axis.name] not in (None, own[axis.name])
-        )
-        command = f"pipelinerl train {self._file} --check{sets} --out check_{way.family}"
+        command = f"pipelinerl train {self._file} --check{self._sets(way)} --out check_{way.family}"
         return Instrument(
             OF_A_CHECK[way.config.colocated],
             command,
             START_MINUTES + seconds / 60,
             config.cluster.accelerators,
+        )
+
+    def _sets(self, way: Candidate) -> str:
+        """Return the overrides that make the run file one of this way."""
+        its, own = choice_of(way.config), choice_of(self._config)
+        return "".join(
+            f" --set {axis.key}={its[axis.name]}"
+            for axis in AXES
+            if axis.applies_to(way.schedule)
+            and its[axis.name] is not None
+            and not (self._whole and its[axis.name] == own[axis.name])
         )
 
     def for_all(self, names: Sequence[Unknown]) -> tuple[list[str], float | None, int | None]:

@@ -229,6 +229,7 @@ class _Search:
                 factors=self._factors(outcomes),
                 screener=self.screener,
                 run_file=self.run_file,
+                whole=self.whole,
             ),
             recommended=PlannedCandidate(**self._described(best, bands)),
             runner_up=None if other is None else self._runner_up(other, best, worth, bands),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import needs_browser, open_tab
+from browser import needs_browser, opened
 from needs import need
 
 need("playwright")
@@ -56,17 +56,9 @@ def path(tmp_path_factory: pytest.TempPathFactory, runs: list[Run], comparison: 
 
 @pytest.fixture(scope="module")
 def tab(path: Path) -> Iterator[Tab]:
-    """The page, open; in the end it must have asked for no other file, and have had nothing to complain of."""
-    requests: list[str] = []
-    complaints: list[str] = []
-    with open_tab() as tab:
-        tab.on("request", lambda one: requests.append(one.url))
-        tab.on("pageerror", lambda one: complaints.append(str(one)))
-        tab.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
-        tab.goto(path.as_uri())
-        tab.wait_for_function("window.Bokeh && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle")
+    """The page, open."""
+    with opened(path) as tab:
         yield tab
-    assert (requests, complaints) == ([path.as_uri()], [])
 
 
 def test_what_a_name_holds_is_text_wherever_it_stands(tab: Tab, path: Path) -> None:

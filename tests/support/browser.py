@@ -32,3 +32,18 @@ def open_tab() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], env=env)
         yield browser.new_page(viewport={"width": 1000, "height": 900})
         browser.close()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a page of ours; in the end it must have asked for no other file, and have had nothing to complain of."""
+    requests: list[str] = []
+    complaints: list[str] = []
+    with open_tab() as tab:
+        tab.on("request", lambda one: requests.append(one.url))
+        tab.on("pageerror", lambda one: complaints.append(str(one)))
+        tab.on("console", lambda one: complaints.append(one.text) if one.type in ("error", "warning") else None)
+        tab.goto(path.as_uri())
+        tab.wait_for_function("window.Bokeh && Bokeh.documents.length === 1 && Bokeh.documents[0].is_idle")
+        yield tab
+    assert (requests, complaints) == ([path.as_uri()], [])

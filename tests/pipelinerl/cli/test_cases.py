@@ -1,6 +1,7 @@
 """``plan`` with a question: without a file, with several cases, against another plan."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import tomli_w
 from command_line import Command, assert_fails
 from tiny_plan import TINY, priced_plan
 
-from pipelinerl.cli.render_cases import case_lines, cases_table
+from pipelinerl.cli.render_cases import case_answers, case_limits, case_next, cases_table, who_wins
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
 
 FEW = (
@@ -39,7 +40,7 @@ def test_a_question_of_two_sizes_is_one_table_and_leaves_the_file(
     result = command("plan", *QUESTION, "--accelerators", "2,4", *FEW)
     assert result.status == 0, result.err
     assert "plan_qwen2.5_1.5b.toml: the recommendation in each of 2 cases" in result.out
-    assert "fastest: 4 GPUs" in result.out
+    assert re.search(r"^answer +Fastest( and cheapest)?: 4 GPUs, ", result.out)
     assert "  workload.length.cv = 1: 0.5 gives " in result.out
     assert result.out.endswith("and ask: pipelinerl plan plan_qwen2.5_1.5b.toml\n")
     kept = tomllib.loads((tmp_path / "plan_qwen2.5_1.5b.toml").read_text())
@@ -58,7 +59,7 @@ def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_ano
     write_json(other / PLAN_FILE, priced_plan().to_dict())
     result = command("plan", run, "--set", "plan.simulate=2", "--gpu", "A100", "--against", other)
     assert result.status == 0, result.err
-    assert "run file" not in result.out.partition("Pareto")[0].split("bottleneck")[0]
+    assert "\nrun file" not in result.out
     assert f"against {other}:" in result.out
     assert "  hardware.gpu: H100 -> A100: -" in result.out
     assert "  price.gpu_hour: 2 -> not given: +0% tokens/s alone" in result.out
@@ -86,11 +87,17 @@ def test_who_wins_where_is_said() -> None:
         update={"tokens_per_s": 2 * best.tokens_per_s, "cost": dear, "family": "conventional", "label": "other"}
     )
     plans = {"4 GPUs": report, "8 GPUs": report.model_copy(update={"recommended": faster})}
-    lines = case_lines(plans)
-    assert lines[0].startswith(f"fastest: 8 GPUs, {2 * best.tokens_per_s:,.0f} tokens/s at ")
-    assert lines[1].startswith("cheapest: 4 GPUs, ")
-    assert lines[1].endswith("; 8 GPUs is 100% faster for 200% more per token")
-    assert lines[2] == "pipeline wins with 4 GPUs; conventional wins with 8 GPUs"
+    first, second = who_wins(plans)
+    assert first.startswith(f"Fastest: 8 GPUs, {2 * best.tokens_per_s:,.0f} tokens/s for ")
+    assert ". Cheapest: 4 GPUs, " in first
+    assert first.endswith(". 8 GPUs: 100% faster than 4 GPUs, for 200% more per token.")
+    assert second == "Pipeline wins with 4 GPUs; conventional wins with 8 GPUs."
+    assert who_wins({"4 GPUs": report})[0].startswith(
+        f"Fastest and cheapest: 4 GPUs, {best.tokens_per_s:,.0f} tokens/s for "
+    )
+    assert f"{2 * best.tokens_per_s:,.0f} tokens/s" in case_answers(plans)["8 GPUs"][0]
+    assert case_limits(plans)[0] == f"4 GPUs: {best.verdict}"
+    assert [line[:7] for line in case_next(plans) if not line.startswith("$ ")] == ["4 GPUs:", "8 GPUs:"]
     assert [row[:2] for row in cases_table(plans).rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
 
 

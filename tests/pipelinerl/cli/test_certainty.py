@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 from command_line import Command, assert_fails, sets
-from tiny_plan import unknown_run
+from tiny_plan import priced_plan, unknown_run
 
-from pipelinerl.cli.render_certainty import certainty_lines
+from pipelinerl.cli.plan_answer import choice, plan_answer
+from pipelinerl.cli.render_certainty import measurement_lines, probability
 from pipelinerl.config.check import CHECK_STEPS, check_config
-from pipelinerl.config.run import RunConfig
+from pipelinerl.config.run import ClusterConfig, RunConfig
 from pipelinerl.config.run_file import dump_run, load_run, parse_run, with_overrides
+from pipelinerl.config.scheduler import SchedulerConfig
 from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyReport, MeasurementValue
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+from pipelinerl.records.plan_report import Assumed, Instead
 from sim.run import simulate
 
+DECIDES = "phase switch decides most, 40% of the difference"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_qwen7b_128_h100.toml"
 
 
@@ -38,54 +42,149 @@ def report(*measurements: MeasurementValue, **changed: Any) -> CertaintyReport:
     return made.model_copy(update=changed)
 
 
-def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
-    first, *rest = certainty_lines(report())
-    assert first == (
-        "certainty: the recommendation is the fastest of 24 within 3% with probability 0.58, and loses 4.3% on average "
-        "to the fastest (400 draws of what is not measured)"
+def answers(*measurements: MeasurementValue, **changed: Any) -> dict[str, list[str]]:
+    return plan_answer(
+        priced_plan().model_copy(update={"certainty": report(*measurements, **changed), "decisions": {}})
     )
-    assert rest == ["which measurement next: none, all that one would show is known"]
-    assert certainty_lines(report(expected_faster=0.19, expected_regret=0.15, keeps_limits=0.62, fits=0.876))[1:4] == [
-        "as things are expected pipeline 4/4 is 19% faster, but it loses 15.0% on average",
-        "it keeps to the limits with probability 0.62",
-        "memory suffices with probability 0.88",
+
+
+def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() -> None:
+    fastest = (
+        "Nothing else within the limits is more than 3% faster if all is as expected; on average over 400 draws of "
+        "what is not measured it is 4.3% behind the fastest of 24 ways."
+    )
+    assert answers()["why"] == [fastest]
+    own = priced_plan().own
+    assert own is not None
+    beyond = own.model_copy(update={"keeps_to_limits": False, "recommended_over_own": 0.8})
+    made = priced_plan().model_copy(update={"certainty": report(), "own": beyond})
+    assert plan_answer(made)["why"] == [f"{fastest} The run file is 25% faster and breaks a limit."]
+    other = priced_plan().simulated[-1]
+    faster = {"expected": other.label, "expected_faster": 0.19}
+    assert answers(**faster, expected_regret=0.15)["why"] == [
+        f"{other.label} is 19% faster if all is as expected, but a greater risk: on average over 400 draws of what is "
+        "not measured it is 15.0%, this one 4.3% behind the fastest of 24 ways."
+    ]
+    lags = f"a mean lag of {other.lag_mean:.2f} instead of {priced_plan().recommended.lag_mean:.2f}"
+    assert answers(**faster, expected_regret=0.05)["why"] == [  # as good within 3%: the lag has decided
+        f"{other.label} is 19% faster if all is as expected, but at {lags}, and on average over 400 draws of what is "
+        "not measured no faster within 3%: this one is 4.3% behind the fastest of 24 ways."
     ]
 
 
 @pytest.mark.parametrize(
-    ("faster", "certain", "end"),
+    ("kind", "split"),
     [
-        (0.71, False, "probability 0.71: not certain; phase switch decides most, 40% of the difference"),
-        (0.97, True, "probability 0.97"),
-        (0.01, True, "probability 0.01"),
+        (
+            "pipeline",
+            "Pipeline RL: 3 GPUs generate and 1 train; 8 sequences in progress on each engine of one GPU; new w",
+        ),
+        ("one_step_off", "One_step_off RL: 3 GPUs generate and 1 train; 8 sequences in progress on each engine of one"),
+        (
+            "conventional",
+            "Conventional RL: all 4 GPUs generate, then all train; 8 sequences in progress on each engine",
+        ),
+        (
+            "partial_rollouts",
+            "Partial_rollouts RL: all 4 GPUs generate, then all train; 8 sequences in progress on eac",
+        ),
     ],
 )
-def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(faster: float, certain: bool, end: str) -> None:
-    odds = AsynchronousOdds(faster=faster, certain=certain, decided_by="phase switch", share=0.4)
-    assert certainty_lines(report(asynchronous=odds))[1] == (
-        f"asynchronous RL is faster than synchronous RL on these GPUs with {end}"
-    )
+def test_the_answer_says_which_gpus_do_what(kind: str, split: str) -> None:
+    """Where the same GPUs do both, a split that the question holds is not one of the answer."""
+    best = priced_plan().recommended
+    scheduler = SchedulerConfig(kind=kind, train_batch_size=8, generation_batch_size=8, publish_every=2)
+    cluster = ClusterConfig(accelerators=4, generation_accelerators=3)
+    words = choice(best.model_copy(update={"scheduler": scheduler, "cluster": cluster}))
+    assert words.startswith(split)
+    assert ("optimizer steps on what was generated at once" in words) == (kind != "pipeline")
+    assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in words
 
 
-def test_measurements_are_listed_with_their_gain_and_cost_and_the_command_to_run() -> None:
-    lines = certainty_lines(
-        report(
-            value("weight transfer", gain=0.02),
-            value("decode step", gain=0.001),
-            value("weight transfer", "mean answer", gain=0.024, commands=("this", "that")),
-        )
-    )
-    assert lines[1:] == [
-        "which measurement next (right with probability 0.58 before; throughput gained):",
-        "  weight transfer: 0.70, +2.0% (about 6 minutes on 8 GPUs)",
-        "  decode step: nothing",
-        "  weight transfer and mean answer: 0.70, +2.4% (about 6 minutes on 8 GPUs)",
-        "  $ do it",  # nearly as much as the most, for one command
+def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
+    assert answers()["how sure"] == ["Fastest within 3% with probability 0.58."]
+    assert answers(keeps_limits=0.62, fits=0.876)["how sure"] == [
+        "Fastest within 3% with probability 0.58; keeps to the limits with probability 0.62; memory suffices with "
+        "probability 0.88."
     ]
-    assert certainty_lines(report(value("switch", gain=0.0)))[1] == (
-        "which measurement next: none would change the plan"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.0, "at most 0.005"),
+        (0.006, "0.01"),
+        (0.5, "0.50"),
+        (0.994, "0.99"),
+        (0.9951, "at least 0.995"),
+        (1.0, "at least 0.995"),
+    ],
+)
+def test_no_probability_is_told_as_certain(value: float, words: str) -> None:
+    assert probability(value) == f"with probability {words}"
+
+
+@pytest.mark.parametrize(
+    ("faster", "certain", "end", "changes"),
+    [
+        (0.71, False, "0.71: not certain.", [f"Asynchronous or synchronous: {DECIDES}."]),
+        (0.97, True, "0.97.", []),
+        (0.01, True, "0.01.", []),
+    ],
+)
+def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(
+    faster: float, certain: bool, end: str, changes: list[str]
+) -> None:
+    odds = AsynchronousOdds(faster=faster, certain=certain, decided_by="phase switch", share=0.4)
+    said = answers(asynchronous=odds)
+    assert said["how sure"][0].endswith(f"; asynchronous RL is faster than synchronous RL with probability {end}")
+    assert said["depends on"] == changes
+
+
+def test_the_assumption_with_the_most_effect_is_among_what_it_depends_on() -> None:
+    others = [
+        Instead(value=0.5, throughput=1.47, family="pipeline"),
+        Instead(value=2.0, throughput=0.9, family="other"),
+    ]
+    made = priced_plan().model_copy(
+        update={"assumed": [Assumed(key="workload.length.cv", value=1.0, instead=others)], "decisions": {}}
     )
-    assert certainty_lines(report(value("switch", gain=0.02, commands=())))[-1].startswith("  switch: 0.70")
+    assert plan_answer(made)["depends on"][-1] == (
+        "Of what was assumed, most on workload.length.cv = 1: 0.5 gives +47% (pipeline), 2 gives -10% (other)."
+    )
+
+
+def test_the_next_step_is_the_measurement_that_gains_nearly_all_for_the_fewest_commands() -> None:
+    measurements = (
+        value("weight transfer", gain=0.02),
+        value("decode step", gain=0.001),
+        value("weight transfer", "mean answer", gain=0.024, commands=("this", "that")),
+    )
+    assert answers(*measurements)["next"] == [
+        "Measure weight transfer (about 6 minutes on 8 GPUs), which gains 2.0% throughput on average, and plan again "
+        "with --measured:",
+        "$ do it",
+    ]
+    assert measurement_lines(report(*measurements)) == [
+        "throughput that a measurement gains on average:",
+        "  +2.0%: weight transfer (about 6 minutes on 8 GPUs)",
+        "  nothing: decode step",
+        "  +2.4%: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
+    ]
+
+
+def test_without_a_command_that_gains_nearly_all_the_best_command_is_next() -> None:
+    far, near = value("mean answer", gain=0.05, commands=()), value("switch", gain=0.01)
+    assert answers(far, near)["next"][1:] == ["$ do it"]
+    assert answers(far)["next"] == [
+        "Know mean answer, which gains 5.0% throughput on average, and ask again; no command measures that."
+    ]
+
+
+def test_nothing_to_measure_is_said() -> None:
+    for measurements in ((), (value("switch", gain=0.0),)):
+        assert answers(*measurements)["next"] == ["No measurement would change the plan: run it."]
+        assert measurement_lines(report(*measurements)) == []
 
 
 def test_a_check_of_a_run_file_is_its_first_steps() -> None:
@@ -143,7 +242,7 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
     assert f"{path} --hardware {hardware} --set seed=1 --weight-sync-s SECONDS" in asked
     assert (
         command(
-            *shlex.split(asked.replace("SECONDS", "5").replace("measured.toml", str(tmp_path / "m.toml")))[1:]
+            *shlex.split(asked.replace("SECONDS", "5").replace("measured_sync.toml", str(tmp_path / "m.toml")))[1:]
         ).status
         == 0
     )

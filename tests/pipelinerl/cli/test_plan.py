@@ -17,7 +17,9 @@ def test_the_table_shows_the_recommendation_the_reasons_and_what_it_was_compared
     report = priced_plan()
     print_plan(report, "run.toml")
     text = capsys.readouterr().out
-    assert "run.toml: 13 candidates screened, 7 simulated" in text
+    number = report.certainty.ways
+    assert f"run.toml: 13 candidates screened, {number} compared in 400 draws, 7 simulated" in text
+    assert text.index("answer ") < text.index("why ") < text.index("next ") < text.index("candidates screened")
     for one in (report.recommended, report.runner_up, report.own):
         assert one is not None
         assert one.label.removesuffix(" (run file)") in text

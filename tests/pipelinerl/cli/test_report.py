@@ -143,13 +143,14 @@ def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, plan_fold
     best = report.recommended
     text = written(command, plan_folder)
     generate = best.cluster.generation_accelerators
-    split = "all 4" if generate is None else f"{generate} accelerators generate and {4 - generate} train"
+    colocated = best.scheduler.schedule.colocated
+    split = "all 4 GPUs generate" if colocated else f"{generate} GPUs generate and {4 - (generate or 0)} train"
     assert split in answer(text)
     assert f"{best.tokens_per_s:,.0f} tokens/s" in answer(text)
     assert f"- Cost: {plan_cost(report)}\n" in text
     for row in plan_table(report).rows:
         assert f"| {' | '.join(row)} |" in text
-    for title in ("Why", "What would change it", "Assumptions"):
+    for title in ("Why", "How sure", "What would change it", "What to do next", "Assumptions"):
         assert f"\n## {title}\n\n- " in text
     assert "pipeline" in written(command, plan_folder, kind="html")
 
@@ -164,7 +165,7 @@ def test_the_page_of_several_plans_says_who_wins_where(command: Command, tmp_pat
     faster = report.model_copy(update={"recommended": best, "assumed": [assumed]})
     write_json(tmp_path / "cases" / "16_GPUs" / "plan.json", faster.to_dict())
     text = written(command, tmp_path / "cases")
-    assert answer(text).startswith("16 GPUs is the fastest: With ")
+    assert answer(text).startswith("Fastest and cheapest: 16 GPUs, ")
     assert text.index("| 4 GPUs | ") < text.index("| 16 GPUs | ")
     assert "- workload.length.cv = 1\n" in text
     assert text == written(command, tmp_path / "cases" / "4_GPUs", tmp_path / "cases" / "16_GPUs")

@@ -1,12 +1,14 @@
 """The value of measurements: derivable for two ways whose log ratio is normal; and the commands that measure."""
 
+import itertools
 import math
 import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_plan import two_arms, unknown_run
+import tomli_w
+from tiny_plan import TINY, two_arms, unknown_run
 
 from pipelinerl.calibration.measured import Measured
 from pipelinerl.config.check import CHECK_STEPS, check_config
@@ -153,11 +155,11 @@ def test_the_way_of_the_weights_decides_between_the_arms_of_the_small_run():
 # ------------------------------------------------------------------------------------------------------ commands
 
 
-def instruments(*, one_gpu=True, config=None, file="runs/mine.toml"):
+def instruments(*, one_gpu=True, config=None, file="runs/mine.toml", whole=True):
     space, some = two_arms()
     config = config or space.config
     arms = {way.config.colocated: way for way in some}
-    return Instruments(config, file, arms, Screener(space.config, space.answers), one_gpu=one_gpu)
+    return Instruments(config, file, arms, Screener(space.config, space.answers), whole=whole, one_gpu=one_gpu)
 
 
 def test_without_a_train_table_commands_take_numbers():
@@ -165,9 +167,23 @@ def test_without_a_train_table_commands_take_numbers():
     assert some.for_all([Unknown.GENERATION]) == (
         ["pipelinerl measure --model MODEL_FOLDER --out measured"], MEASURE_MINUTES, 1,
     )  # fmt: skip
-    command = "pipelinerl calibrate --run runs/mine.toml --train-step-s SECONDS --out measured.toml"
+    command = "pipelinerl calibrate --run runs/mine.toml --train-step-s SECONDS --out measured_step.toml"
     assert some.for_all([Unknown.TRAINING]) == ([command], None, None)
     assert some.for_all([Unknown.ANSWERS]) == ([], None, None)
+
+
+def test_a_question_without_a_split_is_measured_with_that_of_the_plan(command, tmp_path):
+    """The command runs as it stands, but for the seconds: the question has neither split nor H."""
+    question, out = tmp_path / "question.toml", tmp_path / "measured_sync.toml"
+    tables = {**TINY, "hardware": {"gpu": "H100", "model": "Qwen2.5-1.5B"}, "cluster": {"accelerators": 4}}
+    question.write_text(tomli_w.dumps({**tables, "scheduler": {"train_batch_size": 8}}))
+    ((asked,), _, _) = instruments(file=str(question), whole=False).for_all([Unknown.WEIGHTS_APART])
+    words = shlex.split(asked.replace("SECONDS", "5").replace(out.name, str(out)))
+    result = command(*words[1:])
+    assert (result.status, result.err) == (0, "")
+    assert out.exists()
+    overrides = [value for name, value in itertools.pairwise(words) if name == "--set"]
+    assert load_run(question, overrides).generation_accelerators == two_arms()[1][0].config.generation_accelerators
 
 
 def of_the_example():
@@ -176,7 +192,7 @@ def of_the_example():
     made = [one for one in (candidate_of(choice, space) for choice in all_choices(space)) if isinstance(one, Candidate)]
     arms = {one.config.colocated: one for one in made}
     screener = Screener(config, space.answers)
-    return space, arms, Instruments(config, str(EXAMPLE), arms, screener, one_gpu=True)
+    return space, arms, Instruments(config, str(EXAMPLE), arms, screener, whole=True, one_gpu=True)
 
 
 def test_a_check_is_a_command_ready_to_run_that_makes_the_run_it_says():
