@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.cli.plan_answer import plan_answer
+from pipelinerl.cli.plan_answer import plan_answer, sentence
 from pipelinerl.cli.render_cases import case_answers, case_limits, case_next, cases_table, who_wins
+from pipelinerl.cli.render_certainty import measurement_lines
 from pipelinerl.cli.render_comparison import comparison_table
 from pipelinerl.cli.render_cost import cost_line
 from pipelinerl.cli.render_environments import environments_table
-from pipelinerl.cli.render_plan import plan_cost, plan_reasons, plan_table, what_decides
+from pipelinerl.cli.render_plan import deciding_coefficients, plan_cost, plan_reasons, plan_table
 from pipelinerl.cli.render_run import duration, summary_rows
 from pipelinerl.cli.render_what_if import assumption_lines
 from pipelinerl.config.run import RunConfig
@@ -45,8 +46,8 @@ _REMEDIES = {
     Bottleneck.REWARD: "Rewards are the bottleneck: faster or more parallel scoring makes it faster.",
 }
 """What would make a run faster, by its bottleneck."""
-WHY, CHANGES, NEXT = "Why", "What would change it", "What to do next"
-"""Above the reasons of an answer, what would change it, and what follows from it."""
+CHANGES, NEXT, ASSUMED = "What would change it", "What to do next", "Assumed by the question"
+"""Above what would change the answer, what follows from it, and what nobody gave."""
 _PARTS = ("decode", "prefill", "training", "weights", "switch")
 """Tables of ``[hardware]`` that a run file gives, or that are derived from names."""
 _ONE_RUN = "none: one seed, and the hardware as the run file has it"
@@ -133,6 +134,8 @@ def plan_page(report: PlanReport, folder: Path) -> Page:
     ]
     limit = f" with {' and '.join(limits)}" if limits else ""
     said = plan_answer(report)
+    head, *gains = measurement_lines(report.certainty) or [""]
+    measured = {sentence(head).rstrip(":."): [line.strip() for line in gains]} if gains else {}
     unknown = sorted(report.certainty.unknown.items(), key=lambda one: -one[1])
     return Page(
         title=f"A plan for {_setting(config)}",
@@ -140,10 +143,13 @@ def plan_page(report: PlanReport, folder: Path) -> Page:
         answer=" ".join(said["answer"]),
         facts=[("Band", band), ("Cost", plan_cost(report))],
         lists={
-            WHY: [*said["why"], *plan_reasons(report)],
+            "Why": said["why"],
             "How sure": said["how sure"],
-            CHANGES: [*said["depends on"], *(line.strip() for line in what_decides(report))],
+            CHANGES: [*said["depends on"], *deciding_coefficients(report)],
             NEXT: said["next"],
+            "What limits it": plan_reasons(report),
+            **measured,
+            ASSUMED: [line.strip() for line in assumption_lines(report)[1:]],
         },
         assumptions=[
             *(f"not measured: {name}, off by {sd:.0%} (one standard deviation)" for name, sd in unknown if sd > 0),
@@ -178,7 +184,7 @@ def cases_page(reports: dict[str, PlanReport], folders: Sequence[Path]) -> Page:
             **case_answers(reports),
             "What limits each": case_limits(reports),
             NEXT: case_next(reports),
-            "Assumed by the question": [line.strip() for line in assumed[1:]],
+            ASSUMED: [line.strip() for line in assumed[1:]],
         },
         assumptions=_assumptions(config),
         tables=[cases_table(reports)],

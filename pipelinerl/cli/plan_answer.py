@@ -125,7 +125,7 @@ def _changes(report: PlanReport) -> list[str]:
         share = f"{odds.share:.0%} of the difference"
         lines.insert(0, f"Asynchronous or synchronous: {odds.decided_by} decides most, {share}.")
     if report.assumed and report.assumed[0].instead:
-        lines.append(f"Of what was assumed, most on {assumption(report.assumed[0])}.")
+        lines.append(f"The assumption with the most effect is {assumption(report.assumed[0])}.")
     return lines
 
 

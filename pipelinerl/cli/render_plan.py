@@ -26,7 +26,8 @@ def print_plan(report: PlanReport, name: str) -> None:
         name: The run file, for the title.
     """
     print_answers(plan_answer(report))
-    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *what_decides(report)]
+    reasons = [f"cost: {plan_cost(report)}", *plan_reasons(report), *measurement_lines(report.certainty)]
+    reasons += deciding_coefficients(report)
     print_candidates(plan_table(report), name, [*reasons, *assumption_lines(report), *against_lines(report)])
 
 
@@ -121,11 +122,10 @@ def plan_reasons(report: PlanReport) -> list[str]:
     return lines + [f"not tried: {row.key}={row.value}: {row.why}" for row in search.not_tried]
 
 
-def what_decides(report: PlanReport) -> list[str]:
-    """Return what measurements gain, and which coefficients decide alone."""
-    lines = measurement_lines(report.certainty)
+def deciding_coefficients(report: PlanReport) -> list[str]:
+    """Return a line with the coefficients that alone change the decision; none if none does."""
     changing = [row.coefficient for row in report.sensitivity if row.changes_decision]
-    if changing:
-        names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
-        lines.append(f"coefficients that alone change the decision, largest effect first: {names}")
-    return lines
+    if not changing:
+        return []
+    names = ", ".join(changing[:5]) + (f" and {len(changing) - 5} more" if len(changing) > 5 else "")
+    return [f"coefficients that alone change the decision, largest effect first: {names}"]

@@ -150,7 +150,8 @@ def test_the_assumption_with_the_most_effect_is_among_what_it_depends_on() -> No
         update={"assumed": [Assumed(key="workload.length.cv", value=1.0, instead=others)], "decisions": {}}
     )
     assert plan_answer(made)["depends on"][-1] == (
-        "Of what was assumed, most on workload.length.cv = 1: 0.5 gives +47% (pipeline), 2 gives -10% (other)."
+        "The assumption with the most effect is workload.length.cv = 1: 0.5 gives +47% (pipeline), 2 gives "
+        "-10% (other)."
     )
 
 

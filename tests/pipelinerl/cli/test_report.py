@@ -150,6 +150,7 @@ def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, plan_fold
     assert f"- Cost: {plan_cost(report)}\n" in text
     for row in plan_table(report).rows:
         assert f"| {' | '.join(row)} |" in text
+    assert "Assumed by the question" not in text  # there was a run file
     for title in ("Why", "How sure", "What would change it", "What to do next", "Assumptions"):
         assert f"\n## {title}\n\n- " in text
     assert "pipeline" in written(command, plan_folder, kind="html")
