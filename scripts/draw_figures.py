@@ -4,11 +4,12 @@
     python scripts/draw_figures.py validation    # draw one, or several, or "all": an hour on two cores
     python scripts/draw_figures.py page tiny_ess # after `make demo`, `make train`
 
-Pictures of pages need playwright and a Chromium on the path.
+Pictures of pages need playwright and a Chromium: that of scripts/get_chromium.py, or one on the path.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -40,8 +41,10 @@ DRAWN = {
     "validation": ("validate", "validation"),
 }
 """Command and file of each picture that a command draws."""
-PAGES = {"page": "runs/demo", "page_of_a_real_run": "runs/tools"}
+PAGES = {"page": "runs/demo", "page_of_a_real_run": "runs/tiny"}
 """The run of each picture of a page."""
+CHROMIUM = ROOT / "build" / "chromium"
+"""Where scripts/get_chromium.py puts one, with libraries and a font."""
 
 
 def main(names: Sequence[str]) -> int:
@@ -88,7 +91,13 @@ def _take_picture(run: str, path: Path) -> None:
     with TemporaryDirectory() as folder, sync_playwright() as driver:
         page = Path(folder) / "page.html"
         _run("report", run, "--out", str(page))
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        ours = shutil.which("chromium", path=CHROMIUM)
+        own = {"LD_LIBRARY_PATH": str(CHROMIUM / "lib"), "FONTCONFIG_FILE": str(CHROMIUM / "fonts.conf")}
+        browser = driver.chromium.launch(
+            executable_path=ours or shutil.which("chromium"),
+            args=["--no-sandbox"],
+            env={**os.environ, **(own if ours else {})},
+        )
         tab = browser.new_page(viewport={"width": 760, "height": 1480})
         tab.goto(page.as_uri())
         tab.wait_for_function("window.Bokeh !== undefined && Bokeh.documents.every(one => one.is_idle)")
