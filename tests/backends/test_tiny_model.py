@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from backends.tiny_model import RECIPES, make_tiny_model, make_tokenizer  # noqa: E402  # needs both
+from backends.tiny_model import make_tiny_model, make_tokenizer  # noqa: E402  # needs both
 from pipelinerl.rl.sums import Arithmetic  # noqa: E402
 
 pytestmark = [
@@ -62,11 +62,10 @@ def test_a_task_without_a_recipe_is_refused(tmp_path: Path) -> None:
         make_tiny_model(tmp_path, task="math")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", RECIPES)
-def test_the_fitted_model_is_right_less_than_half_of_the_time(tmp_path: Path, task: str) -> None:
-    """The claim of the examples: a start between 20 % and 40 % on held-out problems."""
-    assert 0.2 < make_tiny_model(tmp_path, task=task) < 0.4
+@pytest.mark.slow(seconds=30)
+def test_the_fitted_model_of_chains_is_right_less_than_half_of_the_time(tmp_path: Path) -> None:
+    """The claim of the examples: a start between 20 % and 40 % on held-out problems; ``test_run`` has the others."""
+    assert 0.2 < make_tiny_model(tmp_path, task="chain") < 0.4
 
 
 def test_the_script_says_that_it_takes_a_while_before_it_does(
