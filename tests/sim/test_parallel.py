@@ -131,7 +131,7 @@ print(sorted(run_all(abs, [-1, -2], workers={workers})))
 
 def script(path: Path, workers: int) -> subprocess.CompletedProcess[str]:
     path.write_text(SCRIPT.format(workers=workers))
-    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_one_worker_needs_no_main_guard_for_it_is_this_process(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class Loop(vf.Harness[LoopConfig]):
             for turn in range(self.config.turns):
                 body = {"model": ctx.model, "messages": messages, "tools": tools, "stream": self.config.stream}
                 headers = {"Authorization": f"Bearer {secret}"}
-                answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers, timeout=60)
+                answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers, timeout=600)
                 answer.raise_for_status()
                 said = "?" if self.config.stream else answer.json()["choices"][0]["message"]
                 messages.append(said if isinstance(said, dict) else {"role": "assistant", "content": said})

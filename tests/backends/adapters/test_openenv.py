@@ -43,7 +43,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
     while True:
         assert server.poll() is None
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+            socket.create_connection(("127.0.0.1", port), timeout=600).close()
         except OSError:
             time.sleep(0.1)
         else:

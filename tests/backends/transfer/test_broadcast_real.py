@@ -87,7 +87,7 @@ def test_engines_hold_what_the_trainer_has_after_every_step_and_a_loss_costs_one
     engines = [engine(tmp_path / "model", index) for index in range(2)]
     given = settings(
         tmp_path / "model",
-        trainer=TrainerConfig(zero_stage=3, pack_tokens=100, step_timeout_s=120),
+        trainer=TrainerConfig(zero_stage=3, pack_tokens=100, step_timeout_s=600),
         transport="broadcast",
     )
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
@@ -172,7 +172,7 @@ def engine(model_path: Path, index: int) -> RayEngine:
         device="cpu",
         transport="broadcast",
         cpu_cores=str(index % (os.cpu_count() or 1)),
-        start_timeout_s=300,
+        start_timeout_s=1200,
         update_timeout_s=TIMEOUT_S,
         generate_timeout_s=SILENCE_S,
     )

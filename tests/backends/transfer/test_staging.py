@@ -32,7 +32,7 @@ class Trainer:
 
     def join(self, num_workers: int = 1) -> None:
         names = ["trainer", *(f"engine {number}" for number in range(num_workers))]
-        self.sender = Sender(self.door, names=names, parameters=PARAMETERS, timeout_s=60)
+        self.sender = Sender(self.door, names=names, parameters=PARAMETERS, timeout_s=600)
         self.sender.meet()
 
     def send(self, version: int, *, sums: list[int] | None = None) -> tuple[int, str]:

@@ -181,7 +181,7 @@ def _load(meeting: str, results: Any) -> None:
     """Load twice as vLLM does on a CPU: keep a layer, make it anew, copy it; put the most memory of the process."""
     shapes = {name: shape for name, _, shape in LARGE}
     model = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    worker = Streaming(Membership(meeting=meeting, worker=1, shapes=shapes, device=CPU, timeout_s=60))
+    worker = Streaming(Membership(meeting=meeting, worker=1, shapes=shapes, device=CPU, timeout_s=600))
     worker._joined.result(60)
     status, used, kept = Path("/proc/self/status"), [], dict[str, Any]()
 
@@ -212,18 +212,18 @@ def test_a_worker_needs_two_buckets_and_a_layer() -> None:
     process = context.Process(target=_load, args=(door.meeting, results))
     process.start()
     try:
-        group = Sender(door, names=["trainer", "engine 0"], parameters=LARGE, timeout_s=60)
+        group = Sender(door, names=["trainer", "engine 0"], parameters=LARGE, timeout_s=600)
         group.meet()
         tensors = {name: torch.randn(shape) for name, _, shape in LARGE}
         first = {name for name in tensors if name.startswith(("head", *LAYERS[:7]))}
         for version in (1, 2):
             gathered = ({name: tensors[name] for name in sorted(names)} for names in (first, tensors.keys() - first))
             assert StreamSender(LARGE, pinned=False).send(group, version, gathered) is None
-        most, in_buckets = results.get(timeout=60)
+        most, in_buckets = results.get(timeout=600)
         group.leave()
-        process.join(timeout=10)
+        process.join(timeout=600)
     finally:
         process.kill()
-        process.join(timeout=10)
+        process.join(timeout=600)
         results.close()
     assert most < in_buckets + LAYER_BYTES + 4 * 4096 * 1024 + 30e6, (most, in_buckets)

@@ -108,14 +108,14 @@ class Ends(Salted):
         self.last_output_s = time.monotonic()
         self.process = context.Process(target=_shares, args=(told,))
         self.process.start()
-        self.shared = Path("/dev/shm") / told.get(timeout=60)
+        self.shared = Path("/dev/shm") / told.get(timeout=600)
 
     def end_calls(self) -> None:
         pass
 
     def shutdown(self) -> None:
         self.process.kill()
-        self.process.join(60)
+        self.process.join(600)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is elsewhere")

@@ -144,7 +144,7 @@ mathtask.VERIFY_LIMIT_S = 1.0
 {last_words}
 """
     ended = subprocess.run(  # returns when nobody is left to write to the pipe of the errors
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=600
     )
     assert (ended.returncode, ended.stdout) == (status, "True\n")
     assert "Traceback" not in ended.stderr
