@@ -239,11 +239,15 @@ def has_answers(learner, recorded):
 
 @pytest.mark.slow
 def test_it_learns():
+    """Mean reward of the first step, and of the last tenth. Of 14 seeds: 0.763 ± 0.050 and 0.963 ± 0.012.
+
+    The bound is 3.1 standard deviations above the one and 3.6 below the other: another seed, or rounding that differs
+    from ours, fails this in 1 case of 900.
+    """
     task = ["policy.task=reverse", "policy.size=4", "policy.width=32", "scheduler.train_batch_size=32"]
-    start = ["policy.warm_start.steps=150", "policy.warm_start.batch_size=64"]
+    start = ["policy.warm_start.steps=75", "policy.warm_start.batch_size=64"]
     summary = simulate(config_with(*task, *start, "policy.learning_rate=2e-3", "optimizer_steps=100"))
-    assert summary.reward.first < 0.9
-    assert summary.reward.last > 0.95
+    assert summary.reward.first < 0.92 < summary.reward.last
 
 
 SMALL_TASK = (
