@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from tiny_plan import planned, priced_plan
 
 from analysis.planning import save_plan, throughput_against_lag
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn_against_lag_and_against_the_split(tmp_path: Path) -> None:
     report = priced_plan()
     assert report.splits.levels  # some of the accelerators generate
@@ -29,6 +31,7 @@ def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> No
     assert "mean_lag_limit" not in [line.get_label() for line in throughput_against_lag(report).axes[0].lines]
 
 
+@pytest.mark.slow
 def test_a_colocated_recommendation_has_no_split(tmp_path: Path) -> None:
     report = planned("plan={schedulers=['conventional'], generation_batch_size=[8], simulate=2, simulate_steps=4}")
     assert [path.stem for path in save_plan(report, tmp_path)] == 2 * ["plan_throughput_against_lag"]

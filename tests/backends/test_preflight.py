@@ -114,6 +114,7 @@ def test_a_model_that_cannot_be_trained(complaint, model, tmp_path, make, says):
     assert says in line
 
 
+@pytest.mark.slow
 def test_a_7b_that_cannot_fit_is_refused_before_anything_starts(complaint, tmp_path):
     """The main example, with the real shape of its model and no weights, as on a machine without GPUs."""
     folder = tmp_path / "Qwen2.5-7B"

@@ -219,6 +219,7 @@ def test_rollouts_that_wait_for_nobody_gain_as_much_as_published(tmp_path, sd_s,
     assert together_s / run.summary().duration_s == pytest.approx(published, rel=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turns", "model_s", "acting_s"), [(64.8, 46.9, 0.61), (45.2, 32.6, 0.68)])
 def test_rollouts_drawn_by_published_means_last_as_long_as_their_product(turns, model_s, acting_s):
     """DeepSWE (rllm #138): steps of a rollout, seconds of model and environment in a step, seconds of a rollout.

@@ -115,6 +115,7 @@ def test_the_shipped_sessions_have_their_published_means():
 # ------------------------------------------------------------------------------------------- drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_the_problem_decides_its_share_of_the_turns(share):
     """500 groups of 4: mean, and intraclass correlation of the logarithms, within 5 standard errors (Fisher 1925)."""

@@ -159,6 +159,7 @@ def longest_in_batch(name: str, prompts: int) -> float:
     return float((values * np.diff(none_longer**prompts, prepend=0.0)).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAILS)
 def test_the_longest_of_a_batch_by_the_log_normal_is_no_shorter_than_real_ones(name):
     """With cv 1, the mean of the set and its limit, as `validate` simulates rows without published lengths."""

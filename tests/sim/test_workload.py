@@ -132,6 +132,7 @@ def test_lognormal_with_a_cap_of_four_uncut_means_cuts_one_in_fifty_at_cv_1():
     assert_mean(lengths == 4000, 0.01870)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cv", "ratio"), [(0.3, 1.48), (0.8, 2.34), (1.0, 2.66)])
 def test_longest_of_8_lognormal_lengths_is_as_much_above_the_mean_as_known(cv, ratio):
     """E[max of 8] / mean of an uncut log-normal, rounded to 0.005; 25 000 groups, z = 4.9: 1 seed in 10^6."""

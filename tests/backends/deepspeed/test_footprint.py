@@ -66,6 +66,7 @@ def test_live_bytes_are_those_of_the_tensors_that_live() -> None:
         assert live.now == 0
 
 
+@pytest.mark.slow
 def test_a_7b_that_keeps_its_activations_is_refused_with_the_key_and_the_figure(qwen7b: Any) -> None:
     """103.9 GB are kept, 3.9 GB more are needed in the backward pass; with all logits at once 115 GB would be."""
     says = message(check_memory, run("train.trainer.activation_checkpointing=false"), qwen7b)
@@ -83,6 +84,7 @@ def test_the_7b_example_fits_as_it_is(qwen7b: Any) -> None:
     check_memory(run(), qwen7b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "fitting", "begins", "has"),
     [
@@ -115,6 +117,7 @@ def test_states_are_those_of_mixed_precision() -> None:
         assert found.states == pytest.approx(numbers * num)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recomputation", "below"), [(1.0, 0.05), (0.0, 0.16)])
 def test_the_planners_formula_is_near(qwen7b: Any, recomputation: float, below: float) -> None:
     """It is for norms that keep half of what those of transformers do; these weigh where activations are kept."""
@@ -123,6 +126,7 @@ def test_the_planners_formula_is_near(qwen7b: Any, recomputation: float, below: 
     assert (1 - below) * counted < planned < counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_what_is_counted_without_numbers_is_what_is_allocated_with_them(checkpointing: bool) -> None:
     """Torch's profiler sees every allocation on CPU, also those within an operation."""
@@ -149,6 +153,7 @@ def test_what_is_counted_without_numbers_is_what_is_allocated_with_them(checkpoi
     assert counted.peak == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -53,6 +53,7 @@ def with_end(sample: Sample, tokens: list[int]) -> Sample:
     return replace(sample, segments=extended(sample.segments, Segment.observed(np.array(tokens))))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_generated_tokens_alone_behind_all_that_was_read(model_path: Path) -> None:
     """Plain torch reads each sequence whole, observed tokens included, and keeps the terms of generated ones only."""
     batch = samples()

@@ -209,6 +209,7 @@ def test_a_run_of_one_step_has_no_publication_to_time(tmp_path: Path) -> None:
     assert "weights: no publication in the trace" in result.notes
 
 
+@pytest.mark.slow
 def test_with_gpu_and_model_the_coefficients_come_back(tmp_path: Path) -> None:
     changed = {"kv_efficiency": 0.8, "training_mfu": 0.33, "step_overhead_s": 0.002, "training_step_s": 2.5}
     overrides = [f"hardware.coefficients.{name}={value}" for name, value in changed.items()]

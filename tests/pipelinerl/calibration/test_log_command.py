@@ -50,6 +50,7 @@ def test_the_walk_from_a_log_to_what_if_asynchronous(
     assert log["beside"]["simulated"]["tokens_per_s"] == pytest.approx(speeds[0], rel=0.02)  # simulate agrees
 
 
+@pytest.mark.slow
 def test_hardware_alone_goes_to_a_file_or_to_the_terminal(command: Command, tmp_path: Path) -> None:
     result = command("calibrate", LOG, "--from", "verl", *NAMED, "--out", tmp_path / "mine.toml")
     assert (result.status, [one.name for one in tmp_path.iterdir()]) == (0, ["mine.toml"])
@@ -101,6 +102,7 @@ def test_an_export_of_wandb_without_its_format_says_what_to_give(command: Comman
 # ------------------------------------------------------------------------------------------ --hardware
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["simulate", "compare", "plan"])
 def test_a_hardware_file_takes_the_place_of_the_run_files_table(
     command: Command, tmp_path: Path, name: str, in_this_process: None

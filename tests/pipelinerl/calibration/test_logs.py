@@ -120,6 +120,7 @@ def assert_close(found: dict[str, float], truth: dict[str, float], *, by: float)
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["verl console", "slime console", "areal console"])
 def test_a_synchronous_job_gives_its_hardware_back(tmp_path: Path, synchronous: list[LoggedStep], case: str) -> None:
     """Simulated with known hardware: seconds within 3 %, also where the log says nothing: at another batch."""
@@ -145,6 +146,7 @@ def test_a_synchronous_job_gives_its_hardware_back(tmp_path: Path, synchronous: 
     assert seconds[1] == pytest.approx(seconds[0], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["nemo-rl history", "prime-rl jsonl"])
 def test_an_asynchronous_job_that_waits_gives_its_generation_back(
     tmp_path: Path, waiting: list[LoggedStep], case: str

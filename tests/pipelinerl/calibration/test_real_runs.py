@@ -61,6 +61,7 @@ def both(name: str, tmp_path: Path) -> tuple[Measured, RunReport]:
     return measured, simulate(RunConfig.model_validate(data, strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", "conventional"])
 def test_a_real_runs_mean_lag_and_speed_come_out_right(name: str, tmp_path: Path) -> None:
     """Before reports took time and transfers counted in the mean, the pipeline's lag came out at 0.90 or 0.57 of it."""
@@ -89,6 +90,7 @@ def test_step_times_of_one_h_predict_others(tmp_path: Path) -> None:
         assert simulated.lag.mean == pytest.approx(lag, rel=within)
 
 
+@pytest.mark.slow
 def test_the_way_back_is_a_part_of_what_a_rollout_takes(tmp_path: Path) -> None:
     """The engine's own clock, which a trace does not hold, said 59 ms in the median and 109 ms in the mean."""
     trace = RUNS / "pipeline.jsonl.gz"

@@ -32,6 +32,7 @@ QUESTION = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "no_figures")
 def test_a_question_of_two_sizes_is_one_table_and_leaves_the_file(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def test_a_question_of_two_sizes_is_one_table_and_leaves_the_file(
     assert kept["price"] == {"gpu_hour": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_another(
     command: Command, tmp_path: Path
@@ -65,6 +67,7 @@ def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_ano
     assert "  price.gpu_hour: 2 -> not given: +0% tokens/s alone" in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "no_figures")
 def test_several_cases_have_a_folder_each_and_one_that_cannot_be_is_said(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"

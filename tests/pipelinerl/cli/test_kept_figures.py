@@ -21,6 +21,7 @@ def test_three_figures_are_shown_and_the_others_named() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process", "small_figures")
 def test_compare_ends_with_what_was_seen_and_its_figures(command: Command, tmp_path: Path, tiny: Path) -> None:
     tiny.write_text(TINY + COMPARE)

@@ -36,6 +36,7 @@ def test_a_run_file_of_a_kind_that_was_not_tried_is_marked(capsys: pytest.Captur
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("in_this_process")
 def test_the_command_prints_json_draws_and_keeps_the_folder(command: Command, tmp_path: Path) -> None:

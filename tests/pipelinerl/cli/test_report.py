@@ -138,6 +138,7 @@ def test_other_scenarios_say_whether_they_change_the_answer(compared: Path) -> N
     assert unlike.startswith(f"unlike: {slow.name} is fastest instead")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, plan_folder: Path) -> None:
     report = PlanReport.read(plan_folder / "plan.json")
     best = report.recommended
@@ -216,6 +217,7 @@ def test_the_page_of_a_validation_has_a_row_per_published_run(command: Command, 
     assert "Predicted over measured" in written(command, tmp_path / "v", kind="html")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_real_run_says_that_it_is_measured(command: Command, tmp_path: Path) -> None:
     config = in_memory.config_of()
     in_memory.run_checked(config, tmp_path / "real", in_memory.parts_of(config))
@@ -227,6 +229,7 @@ def test_the_page_of_a_real_run_says_that_it_is_measured(command: Command, tmp_p
     assert "Mean reward" in page
 
 
+@pytest.mark.slow
 def test_a_page_is_small_and_holds_the_run_file_to_save(command: Command, compared: Path) -> None:
     page = written(command, compared, kind="html")
     assert len(page.encode()) < 3e6

@@ -307,6 +307,7 @@ def run_tables(draw: st.DrawFn) -> dict[str, Any]:
     return data
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(run_tables())
 def test_what_is_dumped_is_read_back_equal_from_any_folder(data: dict[str, Any]) -> None:

@@ -42,6 +42,7 @@ LAGS = (1, 2, 5, 9)
 TOKENS = [10, 10, 10, 0, 0, 10, 0, 0, 0, 10]
 
 
+@pytest.mark.slow
 @given(exponent=st.sampled_from([0.5, 1.0, 1.5, 2.0]), rate=st.floats(1e-4, 0.05))
 def test_a_fit_finds_the_model_that_made_the_metrics(exponent, rate):
     """Whether every step has all lags, as in pipelined RL, or one, as in conventional RL."""

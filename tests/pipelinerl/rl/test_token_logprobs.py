@@ -81,6 +81,7 @@ def test_what_needs_no_gradient_gets_none(frozen) -> None:
     assert [name for name, tensor in inputs.items() if tensor.grad is None] == [frozen]
 
 
+@pytest.mark.slow
 def test_the_gradient_of_the_weights_is_added_up_in_float32(monkeypatch) -> None:
     """300 chunks of one token, each of which adds and takes a half: bfloat16 would stop at 128."""
     monkeypatch.setattr(module, "CHUNK_TOKENS", 1)
@@ -132,6 +133,7 @@ def needed(num_tokens):
     return sum(tensor.nbytes for tensor in kept if id(tensor.untyped_storage()) not in inputs), live.peak
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
     """Per token what is kept is nothing, and what is needed its hidden gradient and some numbers; all logits: 5 GB."""
     chunk_bytes = CHUNK_TOKENS * QWEN["vocabulary"]

@@ -76,6 +76,7 @@ def test_means_of_three_turns_by_hand() -> None:
     assert [means.prefill_s(prefill, kept=share) for share in (1.0, 0.5, 0.0)] == [46.0, 63.5, 81.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 10])
 def test_few_environments_bound_the_rate_by_hand(count: int) -> None:
     """A rollout has its environment for 5 + 2 x 2 s and 3 turns of 4 s, a step missed per slot: 22 s."""
@@ -142,6 +143,7 @@ def test_a_drain_of_equal_lives_by_theory(number: int) -> None:
     assert turns.drain_s(number, lambda _: 1.0, refilled=True) == pytest.approx(3 * number / (number + 1), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "step_s"), [(192, 1586), (320, 1170), (512, 1159), (768, 1182)])
 def test_more_environments_than_caches_have_room_for_are_screened_as_simulated(count: int, step_s: float) -> None:
     """``pipelinerl environments examples/agents.toml``: from 320 on rollouts wait to begin, and nothing changes."""

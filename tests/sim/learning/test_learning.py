@@ -52,6 +52,7 @@ def learned(config, folder):
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(tmp_path):
     for name in ("one", "two"):
         learned(config_with(), tmp_path / name)
@@ -87,6 +88,7 @@ def test_engines_in_closed_form_and_step_by_step_learn_the_same(base, update, sm
     assert (max(versions) > (2 if base is TURNS else 1)) == (update != "wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["keep", "recompute", "abort"])
 def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit(tmp_path, update):
     summary = learned(config_with(f"scheduler.weight_update={update}"), tmp_path)

@@ -35,6 +35,7 @@ def test_the_trace_alone_gives_the_learned_weights_to_the_last_bit_in_turns(tmp_
     assert len({turn.rollout_id for turn in turns}) > 20
 
 
+@pytest.mark.slow
 def test_what_is_observed_is_the_sum_of_what_was_written_and_is_not_trained_on(monkeypatch):
     """Every answer that is trained on, word by word: turns end with END, then comes the calculator's word."""
     seen, trained = [], []
@@ -76,6 +77,7 @@ def test_log_probabilities_of_generated_tokens_are_those_of_training_at_lag_0(tm
     assert set(tokens) == {1}
 
 
+@pytest.mark.slow
 def test_without_lag_pipeline_and_conventional_learn_the_same_in_turns():
     assert (
         simulate(in_turns("scheduler.max_lag=0")).weights_sha256

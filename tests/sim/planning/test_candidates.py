@@ -49,6 +49,7 @@ def test_a_choice_that_has_a_larger_lag_in_any_case_is_rejected_with_the_limit_t
     }
 
 
+@pytest.mark.slow
 def test_every_number_of_optimizer_steps_has_g_of_1_and_the_run_files_own() -> None:
     """Training on one's own answers only, a mean lag of 0, is conventional RL with G = 1."""
     some = ("plan={schedulers=['conventional']}", "optimizer_steps=20", "scheduler.optimizer_steps_per_rl_step=12")
@@ -193,6 +194,7 @@ def test_a_trainer_that_keeps_its_activations_needs_smaller_packs() -> None:
     assert "[train.trainer]" in refused(*overrides, "plan.schedulers=['conventional']")
 
 
+@pytest.mark.slow
 def test_plan_and_simulate_count_the_same_longest_rollout(tmp_path: Path) -> None:
     """The longest prompt of the source, 100, and 30 tokens of answer; it has prompts of its own, so 1000 is void."""
     source = tmp_path / "lengths.csv"

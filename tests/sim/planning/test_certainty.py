@@ -60,6 +60,7 @@ def test_measurements_make_a_plan_surer_and_right(tmp_path):
     assert third.certainty.asynchronous.faster < 1 - CERTAIN
 
 
+@pytest.mark.slow
 def test_the_measurement_that_the_plan_asks_for_is_the_one_that_turned_it():
     certainty = before().certainty
     best = certainty.measurements[0]
@@ -70,12 +71,14 @@ def test_the_measurement_that_the_plan_asks_for_is_the_one_that_turned_it():
     assert certainty.regret >= certainty.least_regret
 
 
+@pytest.mark.slow
 def test_a_plan_of_one_arm_is_compared_with_the_other_by_the_screening():
     certainty = planned("plan.schedulers=['pipeline']").certainty
     assert certainty.asynchronous is not None
     assert planned("plan.schedulers=['conventional']").certainty.asynchronous is None
 
 
+@pytest.mark.slow
 def test_hardware_in_numbers_leaves_the_answers_and_what_the_model_leaves_out():
     certainty = planned("hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4}}").certainty
     assert certainty.fits is None

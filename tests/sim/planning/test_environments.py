@@ -137,6 +137,7 @@ def test_the_figure_has_rate_cost_and_knee(report: EnvironmentsReport) -> None:
     assert len(figure.legends[0].get_texts()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("in_this_process")
 def test_the_command_prints_keeps_and_draws(command: Command, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ def only_pipeline(*, generation_accelerators: int, generation_batch_size: int) -
     )
 
 
+@pytest.mark.slow
 def test_the_runner_up_is_another_way_and_has_the_reason_why_it_lost() -> None:
     report = priced_plan()
     best, other = report.recommended, report.runner_up
@@ -46,6 +47,7 @@ def test_a_gain_with_any_coefficients_is_attributed_to_none_of_them() -> None:
     assert fast.label not in {effect.instead for row in rows for effect in row.effects}
 
 
+@pytest.mark.slow
 def test_a_coefficient_that_the_transport_does_without_is_not_moved() -> None:
     """A run file with [train] says how its weights travel; the seconds of unknown ways are not among the causes."""
     train = "train={model={path='m'}, task={name='math', settings={}}, optimizer={learning_rate=1e-6}}"
@@ -54,11 +56,13 @@ def test_a_coefficient_that_the_transport_does_without_is_not_moved() -> None:
     assert not moved & {"sync_s_per_root_gb", "pause_share"}
 
 
+@pytest.mark.slow
 def test_a_calibrated_coefficient_has_no_other_value() -> None:
     report = planned("hardware.coefficients={training_step_s=0.7}", "plan.simulate=3")
     assert "training_step_s" not in {row.coefficient for row in report.sensitivity}
 
 
+@pytest.mark.slow
 def test_a_starved_trainer_needs_more_generation() -> None:
     small = only_pipeline(generation_accelerators=1, generation_batch_size=2)
     verdict = planned(*small, "hardware.training={token_s=1e-6}").recommended.verdict
@@ -67,6 +71,7 @@ def test_a_starved_trainer_needs_more_generation() -> None:
     assert verdict.endswith(", all to generate")
 
 
+@pytest.mark.slow
 def test_a_slow_trainer_needs_more_training() -> None:
     small = only_pipeline(generation_accelerators=2, generation_batch_size=32)
     verdict = planned(*small, "hardware.training={token_s=4e-3}", "hardware.weights={}").recommended.verdict
@@ -74,6 +79,7 @@ def test_a_slow_trainer_needs_more_training() -> None:
     assert verdict.endswith("1 more GPU gives +50%, all to train")  # 3 train in place of 2
 
 
+@pytest.mark.slow
 def test_a_tight_bound_on_the_lag_is_the_bottleneck() -> None:
     small = only_pipeline(generation_accelerators=2, generation_batch_size=16)
     best = planned(*small, "plan.lag_limit=0", "hardware.training={token_s=1e-5}").recommended

@@ -60,6 +60,7 @@ def test_front_kinds_and_decisions_name_simulated_candidates() -> None:
     assert {level.value for level in report.decisions} == {"optimistic", "pessimistic"}
 
 
+@pytest.mark.slow
 def test_hardware_in_numbers_has_no_band_no_sensitivity_and_no_other_decision() -> None:
     numbers = "hardware={decode={kind='affine', step_s=0.01}, training={token_s=1e-4, step_s=0.1}}"
     report = planned(numbers, "plan={generation_batch_size=[8], simulate=3, simulate_steps=6}")
@@ -67,6 +68,7 @@ def test_hardware_in_numbers_has_no_band_no_sensitivity_and_no_other_decision() 
     assert (report.sensitivity, report.decisions) == ([], {})
 
 
+@pytest.mark.slow
 def test_a_run_file_of_a_kind_that_is_not_asked_for_is_shown_and_not_recommended() -> None:
     """With all slots it is by far the fastest, and as soon as its kind may be chosen it is."""
     small = (
@@ -92,6 +94,7 @@ def test_a_run_file_of_a_kind_that_is_not_asked_for_is_shown_and_not_recommended
 # --------------------------------------------------------------------------------------------- limits
 
 
+@pytest.mark.slow
 def test_the_bound_on_lag_is_kept_by_every_kind_of_schedule() -> None:
     kinds = "plan.schedulers=['pipeline', 'conventional', 'one_step_off', 'partial_rollouts']"
     report = planned(kinds, "plan.lag_limit=2", "plan.simulate=8")
@@ -112,6 +115,7 @@ def test_min_ess_bounds_the_modelled_ess_of_the_recommendation() -> None:
     assert 0.7 <= best.ess < math.exp(-0.25 * best.lag_mean)
 
 
+@pytest.mark.slow
 def test_the_least_mean_lag_that_is_named_is_feasible() -> None:
     line = refused("plan.mean_lag_limit=0.01", "plan.schedulers=['pipeline']")
     least = float(line.partition("(mean_lag_limit=")[2].partition(" ")[0])
@@ -122,6 +126,7 @@ def test_the_least_mean_lag_that_is_named_is_feasible() -> None:
 # --------------------------------------------------------------------------------------------- folder
 
 
+@pytest.mark.slow
 def test_the_folder_holds_the_report_and_a_run_file_that_gives_its_numbers(tmp_path: Path) -> None:
     """The same plan gives the same bytes: report and run file of one are those of another."""
     best = planned("price.gpu_hour=2.0", out=tmp_path / "out", workers=1).recommended
@@ -150,6 +155,7 @@ def test_ctrl_c_between_simulations_ends_them_and_a_second_one_ends_all() -> Non
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_certainty_keeps_the_plan() -> None:
     stages: list[str] = []
 
@@ -164,6 +170,7 @@ def test_ctrl_c_in_the_certainty_keeps_the_plan() -> None:
     assert "optimistic and pessimistic" not in stages
 
 
+@pytest.mark.slow
 def test_on_ctrl_c_the_simulations_that_ended_are_kept(tmp_path: Path) -> None:
     def stop(_stage: str, done: int, _total: int) -> None:
         if done == 2:
