@@ -22,6 +22,8 @@ def plan_figures(report: PlanReport) -> list[Interactive]:
         "Small: screened. Large: simulated. The line is the Pareto front, a bar the band from pessimistic to "
         "optimistic coefficients."
     )
+    if report.certainty.expected_faster > report.certainty.tie:
+        caption += " What stands above the recommendation is faster only if all is as expected."
     made = [chart("Throughput against lag", caption, lambda axes: _draw_candidates(axes, report), **labels)]
     if report.splits.generation_accelerators:
         labels = {"x_axis_label": "accelerators that generate", "y_axis_label": "throughput (tokens/s)"}

@@ -154,6 +154,10 @@ def draw_limit(axes: Axes, max_lags: Iterable[int | None], *, across: bool) -> N
         (axes.axhline if across else axes.axvline)(limit, label=f"max_lag = {limit}", **LIMIT)
 
 
+SEEN = 4.0
+"""Smallest mark in a legend (points): one that is a cloud in a panel is alone there."""
+
+
 def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] = ()) -> None:
     """Put title and legend above the panels, in as many columns as its labels leave room for.
 
@@ -172,7 +176,10 @@ def add_legend(figure: Figure, axes: Axes, title: str, notes: Sequence[Artist] =
         if sum(widths) <= room:
             break
     figure.set_figheight(figure.get_figheight() + 0.15 * (1 + math.ceil(len(labels) / columns)))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, title=title, alignment="left")
+    legend = figure.legend(handles, labels, loc="outside upper left", ncols=columns, title=title, alignment="left")
+    for mark in legend.get_lines():
+        if mark.get_marker() not in ("None", "none", "") and mark.get_markersize() < SEEN:
+            mark.set(markersize=SEEN, alpha=0.6)
 
 
 def handy_time(longest_s: float) -> tuple[float, str]:

@@ -6,6 +6,7 @@ import pytest
 from tiny_plan import planned, priced_plan
 
 from analysis.planning import save_plan, throughput_against_lag
+from analysis.style import SEEN
 
 
 @pytest.mark.slow
@@ -26,6 +27,10 @@ def test_what_was_tried_is_drawn_by_kind_of_mark_and_the_limit_beside_it() -> No
         lags = [one.lag_mean for one in report.simulated if one.family == family]
         assert list(marks[f"{family}, simulated"].get_xdata()) == lags
         assert len(marks[f"{family}, screened"].get_xdata()) == report.screened.family.count(family)
+    (legend,) = axes.get_figure().legends
+    marked = [one.get_markersize() for one in legend.get_lines() if one.get_marker() not in ("None", "none", "")]
+    assert len(marked) > 4
+    assert min(marked) >= SEEN  # a dot of the cloud of those screened is not seen alone
     assert list(marks["recommended"].get_xdata()) == [report.recommended.lag_mean]
     assert list(marks["mean_lag_limit"].get_xdata()) == [2.5, 2.5]
     assert "mean_lag_limit" not in [line.get_label() for line in throughput_against_lag(report).axes[0].lines]

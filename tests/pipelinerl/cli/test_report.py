@@ -157,6 +157,19 @@ def test_the_page_of_a_plan_says_what_to_run_and_why(command: Command, plan_fold
     assert "pipeline" in written(command, plan_folder, kind="html")
 
 
+def test_a_faster_looking_candidate_above_the_recommendation_is_explained_below_the_figure(
+    command: Command, tmp_path: Path, plan_folder: Path
+) -> None:
+    report = PlanReport.read(plan_folder / "plan.json")
+    assert report.certainty.expected_faster <= report.certainty.tie
+    said = "faster only if all is as expected"
+    assert said not in written(command, plan_folder, kind="html")
+    risky = report.certainty.model_copy(update={"expected_faster": 0.2})
+    shutil.copytree(plan_folder, tmp_path / "risky")
+    write_json(tmp_path / "risky" / "plan.json", report.model_copy(update={"certainty": risky}).to_dict())
+    assert said in written(command, tmp_path / "risky", kind="html")
+
+
 def test_the_page_of_several_plans_says_who_wins_where(command: Command, tmp_path: Path, plan_folder: Path) -> None:
     """A folder of plans, or plans side by side: the fastest answers, and what the question assumed stands there."""
     report = PlanReport.read(plan_folder / "plan.json")
