@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -17,12 +18,13 @@ from typing import get_args
 
 import pytest
 
-from pipelinerl.config.run_file import parse_run
+from pipelinerl.config.run_file import load_run, parse_run
 from pipelinerl.records.ledger import RunLedger
 from pipelinerl.scheduler.events import Event
 from pipelinerl.scheduler.kinds import make_scheduler
 from sim.cluster import SimulatedCluster
 from sim.engine import ClosedFormEngine
+from sim.run import simulate
 from sim.step_by_step import StepByStepEngine
 
 ROOT = Path(__file__).parent.parent
@@ -131,6 +133,37 @@ def test_ten_times_the_tokens_take_no_longer(benchmark, table):
     ratio = benchmark.stats.stats.min / seconds(lambda: with_ledger(workload(80, mean=3000)))
     table.append(("time for the same rollouts with answers ten times as long", f"{ratio:.2f} x"))
     assert ratio <= 1.5
+
+
+def test_a_turn_takes_at_most_25_microseconds_where_a_rollout_of_one_turn_takes_14(benchmark, table):
+    """Processor time of a turn over that of a rollout of the long example, pairs of runs in turn, in one process.
+
+    Of 12 pairs the 3rd and the 10th ratio bound the median with 96 %, whatever the distribution.
+    """
+    agents = load_run(ROOT / "examples" / "agents.toml", ["optimizer_steps=3", "scheduler.train_batch_size=128"])
+    single = load_run(QWEN7B, ["optimizer_steps=30"])
+
+    def pair():
+        before = time.process_time()
+        report = simulate(agents)
+        turns_s = time.process_time() - before
+        before = time.process_time()
+        rollouts = simulate(single).rollouts.finished
+        single_s = time.process_time() - before
+        per_turn_s, per_rollout_s = (
+            turns_s / (report.environments.turns_mean * report.rollouts.finished),
+            single_s / rollouts,
+        )
+        pairs.append((per_turn_s, per_rollout_s, per_turn_s / per_rollout_s))
+
+    pairs = []
+    benchmark.pedantic(pair, rounds=12, warmup_rounds=0)
+    turn_s, rollout_s, ratios = (sorted(column) for column in zip(*pairs, strict=True))
+    table.append(("agents, microseconds per turn, median", f"{1e6 * statistics.median(turn_s):.1f}"))
+    table.append(("long example, microseconds per rollout, median", f"{1e6 * statistics.median(rollout_s):.1f}"))
+    table.append(("a turn over a rollout, median", f"{statistics.median(ratios):.2f} x"))
+    table.append(("a turn over a rollout, 96 % interval of the median", f"{ratios[2]:.2f} to {ratios[9]:.2f} x"))
+    assert ratios[2] <= 25 / 14  # above, it would be shown to be slower
 
 
 def test_events_per_second_of_the_scheduler(benchmark, table):

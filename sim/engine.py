@@ -99,6 +99,7 @@ class ClosedFormEngine:
         # The only wake-up that counts, its tick, and the steps to it from the boundary before.
         self._wake: Wake | None = None
         self._wake_at = NOT_PLANNED
+        self._wake_calls_at = NOT_PLANNED  # it may call before: it is then put off
         self._wake_steps = 0
         self._joined: tuple[int, int, Request] | None = None  # arrival that joined at a boundary before that wake-up
         self._awake = False
@@ -162,6 +163,10 @@ class ClosedFormEngine:
     def _woken(self, wake: Wake) -> None:
         """Go through a boundary."""
         if wake is not self._wake:
+            return
+        if self._wake_calls_at < self._wake_at:
+            wake.again(self._wake_at - self._wake_calls_at)
+            self._wake_calls_at = self._wake_at
             return
         self._awake = True
         if self._joined is not None:
@@ -368,12 +373,13 @@ class ClosedFormEngine:
             if call_at is None:
                 return
             at = max(call_at, now)
-        if at != self._wake_at:
-            if self._wake is not None and self._wake_at == NOT_PLANNED:
-                self._wake.again(at - now)
-            else:
-                self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
-            self._wake_at = at
+        if self._wake is not None and self._wake_at == NOT_PLANNED:  # it has called
+            self._wake.again(at - now)
+            self._wake_calls_at = at
+        elif self._wake is None or at < self._wake_calls_at:
+            self._wake = Wake(self._clock, at - now, self._priority, 0, self._woken)
+            self._wake_calls_at = at
+        self._wake_at = at
 
     def _plan_steps(self) -> int:
         """Plan the steps to the next wake-up, with a join in between if that is possible; return its tick."""

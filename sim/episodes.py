@@ -15,6 +15,7 @@ import gzip
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -97,27 +98,33 @@ class Episodes:
         self._usual_turns = min(turns.max, math.ceil(8 * (turns.mean or 1)))
         self._recorded: Sequence[RecordedEpisode] = ()
         self._in_order = False
+        self._limits_s = np.full(turns.max, self._environment.step_timeout_s)
+        self._hang_rates = np.full(turns.max, self._environment.step_hang_rate)
+        self._limits_s[0], self._hang_rates[0] = self._environment.reset_timeout_s, self._environment.reset_hang_rate
         if turns.kind == "recorded" and not self._policy_decides:
             assert turns.source is not None  # checked by the configuration
             self._in_order = turns.source not in shipped_turns() and is_trace(turns.source)
             self._recorded = _within(read_turns(turns.source, group_size=self._group_size), turns.context_max)
-        groups: dict[int | str, list[RecordedEpisode]] = {}
-        for episode in self._recorded:
-            groups.setdefault(episode.group, []).append(episode)
-        self._groups = list(groups.values())
+        groups: dict[int | str, list[int]] = {}
+        for place, episode in enumerate(self._recorded):
+            groups.setdefault(episode.group, []).append(place)
+        self._groups = list(groups.values())  # places in ``_recorded``
+        self._task = lru_cache(maxsize=1)(self._choose_task)  # siblings ask one after the other
+        self._played = lru_cache(maxsize=None)(self._play)
 
     def episode(self, rollout_id: int, prompt_id: int) -> Episode:
         """Return the episode of a rollout."""
         stream = named_stream(self._seed, "episodes", rollout_id)
         config, turns = self._environment, self._environment.turns
+        if self._recorded:
+            played, played_s = self._played(self._choose(stream, rollout_id, prompt_id))
+            seconds = played_s.copy()
+            seconds[0] = min(_drawn(stream, config.reset_s, config.reset_cv, 1)[0], config.step_max_s)
+            faults = self._faults(stream, seconds)  # of the seconds it changes the reset's only
+            acting_ticks = (*_ticks(seconds[:1]), *played.acting_ticks[1:])
+            return Episode(played.prompt_tokens, played.ends, played.observed, acting_ticks, faults)
         if self._policy_decides:
             seconds = _drawn(stream, config.step_s, config.step_cv, turns.max)
-        elif self._recorded:
-            one = self._choose(stream, rollout_id, prompt_id)
-            prompt_tokens, num_turns = one.prompt_len, min(len(one.out_lens), turns.max)
-            generated = np.clip(one.out_lens[:num_turns], 1, self._longest_turn)
-            observed = np.array([0, *one.obs_lens[: num_turns - 1]])
-            seconds = np.array([0.0, *one.tool_times[: num_turns - 1]])
         else:
             assert turns.mean is not None  # checked by the configuration
             num_turns = self._num_turns(stream, turns.mean, prompt_id)
@@ -130,8 +137,42 @@ class Episodes:
         faults = self._faults(stream, seconds)
         if self._policy_decides:
             return Episode(0, (1,), (0,), _ticks(seconds), faults)
-        observed = observed.clip(0, turns.observation_max).astype(np.int64)
-        return _cut(prompt_tokens, generated, observed, seconds, context_max=turns.context_max, faults=faults)
+        return self._cut(prompt_tokens, generated, observed, seconds, faults)
+
+    def _play(self, place: int) -> tuple[Episode, NDArray[np.float64]]:
+        """Return a recorded episode as far as chance does not decide it, and the seconds before each of all its turns.
+
+        Made once for each: the time and the memory of 50 turns are then those of one.
+        """
+        one, most = self._recorded[place], self._environment.turns.max
+        num_turns = min(len(one.out_lens), most)
+        generated = np.clip(one.out_lens[:num_turns], 1, self._longest_turn)
+        observed = np.array([0.0, *one.obs_lens[: num_turns - 1]])
+        seconds = np.array([0.0, *one.tool_times[: num_turns - 1]]).clip(0.0, self._environment.step_max_s)
+        return self._cut(one.prompt_len, generated, observed, seconds, {}), seconds
+
+    def _cut(
+        self,
+        prompt_tokens: int,
+        generated: NDArray[np.int64],
+        observed: NDArray[np.float64],
+        seconds: NDArray[np.float64],
+        faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]],
+    ) -> Episode:
+        """Return what fits into a context of an episode: only turns that begin below it, the last of them cut there."""
+        turns = self._environment.turns
+        observed_T = observed.clip(0, turns.observation_max).astype(np.int64)
+        ends = np.cumsum(generated)
+        room = turns.context_max - prompt_tokens - np.cumsum(observed_T) - (ends - generated)
+        num_turns = max(1, int((room > 0).sum()))
+        ends[num_turns - 1] -= max(0, int(generated[num_turns - 1] - max(1, room[num_turns - 1])))
+        return Episode(
+            prompt_tokens=prompt_tokens,
+            ends=tuple(ends[:num_turns].tolist()),
+            observed=tuple(observed_T[:num_turns].tolist()),
+            acting_ticks=_ticks(seconds[:num_turns]),
+            faults=faults,
+        )
 
     def _num_turns(self, stream: np.random.Generator, mean: float, prompt_id: int) -> int:
         """Return the number of turns of a rollout: log-normal, in part by its prompt."""
@@ -151,8 +192,7 @@ class Episodes:
         """
         config = self._environment
         errors = stream.random(len(seconds)) < config.failure_rate
-        limits, rates = np.full(len(seconds), config.step_timeout_s), np.full(len(seconds), config.step_hang_rate)
-        limits[0], rates[0] = config.reset_timeout_s, config.reset_hang_rate
+        limits, rates = self._limits_s[: len(seconds)], self._hang_rates[: len(seconds)]
         first_s = np.where(stream.random(len(seconds)) < rates, np.inf, seconds) if rates.any() else seconds
         faults: dict[int, list[tuple[int, EnvironmentFault]]] = {}
         for turn in np.flatnonzero(errors | (first_s > limits)).tolist():
@@ -177,19 +217,24 @@ class Episodes:
         mean, cv = (config.step_s, config.step_cv) if turn else (config.reset_s, config.reset_cv)
         return min(float(_drawn(stream, mean, cv, 1)[0]), config.step_max_s)
 
-    def _choose(self, stream: np.random.Generator, rollout_id: int, prompt_id: int) -> RecordedEpisode:
-        """Return a recorded episode: siblings are different ones of one task, where that has enough; else any.
+    def _choose(self, stream: np.random.Generator, rollout_id: int, prompt_id: int) -> int:
+        """Return the place of an episode: siblings are different ones of one task, where that has enough; else any.
 
         Of a run, the tasks come in their order, again and again, and their episodes in theirs.
         """
         if self._in_order:
             group = self._groups[prompt_id % len(self._groups)]
             return group[rollout_id % self._group_size % len(group)]
+        task = self._task(prompt_id)
+        return task[rollout_id % self._group_size] if task else int(stream.integers(len(self._recorded)))
+
+    def _choose_task(self, prompt_id: int) -> list[int]:
+        """Return the places of the episodes of a task, in the order of the siblings that play them; none: too few."""
         chosen = named_stream(self._seed, "episode_tasks", prompt_id)
         group = self._groups[int(chosen.integers(len(self._groups)))]
-        if len(group) >= self._group_size:
-            return group[int(chosen.permutation(len(group))[rollout_id % self._group_size])]
-        return self._recorded[int(stream.integers(len(self._recorded)))]
+        if len(group) < self._group_size:
+            return []
+        return [group[place] for place in chosen.permutation(len(group)).tolist()]
 
     def _lengths(self, rollout_id: int, prompt_id: int, num_turns: int) -> tuple[int, NDArray[np.int64]]:
         """Return the length of a rollout's prompt and of its turns (tokens)."""
@@ -219,29 +264,6 @@ def _within(episodes: Sequence[RecordedEpisode], context_max: int) -> list[Recor
             f"{shortest} tokens, got {context_max}"
         )
     return kept
-
-
-def _cut(
-    prompt_tokens: int,
-    generated: NDArray[np.int64],
-    observed: NDArray[np.int64],
-    seconds: NDArray[np.float64],
-    *,
-    context_max: int,
-    faults: Mapping[int, Sequence[tuple[int, EnvironmentFault]]],
-) -> Episode:
-    """Return the episode that fits into a context: only turns that begin below it, the last of them cut there."""
-    ends = np.cumsum(generated)
-    room = context_max - prompt_tokens - np.cumsum(observed) - (ends - generated)
-    num_turns = max(1, int((room > 0).sum()))
-    ends[num_turns - 1] -= max(0, int(generated[num_turns - 1] - max(1, room[num_turns - 1])))
-    return Episode(
-        prompt_tokens=prompt_tokens,
-        ends=tuple(ends[:num_turns].tolist()),
-        observed=tuple(observed[:num_turns].tolist()),
-        acting_ticks=_ticks(seconds[:num_turns]),
-        faults=faults,
-    )
 
 
 def _ticks(seconds: NDArray[np.float64]) -> tuple[int, ...]:

@@ -25,9 +25,8 @@ class PrefixCache:
 
     def keep(self, rollout_id: int, tokens: int) -> None:
         """Keep the cache of a rollout whose turn has ended."""
-        self.take(rollout_id)
+        self._tokens += tokens - self.kept.pop(rollout_id, 0)
         self.kept[rollout_id] = tokens
-        self._tokens += tokens
 
     def take(self, rollout_id: int) -> int:
         """Give the cache of a rollout to the batch that it joins, and return its tokens; 0: there is none."""

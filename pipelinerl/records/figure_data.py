@@ -51,6 +51,7 @@ class FigureRecorder:
 
     def __init__(self, *, engine_ids: Iterable[int], colocated: bool, longest: int) -> None:
         self.watching = True  # whether it still needs reports of rollouts
+        self.num_first = 0  # rollouts started at the first instant, as the ledger counts them
         self._colocated = colocated
         # Lag by position: differences along the positions, so that a span costs two additions.
         self._lag_change = np.zeros(longest + 1, dtype=np.int64)
@@ -58,7 +59,6 @@ class FigureRecorder:
         # Generation window: start, end, tokens of each rollout in it.
         self._window: dict[int, list[float]] = {}
         self._window_end_s: float | None = None
-        self._num_first = 0
         self._num_left = 0
         # Timeline.
         self._timeline_end_s: float | None = None
@@ -74,29 +74,38 @@ class FigureRecorder:
     # -------------------------------------------------------------------------------------- rollouts
 
     def rollout_started(self, time_s: float, rollout_id: int, engine: int, in_progress: int) -> None:
-        """Note a start; ``in_progress`` counts the engine's rollouts with it."""
-        if rollout_id in self._window:  # a weight update aborted it; now it continues
-            self._window[rollout_id][1] = -1.0
-            self._num_left -= 1
+        """Note a start, or that it goes on; ``in_progress`` counts the engine's rollouts with it."""
+        if rollout_id in self._window:
+            if self._window[rollout_id][1] >= 0:  # a weight update aborted it; between turns it is in progress
+                self._window[rollout_id][1] = -1.0
+                self._num_left -= 1
         elif self._window_end_s is None:
             if len(self._window) == WINDOW_ROLLOUTS:
                 self._window_end_s = time_s
             else:
                 self._window[rollout_id] = [time_s, -1.0, 0.0]
-                self._num_first += time_s == 0.0
         if self._timeline_end_s is None:
             self._note_occupancy(time_s, engine, in_progress)
 
     def rollout_left(self, time_s: float, rollout_id: int, engine: int, in_progress: int, num_tokens: int) -> None:
-        """Note that a rollout left its engine with ``num_tokens`` tokens."""
-        if rollout_id in self._window:
-            self._window[rollout_id][1:] = time_s, num_tokens
-            self._num_left += 1
-            if self._window_end_s is None and not self._colocated and self._num_left == 3 * self._num_first:
-                self._window_end_s = time_s
-            self._stop_watching_if_over()
+        """Note that a rollout left its engine with ``num_tokens`` tokens, and is in progress no more."""
+        self.rollout_ended(time_s, rollout_id, num_tokens)
         if self._timeline_end_s is None:
             self._note_occupancy(time_s, engine, in_progress)
+
+    def turn_ended(self, time_s: float, engine: int, in_progress: int) -> None:
+        """Note that a rollout left its engine, and is still in progress."""
+        if self._timeline_end_s is None:
+            self._note_occupancy(time_s, engine, in_progress)
+
+    def rollout_ended(self, time_s: float, rollout_id: int, num_tokens: int) -> None:
+        """Note that a rollout is in progress no more, if it was; it has ``num_tokens`` tokens."""
+        if rollout_id in self._window and self._window[rollout_id][1] < 0:
+            self._window[rollout_id][1:] = time_s, num_tokens
+            self._num_left += 1
+            if self._window_end_s is None and not self._colocated and self._num_left == 3 * self.num_first:
+                self._window_end_s = time_s
+            self._stop_watching_if_over()
 
     def _stop_watching_if_over(self) -> None:
         windows_closed = self._window_end_s is not None and self._timeline_end_s is not None

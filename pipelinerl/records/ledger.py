@@ -122,6 +122,7 @@ class RunLedger:
             rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
             if event.engine is None:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
+                self.profile.rollout_ended(time_s, rollout_id, num_tokens)
             else:
                 self._leave_engine(rollout_id, event.engine, num_tokens)
             self._num_finished += 1
@@ -146,7 +147,8 @@ class RunLedger:
             self._turn_finished(event)
             return
         if isinstance(event, ObservationReady):
-            self._place(event.rollout_id, Place.WAITING)
+            if self._turns is not None:
+                self._turns.move(time_s, event.rollout_id, Place.WAITING)
             return
         match event:
             case RolloutAborted():
@@ -177,6 +179,7 @@ class RunLedger:
                 self._tokens_cut_short -= self._between_turns.pop(rollout_id)
             else:
                 self._num_started += 1
+                self.profile.num_first += time_s == 0.0
             in_progress = self._engine_rollouts[engine] + 1
             self._engine_rollouts[engine] = in_progress
             if in_progress == 1:
@@ -189,6 +192,7 @@ class RunLedger:
         match command:
             case OpenEnvironment():
                 self._num_started += 1
+                self.profile.num_first += time_s == 0.0
                 self._between_turns[command.rollout_id] = 0
                 if self._turns is not None:
                     self._turns.open(time_s, command.rollout_id)
@@ -203,14 +207,17 @@ class RunLedger:
             case Stop():
                 self._stop = command.reason.value
 
-    def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int) -> None:
+    def _leave_engine(self, rollout_id: int, engine: int, num_tokens: int, *, goes_on: bool = False) -> None:
         in_progress = self._engine_rollouts[engine] - 1
         self._engine_rollouts[engine] = in_progress
         if not in_progress:
             end_s = self._time_s if self._stop is None else self._busy_until_s()
             self._busy_s[engine] += end_s - self._busy_since_s[engine]
         if self.profile.watching:
-            self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
+            if goes_on:
+                self.profile.turn_ended(self._time_s, engine, in_progress)
+            else:
+                self.profile.rollout_left(self._time_s, rollout_id, engine, in_progress, num_tokens)
 
     def _place(self, rollout_id: int, place: Place | None) -> None:
         """Record where a rollout with turns is from now on; None: it is dropped."""
@@ -221,7 +228,7 @@ class RunLedger:
 
     def _turn_finished(self, event: TurnFinished) -> None:
         rollout_id, num_tokens = event.rollout_id, event.spans.ends[-1]
-        self._leave_engine(rollout_id, event.engine, num_tokens)
+        self._leave_engine(rollout_id, event.engine, num_tokens, goes_on=True)
         self._between_turns[rollout_id] = num_tokens
         self._tokens_cut_short += num_tokens
         self._aborting.discard(rollout_id)
@@ -251,7 +258,9 @@ class RunLedger:
         if event.engine is not None:
             self._leave_engine(event.rollout_id, event.engine, 0)
         elif event.rollout_id in self._between_turns:
-            self._tokens["failed"] += self._between_turns.pop(event.rollout_id)
+            num_tokens = self._between_turns.pop(event.rollout_id)
+            self._tokens["failed"] += num_tokens
+            self.profile.rollout_ended(self._time_s, event.rollout_id, num_tokens)
         else:
             self._trainer.open_step.num_scoring -= 1
             self._tokens["failed"] += self._finished.remove(event.rollout_id)
@@ -261,8 +270,10 @@ class RunLedger:
             self._place(rollout_id, None)
             unfinished = self._interrupted if rollout_id in self._interrupted else self._between_turns
             if rollout_id in unfinished:
+                num_tokens = unfinished.pop(rollout_id)
                 self._ended["aborted"] += 1
-                self._tokens["aborted"] += unfinished.pop(rollout_id)
+                self._tokens["aborted"] += num_tokens
+                self.profile.rollout_ended(self._time_s, rollout_id, num_tokens)
             else:
                 self._ended["discarded"] += 1
                 self._tokens["discarded"] += self._finished.remove(rollout_id)

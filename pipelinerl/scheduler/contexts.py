@@ -38,8 +38,8 @@ class EngineContexts:
 
     def hold(self, rollout_id: int, engine: int, tokens: int) -> None:
         """Count a rollout on an engine, with so many tokens of context; it may have been counted before."""
-        if rollout_id in self._held:
-            self.drop(rollout_id)
+        if (before := self._held.get(rollout_id)) is not None:
+            self._tokens[before[0]] -= before[1]
         self._held[rollout_id] = (engine, tokens)
         self._tokens[engine] += tokens
 

@@ -143,7 +143,7 @@ def joined(first: VersionSpans, second: VersionSpans) -> VersionSpans:
     if not second.ends:
         return first
     num_first = first.ends[-1]
-    ends = tuple(num_first + end for end in second.ends)
+    ends = tuple([num_first + end for end in second.ends])
     if first.versions[-1] == second.versions[0]:
         return VersionSpans(first.versions + second.versions[1:], first.ends[:-1] + ends)
     return VersionSpans(first.versions + second.versions, first.ends + ends)

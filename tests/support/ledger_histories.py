@@ -37,9 +37,9 @@ def ended(rollout_id, *pairs, engine=0, reward=0.0):
     return RolloutFinished(rollout_id, engine, spans(*pairs)), RolloutScored(rollout_id, reward)
 
 
-def ledger_of(history, *, num_engines=1, colocated=False, longest=10):
+def ledger_of(history, *, num_engines=1, colocated=False, longest=10, environments=None):
     """Keep the ledger of (time, event or command, ...) entries."""
-    ledger = RunLedger(num_engines=num_engines, colocated=colocated, longest=longest)
+    ledger = RunLedger(num_engines=num_engines, colocated=colocated, longest=longest, environments=environments)
     for time_s, *entries in history:
         for entry in entries:
             if isinstance(entry, get_args(Event)):

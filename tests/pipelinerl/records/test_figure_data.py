@@ -1,17 +1,25 @@
 """Data of figures: hand-written histories with hand-made positions, windows and timelines."""
 
+import numpy as np
 import pytest
 from ledger_histories import FIRST_STEP, STORY, ended, figures_of, in_rounds, ledger_of, spans, start
 
 import pipelinerl.records.figure_data
 from pipelinerl.scheduler.events import (
     NO_TOKENS,
+    DiscardReason,
+    DiscardRollouts,
+    ObservationReady,
+    OpenEnvironment,
     PublishWeights,
     RolloutAborted,
+    RolloutFailed,
+    RolloutFinished,
     StartTraining,
     Stop,
     StopReason,
     TrainingFinished,
+    TurnFinished,
     WeightsLoaded,
     WeightsPublished,
     WeightUpdate,
@@ -175,3 +183,36 @@ def test_a_full_window_ends_where_its_rollouts_do(monkeypatch):
     window = figures_of(in_rounds(rounds=9))["generation_window"]
     assert window["width_s"] == 2.0 / 200
     assert window["in_progress"] == pytest.approx([2.0] * 200)
+
+
+@pytest.mark.parametrize("last", ["finishes on its engine", "is ended by its environment", "fails", "is discarded"])
+def test_with_turns_the_window_ends_when_three_times_the_first_rollouts_have_ended(last):
+    """One environment: rollouts of two turns, 2 s and 3 tokens each in all; the end of a turn is no end of a rollout.
+
+    Before, nothing counted as started at the first instant, since environments are made ready first.
+    """
+    history = []
+    for k in range(5):
+        history += [
+            (2.0 * k, OpenEnvironment(k, k)),
+            (2.0 * k + 0.5, ObservationReady(k, 3), start(k)),
+            (2.0 * k + 1.0, TurnFinished(k, 0, spans((0, 1)))),
+        ]
+        go_on = (ObservationReady(k, 5), start(k, 0, 1))
+        ends = {
+            "finishes on its engine": ((2.0 * k + 1.5, *go_on), (2.0 * k + 2.0, *ended(k, (0, 3)))),
+            "is ended by its environment": (
+                (2.0 * k + 1.5, *go_on),
+                (2.0 * k + 1.75, TurnFinished(k, 0, spans((0, 3)))),
+                (2.0 * k + 2.0, RolloutFinished(k, None, spans((0, 3)), 1.0)),
+            ),
+            "fails": ((2.0 * k + 2.0, RolloutFailed(k)),),
+            "is discarded": ((2.0 * k + 2.0, DiscardRollouts((k,), DiscardReason.STALE)),),
+        }
+        history += ends[last]
+    ledger = ledger_of(history, environments=1)
+    window = ledger.figure_data().to_dict()["generation_window"]
+    assert window["width_s"] == 6.0 / 200  # the end of the third rollout
+    assert np.mean(window["in_progress"]) == pytest.approx(0.75)  # from its first slot on
+    tokens = 1 if last in {"fails", "is discarded"} else 3
+    assert np.mean(window["tokens_per_s"]) == pytest.approx(tokens / 2)
