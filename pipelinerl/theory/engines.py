@@ -5,7 +5,8 @@ The formulas stand in ``pipelinerl.theory.steady_state``, which puts them togeth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.theory.turns import TurnMeans
 from pipelinerl.util.arrays import FloatArray
+
+GRID = 17
+"""Numbers of full slots for which the seconds of an answer are computed (count)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class Engines:
     """Seconds in which the environment of a rollout acts, without a slot."""
     reset_s: float = 0.0
     """Those of them before its first token."""
+    held_up_s: float = 0.0
+    """Seconds in which an answer waits at its engine for the ends of prefills that were under way when it came."""
+    uneven: float = 1.0
+    """Seconds of a token over those in a batch of the mean size: of rollouts with turns as many as chance has it are
+    there (``of_rollouts``)."""
 
     @property
     def front_end_s(self) -> float:
@@ -43,14 +52,47 @@ class Engines:
 
     def step_s(self, batch: float) -> float:
         """Return seconds per token of a sequence in a stationary batch, the prefill of others included."""
-        return self.decode_step.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+        even_s = self.decode_step.of(batch, batch * self.answers.context) + batch / self.answers.mean * self.prompt_s
+        return even_s * self.uneven
+
+    def of_rollouts(self, each: float) -> Engines:
+        """Return engines of so many rollouts each (mean), which come back to the same one turn after turn.
+
+        A rollout is there, or for Z seconds in all with its environment. Whatever the distributions of single turns and
+        gaps, of N rollouts k are there with probability p(k) ~ p(k - 1) (N - k + 1) / Z * (seconds of an answer beside
+        k) / k. What an engine loses while it happens to be empty, it does not make up for while it is crowded.
+        Source: Baskett, Chandy, Muntz and Palacios 1975: a station where nobody waits, and one that all share.
+        """
+        if not self.acting_s:
+            return replace(self, slots=min(each, self.slots))
+        low = math.floor(each)
+        (low_slots, low_rate), (high_slots, high_rate) = self._shared(low), self._shared(low + 1)
+        slots = low_slots + (each - low) * (high_slots - low_slots)
+        rate = low_rate + (each - low) * (high_rate - low_rate)
+        rest_s = self.dispatch_s + self.front_end_s + self.held_up_s
+        uneven = (slots / rate - rest_s) / (self.answer_s(self.busy(slots)) - rest_s)
+        return replace(self, slots=slots, uneven=uneven)
+
+    def _shared(self, number: int) -> tuple[float, float]:
+        """Return full slots and answers per second of an engine of so many rollouts, as ``of_rollouts`` has it."""
+        if not number:
+            return 0.0, 0.0
+        grid = np.linspace(1.0, max(1.0, self.slots), GRID)
+        slots_K = np.minimum(np.arange(1.0, number + 1), self.slots)
+        answer_K = np.interp(slots_K, grid, [self.answer_s(self.busy(slots)) for slots in grid.tolist()])
+        left_K = np.arange(number, 0, -1)  # with their environment, and one more
+        log_p_K = np.cumsum(np.log(left_K / self.acting_s * answer_K / slots_K))
+        most = max(0.0, float(log_p_K.max()))
+        p_K = np.exp(log_p_K - most)
+        p_K /= p_K.sum() + math.exp(-most)
+        return float((p_K * slots_K).sum()), float((p_K * slots_K / answer_K).sum())
 
     def answer_s(self, batch: float) -> float:
         """Return seconds from one answer of a slot to the next; a freed slot misses a step."""
         return self._answer_s(self.step_s(batch))
 
     def _answer_s(self, step_s: float) -> float:
-        return (self.answers.mean + 1) * step_s + self.dispatch_s + self.front_end_s
+        return (self.answers.mean + 1) * step_s + self.dispatch_s + self.front_end_s + self.held_up_s
 
     def open_over_slots(self, slots: float, *, with_tokens: bool = False) -> float:
         """Return rollouts that are open over those that have a slot, with so many slots of an engine full.

@@ -17,8 +17,9 @@ pipeline        the slowest of: generation at full slots, training, and what ``m
                 at most max_lag + 1/2 steps, so (longest of B answers) * T + training <= (max_lag + 1/2) steps
                 (on average; the rule itself: ``pipelinerl.scheduler.lag_bound``)
 turns           an answer is all that a rollout generates, its prefill that of all turns; besides, its environment acts
-                for Z seconds. With E environments on n engines b solves b (1 + Z/(seconds of an answer)) = E/n, at
-                most its slots. KV caches between turns go where they do not fit, least recent first, and at updates.
+                for Z seconds. Of E environments on n engines each has E/n, and as many at a time as chance has it
+                (``Engines.of_rollouts``). They begin where contexts fit on the emptiest. KV caches between turns go
+                where they do not fit, least recent first, and at updates; a prefill holds up who comes meanwhile.
                 Drain, and longest of B: of lives, tokens * T + Z of the same rollout. While it drains, T is that of the
                 rollouts that still generate.
 ==============  ====================================================================================================
@@ -32,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -132,6 +132,8 @@ def _with_turns(
     most, kept, begun = engines.slots, 1.0, environment.count / engines.number
     keeps = environment.prefix_cache is not PrefixCaching.OFF
     holding = 1 - turns.reset_s / turns.acting_s if turns.acting_s else 1.0  # share of that time: contexts, no reset
+    emptiest = NormalDist().inv_cdf((engines.number - 0.375) / (engines.number + 0.25))  # of engines (Blom 1958)
+    rate = 0.0  # of the answers of an engine (1/s)
     for _ in range(TURN_ROUNDS):
         engines = replace(
             engines,
@@ -139,12 +141,15 @@ def _with_turns(
             acting_s=turns.acting_s,
             reset_s=turns.reset_s,
             prompt_s=turns.prefill_s(hardware.prefill, kept=kept),
-        )
-        slots = _root(partial(_left, engines, begun), high=most)
-        engines = replace(engines, slots=slots)
+            held_up_s=turns.held_up_s(hardware.prefill, kept=kept, rate=rate),
+            uneven=1.0,
+        ).of_rollouts(begun)
+        slots = engines.slots
+        rate = slots / engines.answer_s(engines.busy(slots))
         fit = 0.0
         if keeps:  # a rollout begins where contexts, and the longest besides, fit (``pipelinerl.scheduler.contexts``)
             longest = min(environment.turns.context_max, turns.held + turns.held_sd * LONGEST_DEVIATIONS)
+            longest -= emptiest * turns.held_sd * math.sqrt(begun)  # on the emptiest engine, not the mean one
             room = engines.cache_tokens - longest - slots * turns.context
             fits = max(1.0, slots + max(0.0, room) / max(turns.held * holding, 1e-9))
             begun = (begun + min(environment.count / engines.number, fits)) / 2
@@ -164,11 +169,6 @@ def _kept(turns: TurnMeans, *, running: float, idle: float, room: float) -> floa
     wanted, held = running * turns.context + idle * turns.held, max(idle * turns.held, 1e-9)
     sd = turns.held_sd * math.sqrt(running + idle)
     return 1.0 - float(turns.dropped(np.minimum((wanted + sd * DEVIATIONS - room) / held, 1.0)).mean())
-
-
-def _left(engines: Engines, each: float, slots: float) -> float:
-    """Return the environments of an engine that so many full slots leave."""
-    return each - slots * engines.open_over_slots(slots)
 
 
 def _conventional(config: RunConfig, hardware: ResolvedHardware, engines: Engines, training_s: float) -> Estimate:

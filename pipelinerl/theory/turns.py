@@ -152,6 +152,25 @@ class TurnMeans:
         )
         return prefill_s(prefill, sequences=number, tokens=tokens, squares=squares)
 
+    def held_up_s(self, prefill: PrefillConfig, *, kept: float, rate: float) -> float:
+        """Return the seconds in which the turns of a rollout wait for the ends of prefills of others.
+
+        A prefill holds up the whole engine, those too that come meanwhile. So a turn finds the engine in one for a
+        share of the time, and waits for the rest of it: E[S^2] / (2 E[S]) of those lengths S that are met. Of lengths
+        only those with and without the cache are told apart, by their means.
+
+        Args:
+            prefill: The coefficients.
+            kept: Share of the turns whose KV cache is still there.
+            rate: Rollouts that an engine ends in a second (1/s).
+        """
+        squares_s = 0.0
+        for share, (number, tokens, squares) in ((kept, self.observed), (1 - kept, self.whole)):
+            if number:
+                mean_s = prefill_s(prefill, sequences=number, tokens=tokens, squares=squares) / number
+                squares_s += share * number * mean_s**2
+        return self.whole[0] * rate * squares_s / 2
+
 
 @functools.cache
 def _by_threshold(gaps: tuple[float, ...]) -> tuple[FloatArray, FloatArray]:

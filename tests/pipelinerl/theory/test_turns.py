@@ -13,9 +13,10 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.config.run_file import load_run, parse_run, with_overrides
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import PrefillConfig
+from pipelinerl.theory.engines import Engines
 from pipelinerl.theory.steady_state import Estimate, screen
 from pipelinerl.theory.turns import Turn, TurnMeans
-from sim.planning.candidates import TURNS_TIME_ERROR, Screener, own_candidate
+from sim.planning.candidates import Screener, own_candidate
 from sim.planning.search_space import SearchSpace, answers_of
 from sim.run import simulate
 
@@ -98,18 +99,63 @@ def test_few_environments_bound_the_rate_by_hand(count: int) -> None:
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])
 @pytest.mark.parametrize("prefix_cache", ["salted", "kept", "off"])
 @pytest.mark.parametrize("count", [16, 48, 64, 128])
-def test_the_closed_form_is_as_near_to_the_simulator_as_the_planner_takes_it_to_be(
-    kind: str, prefix_cache: str, count: int
-) -> None:
+def test_the_closed_form_is_near_to_the_simulator(kind: str, prefix_cache: str, count: int) -> None:
     """From far too few environments to so many that their contexts do not fit into the KV caches."""
     changes = (f"scheduler.kind={kind}", f"environment.prefix_cache={prefix_cache}", f"environment.count={count}")
     config = run(*changes)
     report, estimate = simulate(config), screened(config)
     steady = report.steps
     step_s = (steady.time_s[-1] - steady.time_s[19]) / (len(steady) - 20)
-    assert step_s / estimate.step_s == pytest.approx(1.0, abs=0.1 if kind == "conventional" else TURNS_TIME_ERROR)
+    assert step_s / estimate.step_s == pytest.approx(1.0, abs=0.1)
     if kind == "pipeline":
         assert estimate.lag_mean == pytest.approx(report.lag.mean, rel=0.2, abs=0.1)
+
+
+def engines_of(number: int, **decode: float) -> Engines:
+    """Return an engine of 16 slots, answers of 1,000 tokens, and environments that act for 1,000 s."""
+    hardware = parse_run({**RUN, "hardware": {**RUN["hardware"], "decode": {"kind": "affine", **decode}}}).hardware
+    assert hardware.decode is not None
+    table = {**RUN, "workload": {"length": {"kind": "fixed", "max": 1000}}}
+    answers = answers_of(parse_run({key: value for key, value in table.items() if key != "environment"}))[0]
+    return Engines(
+        number=1, slots=16.0, cache_tokens=math.inf,
+        decode_step=DecodeStep(hardware.decode, tensor_parallel=1, most=16),
+        prompt_s=0.0, dispatch_s=0.0, request_s=0.0, report_s=0.0, answers=answers, acting_s=1000.0,
+    ).of_rollouts(number)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [1, 2, 8])
+def test_rollouts_that_do_not_slow_each_other_down_are_independent(number: int) -> None:
+    """A token takes 1 s whoever else is there: each rollout is there 1001 of 2001 s."""
+    engines = engines_of(number, step_s=1.0)
+    assert engines.slots == pytest.approx(number * 1001 / 2001)
+    assert engines.uneven == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_rollouts_that_share_an_engine_leave_it_empty_as_often_as_theory_says(number: int) -> None:
+    """A token takes b s where b are there, so that as many come out however many there are, but of an empty engine.
+
+    One repairman (Erlang): with s the seconds of an answer alone, P(0) = 1 / sum over k of N!/(N - k)! (s/Z)^k.
+    """
+    engines = engines_of(number, step_s=1e-9, sequence_s=1.0)
+    terms = [math.perm(number, k) * (1001 / 1000) ** k for k in range(number + 1)]
+    rate = (1 - 1 / sum(terms)) / 1001
+    assert engines.slots / engines.answer_s(engines.busy(engines.slots)) == pytest.approx(rate, rel=2e-3)
+    assert number - engines.slots == pytest.approx(rate * 1000, rel=2e-3)  # Little: those with their environment
+
+
+def test_the_wait_for_prefills_of_others_by_hand() -> None:
+    """Three turns prefill 16 tokens, or without caches 51, at 1 s a token: 16/3 or 17 s each.
+
+    An engine that ends a rollout in 100 s is in a prefill of the one kind for 16 % of the time; a turn that comes then
+    waits for half of it.
+    """
+    prefill = PrefillConfig(token_s=1.0)
+    arrays = (np.array(one) for one in ([10, 17, 24], [10, 3, 3], [4, 4, 4], [2.0, 3.0, 5.0]))
+    turns = TurnMeans.of([Turn(*arrays)])
+    assert turns.held_up_s(prefill, kept=1.0, rate=0.01) == pytest.approx(3 * 0.16 * (16 / 3) / 2)
+    assert turns.held_up_s(prefill, kept=0.0, rate=0.01) == pytest.approx(3 * 0.51 * 17 / 2)
 
 
 def test_the_caches_of_the_longest_gaps_are_dropped_first() -> None:
@@ -150,7 +196,7 @@ def test_more_environments_than_caches_have_room_for_are_screened_as_simulated(c
     config = load_run(Path(__file__).parents[3] / "examples" / "agents.toml", [f"environment.count={count}"])
     space = SearchSpace.of(config)
     screened = Screener(config, space.answers).screen(own_candidate(space))
-    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.15)
+    assert screened.estimate.step_s == pytest.approx(step_s, rel=0.1)
 
 
 @pytest.mark.parametrize(("steps", "step_s"), [(4, 2150), (8, 1581)])
