@@ -104,7 +104,7 @@ def _take_picture(run: str, path: Path) -> None:
         tab.screenshot(path=path)
         browser.close()
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(64)
+        small = image.convert("RGB").quantize(128, kmeans=2)  # few marks have a colour
     small.save(path, optimize=True)
 
 
