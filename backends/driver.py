@@ -239,13 +239,16 @@ class Driver:
         await self._trainer.start()
         if self._resume_from is not None:
             await self._trainer.load(self._resume_from)
+        if self._keeper is not None:
+            await self._trainer.snapshot()  # it makes the memory of its copies, while engines start
         if self._config.colocated:
             await self._trainer.offload()
 
     async def _measured(self, when_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._sync.to_training()
         await when_up()
-        await self._sync.to_generation()
+        # The first update makes its memory, and proves its copies: those that are measured do neither.
+        await self._sync.load_trained(self._state.version)
 
     # --------------------------------------------------------------------------------------- end
 

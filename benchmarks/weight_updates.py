@@ -193,6 +193,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     model_bytes = make_model(folder / "model", arguments.layers)
     transport: Any = TRANSPORTS[arguments.transport]
     as_loaded = {"cpu_in_place": True} if arguments.transport == "direct" else {}
+    gpu, share = int(arguments.device == "gpu"), arguments.engines + 1  # one GPU is everybody's
     engines = [
         RayEngine(
             VLLMSettings(
@@ -200,18 +201,19 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 model_path=str(folder / "model"),
                 num_slots=AT_ONCE,
                 max_tokens=64,
-                device="cpu",
+                device=arguments.device,
                 transport=transport,
-                cpu_cores=str(index % (os.cpu_count() or 1)),
+                gpu_memory_utilization=0.4 / arguments.engines,
+                cpu_cores=None if gpu else str(index % (os.cpu_count() or 1)),
                 **as_loaded,
             ),
-            {"num_cpus": 1, "max_concurrency": 100},
+            {"num_cpus": 1, "num_gpus": gpu / share, "max_concurrency": 100},
         )
         for index in range(arguments.engines)
     ]
     settings = RankSettings(
         num_ranks=1,
-        device="cpu",
+        device=arguments.device,
         model_path=str(folder / "model"),
         optimizer=OptimizerConfig(learning_rate=1e-6),
         loss=LossConfig(),
@@ -222,7 +224,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         transport=transport,
         weights_folder=str(folder / "weights"),
     )
-    trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=0)
+    trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=gpu / share)
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
     group = None if transport == "file" else WeightSyncGroup(members)
     standing_still = arguments.transport in ("before", "streamed")
@@ -266,6 +268,7 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="staged")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="gpu: all share one")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12, help="12: 0.6 GB")

@@ -49,6 +49,8 @@ MOST_REPEATS = 200
 """Calls that are timed, at most (count)."""
 SEED = 0
 """Seed of weights and tokens."""
+MOST_READ = 65_536
+"""Tokens of prompts that every generation of vLLM reads anew, at most; more stay in its cache (tokens)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ def _decode_rows(bench: Bench, plain: PlainModel) -> Iterator[dict[str, Any]]:
 def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
     """Yield decode steps of vLLM: the difference of a long and a short generation, over their further tokens.
 
-    What the short one takes besides its decode steps is that of its requests.
+    What the short one takes besides its decode steps is that of its requests; not where prompts stay in the cache.
     Prompts are ``ctx`` tokens long less half of the further ones, so that ``ctx`` is the mean context while these are
     sampled.
     """
@@ -263,16 +265,18 @@ def _vllm_rows(bench: Bench, model: Path) -> Iterator[dict[str, Any]]:
             prompt_tokens = max(1, ctx - (few + many) // 2)
             if not engine.holds(batch, prompt_tokens + many):
                 continue  # the KV cache is too small for it
-            times = []
+            times, reads = [], batch * prompt_tokens <= MOST_READ
             for number in range(1 + bench.sizes.repeats):
-                short_s, long_s = (engine.generate_s(batch, prompt_tokens, tokens) for tokens in (few, many))
+                short_s, long_s = (
+                    engine.generate_s(batch, prompt_tokens, tokens, forget=reads) for tokens in (few, many)
+                )
                 if number:  # the first is a warm-up
                     step_s = (long_s - short_s) / (many - few)
                     times.append((step_s, short_s - few * step_s))
             seconds, request_s = (statistics.median(some) for some in zip(*times, strict=True))
             if seconds > 0:
                 yield {"kind": "decode", "batch": batch, "ctx": ctx, "seconds": f"{seconds:.6g}"}
-            if request_s > 0:
+            if reads and request_s > 0:
                 tokens = batch * prompt_tokens
                 yield {"kind": "request", "batch": batch, "tokens": tokens, "seconds": f"{request_s:.6g}"}
     finally:

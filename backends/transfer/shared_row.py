@@ -10,15 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipelinerl.errors import BackendError
 
 HEAD_BYTES = 4096
 """Room before the row for what is said of it: a page (bytes)."""
+MOST_THREADS = 16
+"""Threads that have the system find memory for a row, at most (count)."""
 
 
 def machine() -> str:
@@ -62,6 +67,8 @@ class SharedRow:
             raise BackendError(f"the host has no memory for a copy: {num_bytes} bytes are needed, {free} are free")
         file = os.memfd_create("pipelinerl-weights")
         os.truncate(file, HEAD_BYTES + max(1, num_bytes))
+        if device.type == "cuda":
+            have_pages(file)
         return cls(file, num_bytes, device)
 
     @classmethod
@@ -98,6 +105,21 @@ def _let_go(file: int, pinned: torch.Tensor | None) -> None:
     if pinned is not None:
         _check_cuda(torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr()))
     os.close(file)
+
+
+def have_pages(file: int) -> None:
+    """Have the system find memory for all of a file that is empty, on many cores.
+
+    Else pinning does it on one, which zeroes a gigabyte in 0.5 to 0.8 s: 10 s for the checkpoint of a 1.5B model.
+    """
+    first_bytes = np.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=np.uint8)[:: mmap.PAGESIZE]
+    num_threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(_zero, np.array_split(first_bytes, num_threads)))
+
+
+def _zero(part: NDArray[np.uint8]) -> None:
+    part[:] = 0
 
 
 def _free_bytes() -> int:

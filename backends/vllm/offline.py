@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from backends.vllm.version.client import ENVIRONMENT
+
 CPU_KV_CACHE_GIB = 2
 """KV cache on CPU (GiB)."""
 
@@ -25,7 +27,7 @@ class OfflineEngine:
     def __init__(self, model: Path, *, device: Literal["cpu", "gpu"], num_slots: int, max_tokens: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = f"{CPU_KV_CACHE_GIB}"
-        for name, value in {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+        for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from vllm import LLM
 
@@ -38,7 +40,7 @@ class OfflineEngine:
             max_model_len=self._max_tokens,
             max_num_seqs=num_slots,
             max_num_batched_tokens=max(8192, num_slots, self._max_tokens),
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
             disable_log_stats=True,
             skip_tokenizer_init=True,
         )
@@ -49,13 +51,24 @@ class OfflineEngine:
         """Return whether so many sequences of so many tokens run together, without preemption."""
         return bool(tokens <= self._max_tokens and batch * (tokens + 16) <= self._capacity)
 
-    def generate_s(self, batch: int, prompt_tokens: int, new_tokens: int) -> float:
-        """Return the seconds in which a batch of equal prompts gets equally many tokens each."""
+    def generate_s(self, batch: int, prompt_tokens: int, new_tokens: int, *, forget: bool = True) -> float:
+        """Return the seconds in which a batch of prompts of one length gets equally many tokens each.
+
+        No two prompts have a block of the cache in common: each sequence reads keys and values of its own.
+
+        Args:
+            batch: Prompts (count).
+            prompt_tokens: Tokens of each.
+            new_tokens: Tokens of each answer.
+            forget: Whether the prompts are read anew. Else the same ones are in the cache since the last time.
+        """
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
-        prompts = [tokens_input([1 + number % 7] * prompt_tokens) for number in range(batch)]
+        prompts = [tokens_input(_prompt(number, prompt_tokens)) for number in range(batch)]
         parameters = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=1.0, detokenize=False, seed=0)
+        if forget:
+            self._llm.reset_prefix_cache()
         begin_s = time.perf_counter()
         self._llm.generate(prompts, parameters, use_tqdm=False)
         return time.perf_counter() - begin_s
@@ -66,3 +79,8 @@ class OfflineEngine:
         if core is not None:
             core.shutdown()
         del self._llm
+
+
+def _prompt(number: int, tokens: int) -> list[int]:
+    """Return a prompt that begins with its own number, in digits that every vocabulary has."""
+    return [1 + number % 7, 1 + number // 7 % 7, 1 + number // 49 % 7, *[1] * tokens][:tokens]

@@ -22,12 +22,15 @@ from refusals import message
 from backends.check.run_check import MARKER, check
 from backends.facts import PlaceFacts, RankFacts, SelfTest
 from backends.fake import FakeBackend
-from backends.interface import Parts, Sample, TrainResult
+from backends.interface import Parts, Sample, TrainResult, Weights
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.cli.render_check import print_check
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import RunInterruptedError
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
+from pipelinerl.records.run_folder import TRACE_FILE
+from pipelinerl.records.trace import Trace
+from pipelinerl.scheduler.events import WeightsLoaded
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,6 +56,12 @@ class Machines(FakeBackend):
 
 class PackTrainer(Shared):
     """Trains on what is no batch, too: the pack that is timed; if it has its memory."""
+
+    published: tuple[int, ...] = ()
+
+    async def publish(self, version: int) -> Weights:
+        self.published += (version,)
+        return await super().publish(version)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         assert self.has_memory
@@ -80,6 +89,9 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out
     report, rows = checked(out, backend, steps=50)
     assert not report.wrong
     assert len(backend.trainer.trained) == 4
+    assert backend.trainer.published[:2] == (0, 1)  # the first, which is slower, is not among those that are measured
+    loaded = [one.event.version for one in Trace(out / TRACE_FILE).records() if isinstance(one.event, WeightsLoaded)]
+    assert min(loaded) > 0
     assert rows["a pack of 16384 tokens"].measured == "forward 1 s, backward 2 s, optimizer 0.5 s"
     assert rows["optimizer steps"].measured.startswith("4, ")
     assert rows["agreement"].finding is Finding.OK

@@ -174,11 +174,15 @@ def test_decode_steps_are_measured_in_vllm(tmp_path: Path, monkeypatch: pytest.M
 
     generate_s = OfflineEngine.generate_s
 
-    def steady_s(engine: OfflineEngine, batch: int, prompt_tokens: int, new_tokens: int) -> float:
-        assert generate_s(engine, batch, prompt_tokens, new_tokens) > 0
+    forgets: list[bool] = []
+
+    def steady_s(engine: OfflineEngine, batch: int, prompt_tokens: int, new_tokens: int, *, forget: bool) -> float:
+        assert generate_s(engine, batch, prompt_tokens, new_tokens, forget=forget) > 0
+        forgets.append(forget)
         return 1.0 + 0.01 * new_tokens
 
     monkeypatch.setattr(OfflineEngine, "generate_s", steady_s)
+    monkeypatch.setattr(measuring, "MOST_READ", 50)  # 1 prompt of 8 tokens is read anew, 8 are not
     make_tiny_model(tmp_path / "model", fit_steps=1)
     sizes = Sizes(
         products=(1, 8), decode=((1, 32), (8, 32)), prefill=((1, 16),), train=((1, 16),), repeats=2, warm_up=1
@@ -186,4 +190,7 @@ def test_decode_steps_are_measured_in_vllm(tmp_path: Path, monkeypatch: pytest.M
     done = measure(tmp_path / "out", device="cpu", model=tmp_path / "model", sizes=sizes)
     assert done["decode_by"] == "vllm"
     with (tmp_path / "out" / "step_times.csv").open() as file:
-        assert [float(row["seconds"]) for row in csv.DictReader(file) if row["kind"] == "decode"] == [0.01, 0.01]
+        rows = list(csv.DictReader(file))
+    assert [float(row["seconds"]) for row in rows if row["kind"] == "decode"] == [0.01, 0.01]
+    assert [(int(row["batch"]), float(row["seconds"])) for row in rows if row["kind"] == "request"] == [(1, 1.0)]
+    assert forgets == 6 * [True] + 6 * [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -25,7 +26,7 @@ from backends.transfer.layout import (  # noqa: E402
     row_bytes,
     seen_as,
 )
-from backends.transfer.shared_row import SharedRow, machine  # noqa: E402
+from backends.transfer.shared_row import SharedRow, have_pages, machine  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -117,6 +118,18 @@ def test_a_row_is_seen_by_another_process_of_this_machine_and_has_no_name_in_a_f
     row.close()
     results.close()
     assert not os.path.exists(row.path)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3 * mmap.PAGESIZE, 40 * mmap.PAGESIZE + 1])
+def test_pages_that_are_to_be_pinned_are_there_before(num_bytes: int) -> None:
+    file = os.memfd_create("test")
+    os.truncate(file, num_bytes)
+    assert os.fstat(file).st_blocks == 0
+    have_pages(file)
+    pages = -(-num_bytes // mmap.PAGESIZE)
+    assert os.fstat(file).st_blocks * 512 == pages * mmap.PAGESIZE  # st_blocks: of 512 bytes
+    assert os.pread(file, num_bytes, 0) == bytes(num_bytes)
+    os.close(file)
 
 
 def test_a_row_that_there_is_no_memory_for_or_that_is_not_there_is_refused() -> None:
