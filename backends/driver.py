@@ -247,6 +247,8 @@ class Driver:
     async def _measured(self, when_up: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self._sync.to_training()
         await when_up()
+        for handle in self._pool:
+            handle.version = -1  # version 0 is what the trainer has made of it by now
         # The first update makes its memory, and proves its copies: those that are measured do neither.
         await self._sync.load_trained(self._state.version)
 

@@ -99,21 +99,22 @@ class EnginePool:
         return tuple(self._seats)
 
     async def start(self) -> None:
-        """Start all engines, at version 0; those that cannot be started are given up, unless none can.
+        """Start all engines, at version 0; those that cannot be started, tried twice, are given up, unless none can.
 
         Raises:
             EngineLostError: If none can be started.
         """
         handles = list(self)
-        ends = await asyncio.gather(*(handle.engine.start() for handle in handles), return_exceptions=True)
-        for handle, end in zip(handles, ends, strict=True):
-            if end is None:
-                handle.up.set()
-        lost = [(handle, end) for handle, end in zip(handles, ends, strict=True) if end is not None]
-        for handle, end in lost:
-            if not isinstance(end, EngineLostError) or len(lost) == len(handles):
-                raise end
-            await self._give_up(handle, end)
+        lost = await _start(handles)
+        if 0 < len(lost) < len(handles):  # what ails all of them is not tried twice
+            for handle, error in lost.items():
+                LOG.warning("engine %d is started once more: %s", handle.engine_id, error)
+                await handle.engine.shutdown()
+            lost = await _start(lost)
+        for handle, error in lost.items():
+            if len(lost) == len(handles):
+                raise error
+            await self._give_up(handle, error)
 
     def may_generate(self) -> None:
         """Say that the weights of all engines are what they say they are."""
@@ -282,3 +283,18 @@ class EnginePool:
         for result in await asyncio.gather(*(handle.engine.shutdown() for handle in self), return_exceptions=True):
             if isinstance(result, BaseException):
                 LOG.warning("an engine could not be shut down: %s", result)
+
+
+async def _start(handles: Iterable[EngineHandle]) -> dict[EngineHandle, EngineLostError]:
+    """Start engines together; return those that could not be started, and why."""
+    lost: dict[EngineHandle, EngineLostError] = {}
+    starts = {handle: handle.engine.start() for handle in handles}
+    for handle, end in zip(starts, await asyncio.gather(*starts.values(), return_exceptions=True), strict=True):
+        match end:
+            case None:
+                handle.up.set()
+            case EngineLostError():
+                lost[handle] = end
+            case _:
+                raise end
+    return lost

@@ -204,21 +204,29 @@ async def _driven(driver: Driver) -> None:
         await driver.run()
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run: Ctrl-C, and what job schedulers and ``timeout`` send."""
+
+
 @contextmanager
 def _interruptible(driver: Driver) -> Iterator[None]:
-    """Turn the first Ctrl-C into a clean end of the run, where this thread may and the process does not ignore it."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Turn the first of ``ENDING`` into a clean end, where this thread may and the process does not ignore it."""
+    heard = [one for one in ENDING if signal.getsignal(one) is not signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        heard = []
     loop = asyncio.get_running_loop()
 
+    def listen_no_more() -> None:
+        for one in heard:
+            loop.remove_signal_handler(one)
+
     def interrupt() -> None:
-        loop.remove_signal_handler(signal.SIGINT)  # the second one ends the process
+        listen_no_more()  # the second one ends the process
         driver.interrupt()
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for one in heard:
+        loop.add_signal_handler(one, interrupt)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        listen_no_more()

@@ -144,6 +144,36 @@ class NoMore(FakeEngine):
         await super().start()
 
 
+class NotAtFirst(FakeEngine):
+    """Fails its first start."""
+
+    fails = True
+
+    async def start(self):
+        if self.fails:
+            self.fails = False
+            raise EngineLostError("engine start failed: a file system that was slow")
+        await super().start()
+
+
+def test_an_engine_that_fails_its_first_start_is_started_once_more(out, caplog):
+    config = config_of()
+    parts = parts_of(config)
+    parts.engines[1] = NotAtFirst(num_slots=config.scheduler.generation_batch_size)
+    run_checked(config, out, parts)
+    assert "engine 1 is started once more: engine start failed: a file system that was slow" in caplog.text
+    assert "given up" not in caplog.text
+    assert [one.num_started for one in parts.engines] == [1, 1]
+
+
+def test_what_keeps_all_engines_from_starting_is_not_tried_twice(out):
+    config = config_of()
+    parts = parts_of(config)
+    parts.engines[:] = [NotAtFirst(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
+    with pytest.raises(EngineLostError, match="a file system that was slow"):
+        run(config, out, parts)
+
+
 @pytest.mark.parametrize("times", [0, 1])
 @pytest.mark.parametrize("setting", SETTINGS, ids=[*KINDS, "asleep"])
 def test_an_engine_that_cannot_be_started_costs_its_seat(out, caplog, setting, times):

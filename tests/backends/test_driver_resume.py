@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,15 @@ def test_a_kill_while_a_checkpoint_replaces_one_of_its_version_leaves_one(out, m
     with pytest.raises(KeyboardInterrupt):
         run(config, out, parts)
     monkeypatch.undo()
+    assert read_newest(out, config).state.version >= 3
+    run_checked(config, out, resume=True)
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(out):
+    """What a job scheduler, ``timeout`` and a shutdown send; without a handler it would end this process."""
+    config = config_of(steps=9)
+    killer = Killer(train_batch_size=8, at=3, do=lambda: signal.raise_signal(signal.SIGTERM))
+    interrupted(config, out, parts_of(config, trainer=killer))
     assert read_newest(out, config).state.version >= 3
     run_checked(config, out, resume=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from refusals import message
 from backends.check.run_check import MARKER, check
 from backends.facts import PlaceFacts, RankFacts, SelfTest
 from backends.fake import FakeBackend
-from backends.interface import Parts, Sample, TrainResult, Weights
+from backends.interface import Parts, Sample, TrainResult, UpdateTimes, Weights
 from pipelinerl.calibration.measured import merged, of_its_arm
 from pipelinerl.cli.render_check import print_check
 from pipelinerl.config.run import RunConfig
@@ -30,7 +31,7 @@ from pipelinerl.errors import RunInterruptedError
 from pipelinerl.records.check_report import CheckReport, CheckRow, Finding
 from pipelinerl.records.run_folder import TRACE_FILE
 from pipelinerl.records.trace import Trace
-from pipelinerl.scheduler.events import WeightsLoaded
+from pipelinerl.scheduler.events import WeightsLoaded, WeightUpdate
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,6 +41,7 @@ class Machines(FakeBackend):
 
     def __init__(self, *, at: int | None = None, do: Callable[[], None] | None = None) -> None:
         self.trainer = PackTrainer(train_batch_size=8, at=at, do=do)
+        self.updates: list[int] = []
 
     @contextmanager
     def open(self, config: RunConfig, *, logs: Path | None = None) -> Iterator[Parts]:
@@ -51,17 +53,21 @@ class Machines(FakeBackend):
             return SelfTest((place,), (RankFacts("CPU", "plain", 0.0, True, 1.0, 1.0, 0.064, None, None),), None)
 
         with super().open(config) as parts:
+            for engine in parts.engines.values():
+                engine.update = self.noting(engine.update)  # type: ignore[method-assign]
             yield replace(parts, trainer=self.trainer, self_test=self_test)
+
+    def noting(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        async def noted(weights: Weights, weight_update: WeightUpdate) -> UpdateTimes:
+            self.updates.append(weights.version)
+            times: UpdateTimes = await update(weights, weight_update)
+            return times
+
+        return noted
 
 
 class PackTrainer(Shared):
     """Trains on what is no batch, too: the pack that is timed; if it has its memory."""
-
-    published: tuple[int, ...] = ()
-
-    async def publish(self, version: int) -> Weights:
-        self.published += (version,)
-        return await super().publish(version)
 
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         assert self.has_memory
@@ -89,7 +95,9 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out
     report, rows = checked(out, backend, steps=50)
     assert not report.wrong
     assert len(backend.trainer.trained) == 4
-    assert backend.trainer.published[:2] == (0, 1)  # the first, which is slower, is not among those that are measured
+    engines = backend.updates.count(0)  # the first updates, which are slower, are not among those that are measured
+    assert engines == 2
+    assert backend.updates[:engines] == [0, 0]
     loaded = [one.event.version for one in Trace(out / TRACE_FILE).records() if isinstance(one.event, WeightsLoaded)]
     assert min(loaded) > 0
     assert rows["a pack of 16384 tokens"].measured == "forward 1 s, backward 2 s, optimizer 0.5 s"

@@ -32,6 +32,23 @@ def test_the_central_step_is_that_of_a_measured_engine(batch, context, measured_
     assert steps[1] == pytest.approx(measured_ms, rel=0.05)
 
 
+def own_steps():
+    """Decode steps that this project has measured: model, batch, context, measured ms, and ms at each level."""
+    for row in rows_of("decode_step_own_vllm.csv"):
+        batch, ctx = int(row["batch"]), int(row["ctx"])
+        levels = [step_ms(derived(model=find_model(row["model"]), level=level), batch, ctx) for level in Level]
+        yield row, levels
+
+
+def test_a_current_engine_is_as_fast_as_its_kernels_and_faster_than_the_central_level():
+    """vLLM 0.32 on one H100, nothing fitted to it: 17 points of a dense model and a mixture, 5.8 % off on average."""
+    errors = np.array([levels[0] / float(row["step_ms"]) - 1 for row, levels in own_steps()])
+    assert len(errors) == 17
+    assert np.abs(errors).mean() < 0.06
+    assert np.sort(np.abs(errors))[-2] < 0.14  # the largest, 21 %: 256 sequences of 512 tokens
+    assert all(levels[1] > float(row["step_ms"]) for row, levels in own_steps())
+
+
 def test_a_measured_70b_on_four_accelerators_is_inside_the_band():
     """vLLM, Llama-3.1-70B, TP 4: 17.1 to 20.4 ms; its batch is not published, taken for 1 to 16 of 800 tokens."""
     rows = [row for row in rows_of("decode_step_measured_vllm.csv") if row["model"] == "Llama-3.1-70B-Instruct"]
@@ -189,6 +206,10 @@ def page_rows():
     for level in Level:
         steps = [f"{step_ms(derived(level=level), batch, context):.3g}" for batch, context in points]
         rows.append(f"| {level.value} | {' | '.join(steps)} |")
+    for row, levels in own_steps():
+        measured = f"{float(row['step_ms']):.3g} ({float(row['least_ms']):.3g}–{float(row['most_ms']):.3g})"
+        shares = [f"{100 * (level / float(row['step_ms']) - 1):+.0f} %" for level in levels[:2]]
+        rows.append(f"| {row['model']} | {row['batch']}, {row['ctx']} | {measured} | {' | '.join(shares)} |")
     return rows
 
 
