@@ -71,11 +71,11 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def _draft_layers(folder: Path) -> tuple[str, ...]:
-    """Return how the names of the layers begin that only draft tokens (multi-token prediction)."""
+    """Return how the names begin that only draft tokens (multi-token prediction): ``mtp.``, or layers behind the last."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
     first, num = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
-    return tuple(f"model.layers.{first + layer}." for layer in range(num))
+    return ("mtp.", *(f"model.layers.{first + layer}." for layer in range(num)))
 
 
 def verified(

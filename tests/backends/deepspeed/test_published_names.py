@@ -119,6 +119,7 @@ def test_layers_that_only_draft_are_neither_trained_nor_missed(tmp_path: Path) -
     assert config.num_nextn_predict_layers == 1
     last = "model.layers.1."
     draft = {name.replace(last, "model.layers.2."): one.clone() for name, one in saved.items() if last in name}
+    draft["mtp.fc.weight"] = torch.ones(64, 128, dtype=torch.bfloat16)  # as Qwen3-Next and Qwen3.5 name them
     save_file(saved | draft, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert checkpoint_shapes(tmp_path).keys() == saved.keys()
     publisher(tmp_path, "file").check(loaded(tmp_path))
