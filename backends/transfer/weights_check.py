@@ -71,10 +71,11 @@ def checkpoint_shapes(folder: Path | str) -> dict[str, tuple[int, ...]]:
 
 
 def _draft_layers(folder: Path) -> tuple[str, ...]:
-    """Return how the names begin that only draft tokens (multi-token prediction): ``mtp.``, or layers behind the last."""
+    """Return how the names begin of what only drafts tokens (multi-token prediction)."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
     first, num = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+    # A part of its own in Qwen3-Next and Qwen3.5, else layers behind the last.
     return ("mtp.", *(f"model.layers.{first + layer}." for layer in range(num)))
 
 
