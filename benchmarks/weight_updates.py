@@ -9,6 +9,9 @@
 ``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
 version, which is run from a checkout of it, and in it: Ray's processes look for modules where they were started.
 
+An engine *stands still* from the order to pause until it generates again. ``engine_swap_s`` is that without the decode
+step that it ends first, in which nothing is lost, and whose length is the model's.
+
 Engines answer all the time, the trainer trains all the time (with ``--train``) but while it has to stand still. Printed
 are, as medians over the updates, with their range: seconds that an engine and the trainer stand still, tokens per
 second before, during and after the transfer; and the most memory that a worker, the trainer and all of them take above
@@ -162,9 +165,12 @@ async def one_update(
 ) -> dict[str, float]:
     """Bring a version to the engines; return seconds: trainer, transfer, the slowest engine."""
 
-    async def load(weights: Weights) -> float:
+    async def load(weights: Weights) -> dict[str, float]:
         times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
-        return max(one.total_s for one in times)
+        return {
+            "engine_still_s": max(one.total_s for one in times),
+            "engine_swap_s": max(one.total_s - one.pause_s for one in times),
+        }
 
     begin_s = time.perf_counter()
     async with free:
@@ -173,19 +179,15 @@ async def one_update(
         if group is not None and standing_still:
             await group.form(range(len(engines)))
             begin_s = time.perf_counter()
-            engine_s, _ = await asyncio.gather(load(weights), group.send(weights))
+            engine, _ = await asyncio.gather(load(weights), group.send(weights))
             transfer_s = time.perf_counter() - begin_s
-            return {
-                "trainer_still_s": trainer_s + transfer_s,
-                "transfer_s": transfer_s,
-                "engine_still_s": engine_s,
-            }
+            return {"trainer_still_s": trainer_s + transfer_s, "transfer_s": transfer_s, **engine}
     begin_s = time.perf_counter()
     if group is not None:
         assert not await group.form(range(len(engines)))
         assert await group.send(weights)
     transfer_s = time.perf_counter() - begin_s
-    return {"trainer_still_s": trainer_s, "transfer_s": transfer_s, "engine_still_s": await load(weights)}
+    return {"trainer_still_s": trainer_s, "transfer_s": transfer_s, **await load(weights)}
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -193,7 +195,6 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     model_bytes = make_model(folder / "model", arguments.layers)
     transport: Any = TRANSPORTS[arguments.transport]
     as_loaded = {"cpu_in_place": True} if arguments.transport == "direct" else {}
-    gpu, share = int(arguments.device == "gpu"), arguments.engines + 1  # one GPU is everybody's
     engines = [
         RayEngine(
             VLLMSettings(
@@ -201,19 +202,18 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 model_path=str(folder / "model"),
                 num_slots=AT_ONCE,
                 max_tokens=64,
-                device=arguments.device,
+                device="cpu",
                 transport=transport,
-                gpu_memory_utilization=0.4 / arguments.engines,
-                cpu_cores=None if gpu else str(index % (os.cpu_count() or 1)),
+                cpu_cores=str(index % (os.cpu_count() or 1)),
                 **as_loaded,
             ),
-            {"num_cpus": 1, "num_gpus": gpu / share, "max_concurrency": 100},
+            {"num_cpus": 1, "max_concurrency": 100},
         )
         for index in range(arguments.engines)
     ]
     settings = RankSettings(
         num_ranks=1,
-        device=arguments.device,
+        device="cpu",
         model_path=str(folder / "model"),
         optimizer=OptimizerConfig(learning_rate=1e-6),
         loss=LossConfig(),
@@ -224,7 +224,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         transport=transport,
         weights_folder=str(folder / "weights"),
     )
-    trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=gpu / share)
+    trainer = DeepSpeedTrainer(settings, num_cpus=1, num_gpus=0)
     members = GroupMembers(trainer, dict(enumerate(engines)), timeout_s=120)
     group = None if transport == "file" else WeightSyncGroup(members)
     standing_still = arguments.transport in ("before", "streamed")
@@ -268,7 +268,6 @@ def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=tuple(TRANSPORTS), default="staged")
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="gpu: all share one")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12, help="12: 0.6 GB")
