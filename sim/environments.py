@@ -87,13 +87,14 @@ class Environments:
         if self._answers is not None and (observed := self._answers.end_turn(rollout_id)) is not None:
             episode.observed += (observed,)
             episode.ends += (spans.num_tokens + 1,)  # or later: the policy decides when the turn begins
-        if episode.is_last_turn and self._clock.now <= episode.expires_at:
+        turn, num_turns = episode.turn + 1, len(episode.ends)
+        if turn == num_turns and self._clock.now <= episode.expires_at:
             del self._open[rollout_id]
             return False
         request.spans = spans  # the rest is set when it has observed
-        episode.turn += 1
+        episode.turn = turn
         episode.num_failed = 0
-        request.goes_on = not episode.is_last_turn
+        request.goes_on = turn + 1 != num_turns
         self._deliver(TurnFinished(rollout_id, engine, spans, request.take_seconds()))
         if rollout_id in self._open:
             self._act(request, episode)

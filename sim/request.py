@@ -88,9 +88,12 @@ class Request:
 
     def observe(self, num_tokens: int, length: int) -> None:
         """Have it go on after an observation of so many tokens, and finish its turn with so many of its own in all."""
-        self.prompt_tokens += num_tokens
+        ends = self.spans.ends
+        num_own = ends[-1] if ends else 0  # as ``keep``, without two calls per turn
+        self.prompt_tokens = prompt_tokens = self.prompt_tokens + num_tokens
         self.length = length
-        self.keep(self.spans)
+        self.num_left = length - num_own
+        self.tokens_to_prefill = prompt_tokens + num_own
 
     def finish_at(self, length: int) -> None:
         """Have it finish with so many tokens, as a policy has decided."""

@@ -1,4 +1,4 @@
-"""A plan with environments against the truth: every candidate is simulated, and the recommendation is among the best."""
+"""A plan with environments against the truth: all candidates are simulated, and the recommendation is a best one."""
 
 from typing import Any
 
