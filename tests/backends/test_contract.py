@@ -129,7 +129,7 @@ def real_contracts(folder: Path) -> Contracts:
         )
     )
     given = settings(folder, optimizer=OptimizerConfig(learning_rate=1e-3), train_batch_size=BATCH, temperature=1.0)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = DeepSpeedTrainer(given, num_cpus=1, num_gpus=0)
     frozen = ReferenceSettings(device="cpu", model_path=str(folder), temperature=1.0, pack_tokens=100, timeout_s=600)
     reference = RayReference(frozen, [{"num_cpus": 0.5}] * 2)

@@ -40,7 +40,7 @@ from pipelinerl.scheduler.events import (  # noqa: E402
     TrainingFinished,
 )
 
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.real(seconds=100), pytest.mark.filterwarnings("ignore")]
 
 MAKE_MODEL = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
 

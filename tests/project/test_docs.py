@@ -115,6 +115,13 @@ def test_make_knows_the_targets_that_are_named():
     assert [name for name in sorted(named) if f"\n{name}:" not in text_of("Makefile")] == []
 
 
+def test_real_tests_are_where_make_test_begins_them():
+    (folder,) = re.findall(r"pytest .* -m real (\S+)$", text_of("Makefile"), re.MULTILINE)
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"mark\.real\b", path.read_text())]
+    assert len(marked) > 8
+    assert [path for path in marked if not path.is_relative_to(ROOT / folder)] == []
+
+
 def test_functions_named_on_the_analytic_page_exist():
     names = re.findall(r"`(\w+)` \|$", section("docs/analytic.md", "From equation to function"), re.MULTILINE)
     assert len(set(names)) > 8

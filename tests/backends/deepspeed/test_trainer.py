@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]  # Ray, to
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -53,7 +53,7 @@ from pipelinerl.scheduler.events import (  # noqa: E402
     WeightUpdate,
 )
 
-pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.real(seconds=60), pytest.mark.filterwarnings("ignore")]
 NUM_CORES = 5
 TIMEOUT_S = 600.0
 """Nothing here waits for it."""
@@ -74,7 +74,7 @@ def find(name: str, cores: list[int] | None = None) -> Any:
 @pytest.fixture
 def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(SUBREAPER, "true")
-    ray.init(num_cpus=NUM_CORES, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=NUM_CORES, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

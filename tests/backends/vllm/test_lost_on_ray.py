@@ -29,7 +29,7 @@ REQUEST = GenerateRequest(0, prompt_tokens=(1,), max_new_tokens=1, seed=0, tempe
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
