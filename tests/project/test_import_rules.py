@@ -60,7 +60,7 @@ LAYERS = (
     {"theory"},
     {"calibration"},
     {"cli"},
-    {"api"},
+    {"api", "__main__"},
 )
 """Folders of the core, from the ground up: each imports from itself and from lower storeys only."""
 
