@@ -111,7 +111,7 @@ def test_the_closed_form_is_near_to_the_simulator(kind: str, prefix_cache: str, 
         assert estimate.lag_mean == pytest.approx(report.lag.mean, rel=0.2, abs=0.1)
 
 
-def engines_of(number: int, **decode: float) -> Engines:
+def engines_of(number: float, **decode: float) -> Engines:
     """Return an engine of 16 slots, answers of 1,000 tokens, and environments that act for 1,000 s."""
     hardware = parse_run({**RUN, "hardware": {**RUN["hardware"], "decode": {"kind": "affine", **decode}}}).hardware
     assert hardware.decode is not None
@@ -124,8 +124,8 @@ def engines_of(number: int, **decode: float) -> Engines:
     ).of_rollouts(number)  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [1, 2, 8])
-def test_rollouts_that_do_not_slow_each_other_down_are_independent(number: int) -> None:
+@pytest.mark.parametrize("number", [0.5, 1.0, 2.0, 8.0])  # a half: every second engine has one
+def test_rollouts_that_do_not_slow_each_other_down_are_independent(number: float) -> None:
     """A token takes 1 s whoever else is there: each rollout is there 1001 of 2001 s."""
     engines = engines_of(number, step_s=1.0)
     assert engines.slots == pytest.approx(number * 1001 / 2001)
