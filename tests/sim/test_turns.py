@@ -5,6 +5,8 @@ Unless a test says otherwise a decode step lasts 1 s whatever it holds, and all 
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -282,6 +284,7 @@ def test_any_run_ends_and_counts_every_rollout_once(
         ),
     )  # fmt: skip
     summary = run.summary()
+    json.dumps(summary.to_dict(), allow_nan=False)  # raises ValueError where a number is none
     counts = summary.rollouts
     assert summary.complete
     assert counts.started == len(run.of(OpenEnvironment))

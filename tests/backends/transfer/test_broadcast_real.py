@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,16 @@ def find(name: str, cores: list[int] | None = None) -> Any:
 
 
 @pytest.fixture
-def own_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def subreaper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have Ray end what an actor has started. It has this process ignore SIGCHLD then, and who comes after would wait
+    for children that are gone."""
     monkeypatch.setenv(SUBREAPER, "true")
+    yield
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@pytest.fixture
+def own_ray(subreaper: None) -> Iterator[None]:
     ray.init("local", num_cpus=NUM_CORES, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -237,10 +246,10 @@ def handed_over(out: Path, *, seat: int) -> None:
     assert trained & again
 
 
+@pytest.mark.usefixtures("subreaper")
 def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer is on the first; the others have an engine of two workers each, which get weights by broadcast."""
     make_tiny_model(tmp_path / "model", fit_steps=0)
-    monkeypatch.setenv(SUBREAPER, "true")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "2")  # seconds until Ray says that it is gone
     sets = (
         "optimizer_steps=8",
