@@ -217,7 +217,8 @@ class ClosedFormEngine:
     def _keep_join(self) -> None:
         """Take the cache of the request that has joined at a boundary before this one."""
         assert self._joined is not None
-        self._cache.take(self._joined[2].rollout_id)
+        if self._cache.kept:
+            self._cache.take(self._joined[2].rollout_id)
         self._joined = None
 
     def _take_calls(self, until: int) -> None:

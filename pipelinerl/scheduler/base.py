@@ -281,7 +281,7 @@ class Scheduler(ABC):
             while pool.num_open < self.environments and self._has_starting():
                 commands.append(pool.open_one())
             return
-        while slots.num_free and (pool.interrupted or self._has_starting()):
+        while slots.num_free and (pool.interrupted or pool.starting is not None or self._has_starting()):
             commands.append(pool.start_one())
 
     def _has_starting(self) -> bool:
