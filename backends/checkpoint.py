@@ -2,9 +2,10 @@
 
 ``checkpoints/step_000050/`` holds ``trainer/`` (weights, optimizer, schedule: the trainer's own format),
 ``run.pickle`` (scheduler, ledger, rollouts that are finished and not trained on, place in the trace) and
-``manifest.json`` (a checksum of every file). What it holds is copied in one instant, and written while the run goes on:
-under another name, brought to disk, and renamed when it is complete; only then is an older one of the same version
-removed. What is read is checked first. A checkpoint that is broken is passed over for the one before it, and named.
+``manifest.json`` (its format, and a checksum of every file). What it holds is copied in one instant, and written while
+the run goes on: under another name, brought to disk, and renamed when it is complete; only then is an older one of the
+same version removed. What is read is checked first. A checkpoint that is broken is passed over for the one before it,
+and named. One of another format is refused before anything of it is unpickled.
 Pickles can run code when they are read: resume only from checkpoints that you have written yourself.
 """
 
@@ -16,7 +17,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backends.manifest import check_sealed, seal, sync
+from backends.manifest import OtherFormatError, check_sealed, seal, sync
 from backends.state import DriverState
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import ConfigError
@@ -28,6 +29,8 @@ from pipelinerl.util.files import writing
 LOG = logging.getLogger("pipelinerl")
 FOLDER = "checkpoints"
 """Folder of a run's checkpoints."""
+FORMAT = 1
+"""Number of what is written here: one more whenever a class that is pickled, or the trainer's part, changes."""
 MAY_DIFFER = (
     ("hardware",),
     ("compare",),
@@ -82,7 +85,7 @@ class CheckpointKeeper:
             (partial / _RUN).write_bytes(content)
             for records in (STEPS_FILE, METRICS_FILE):
                 sync(self._out / records)
-            seal(partial)
+            seal(partial, format_number=FORMAT)
         before = whole.with_suffix(_BEFORE)
         if whole.exists():
             shutil.rmtree(before, ignore_errors=True)
@@ -102,16 +105,18 @@ def read_newest(out: Path, config: RunConfig) -> Checkpoint:
         config: The run file of the run that is resumed.
 
     Raises:
-        ConfigError: If there is none, all are broken, it is one of another configuration, or the run's files do not
-            reach up to it.
+        ConfigError: If there is none, all are broken, it is one of another configuration or format, or the run's files
+            do not reach up to it.
     """
     faults = []
     for folder in reversed(_whole(out / FOLDER)):
         try:
-            check_sealed(folder)
+            check_sealed(folder, format_number=FORMAT)
             with (folder / _RUN).open("rb") as file:
                 content = pickle.load(file)
             was, state, recording = content["config"], content["state"], content["recording"]
+        except OtherFormatError as error:  # before anything of it is unpickled
+            raise ConfigError(f"--resume: {folder.name} {error}; go on with the version that wrote it") from None
         except Exception as error:
             faults.append(f"{folder.name} is broken: {error}")
             continue

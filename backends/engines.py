@@ -55,7 +55,7 @@ class EnginePool:
 
     Args:
         engines: By engine id; not yet started.
-        restarts_per_hour: Engines lost within an hour, at most (count).
+        restarts_per_hour: Losses within an hour, at most, per engine of the run (count).
         spawn: Starts a task; the run ends if it fails.
         on_update: Called with the times of every update.
         on_restart: Called when a lost engine is up again.
@@ -157,7 +157,7 @@ class EnginePool:
         times = await self._bring_to(seat, weights, weight_update)
         if times is None:
             return 0.0
-        self._on_update(times)
+        self.count_update(times)
         return times.total_s
 
     def has(self, seat: int, version: int) -> bool:
@@ -168,9 +168,8 @@ class EnginePool:
         """Say that a seat's weights are from now on what they are said to be, once its engine is up."""
         self._known[seat].set()
 
-    def updated(self, handle: EngineHandle, weights: Weights, times: UpdateTimes) -> None:
-        """Note that an engine has been brought to a version."""
-        handle.version = weights.version
+    def count_update(self, times: UpdateTimes) -> None:
+        """Count an update that is part of the schedule."""
         self._on_update(times)
 
     async def drained(self, seats: Iterable[int] | None = None) -> None:
@@ -227,7 +226,7 @@ class EnginePool:
         now_s = time.monotonic()
         while self._losses_s and now_s - self._losses_s[0] >= HOUR_S:
             self._losses_s.popleft()
-        if len(self._losses_s) >= self._restarts_per_hour:
+        if len(self._losses_s) >= self._restarts_per_hour * len(self._seats):
             raise error
         self._losses_s.append(now_s)
 

@@ -71,7 +71,12 @@ class WeightSync:
         """
         weights = await self._snapshot(command.version)
         await self.to_generation()
-        pauses = await self._stream(weights, command.weight_update) if self._standing_still else None
+        pauses = None
+        if self._standing_still:
+            times = await self._stream(weights, command.weight_update)
+            pauses = {engine: one.total_s for engine, one in times.items()}
+            for one in times.values():
+                self._pool.count_update(one)
         self._bringing = self._tasks.spawn(self._bring(weights, command.weight_update, on_loaded, pauses))
 
     async def load_trained(self, version: int) -> None:
@@ -166,26 +171,26 @@ class WeightSync:
 
     # ----------------------------------------------------------------- loaded while they are sent, all standing still
 
-    async def _stream(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, float]:
-        """Have all engines load what the trainer sends; return how long each that has it stood still (s)."""
+    async def _stream(self, weights: Weights, weight_update: WeightUpdate) -> dict[int, UpdateTimes]:
+        """Have all engines load what the trainer sends; return the times of each that has it."""
         if weight_update is WeightUpdate.WAIT:
             await self._pool.drained()
-        pauses: dict[int, float] = {}
+        times: dict[int, UpdateTimes] = {}
         num_failed = 0
         async with self._turn():
             while num_failed < TRANSFER_ATTEMPTS:
                 takers = [one for one in self._pool if one.up.is_set() and one.version < weights.version]
                 if not takers:
                     break
-                times, lost = await self._stream_once(takers, weights, weight_update)
-                pauses |= {engine: one.total_s for engine, one in times.items()}
+                loaded, lost = await self._stream_once(takers, weights, weight_update)
+                times |= loaded
                 for engine, error in lost.items():
                     self._pool.lost(self._pool[engine], error)
                 num_failed += not lost
         for handle in self._pool:
             if handle.up.is_set() and handle.version < weights.version:  # it stands still, with a mixture
                 self._pool.lost(handle, _incomplete(handle, weights))
-        return pauses
+        return times
 
     async def _stream_once(
         self, handles: list[EngineHandle], weights: Weights, weight_update: WeightUpdate
@@ -213,7 +218,7 @@ class WeightSync:
                 lost[handle.engine_id] = end
             elif isinstance(end, UpdateTimes):
                 times[handle.engine_id] = end
-                self._pool.updated(handle, weights, end)
+                handle.version = weights.version
             elif not isinstance(end, TransferError):
                 raise end
         return times, lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,10 @@ from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.catalogue import Gpu
 from pipelinerl.hardware.coefficients import Coefficients
 from pipelinerl.records.check_report import CheckRow, unchecked, wrong
-from pipelinerl.rl.segments import Segment
+from pipelinerl.rl.segments import Segment, generated_tokens
 
 ATTENTION_ERROR = {"cpu": 1e-5, "gpu": 2e-2}
 """Largest error of attention over its largest value: float32 and bfloat16 have 2^-24 and 2^-9, and some hops."""
-WARM_UPS = 1
-"""Packs that are trained on before one is timed (count)."""
 
 
 def machine_rows(config: RunConfig, test: SelfTest, own: dict[str, str], weights_gb: float) -> list[CheckRow]:
@@ -138,6 +137,23 @@ def longest_pack(config: RunConfig, prompt: Sequence[int]) -> tuple[list[Sample]
 
     on_all = [length for length in lengths for _ in range(trainer_ranks(config))]
     return [sample(-1 - number, length) for number, length in enumerate(on_all)], lengths
+
+
+def taught(samples: Sequence[Sample], result: TrainResult) -> list[Sample]:
+    """Return what has been trained on as if the policy had sampled it, all of it good: every loss has a gradient then.
+
+    So training on it changes weights, without which no direct copies are proven (``backends/vllm/direct_copies.py``).
+    """
+    return [
+        replace(
+            sample,
+            segments=(Segment.generated(generated_tokens(sample.segments), logprob_T),),
+            reward=1.0,
+            advantage=1.0,
+            reference_logprob_T=logprob_T,
+        )
+        for sample, logprob_T in zip(samples, result.logprob_T, strict=True)
+    ]
 
 
 def pack_rows(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backends.check.environment_rows import environment_rows
 from backends.check.expected import Expected
-from backends.check.machine_rows import WARM_UPS, longest_pack, machine_rows, pack_rows
+from backends.check.machine_rows import longest_pack, machine_rows, pack_rows, taught
 from backends.check.run_rows import run_rows
 from backends.check.task_rows import task_rows
 from backends.huggingface_codec import load_codec
@@ -167,8 +167,8 @@ class _Trial:
         self._device = test.ranks[0].device
         self._rows += machine_rows(self._config, test, versions(), self._weights_gb)
         samples, lengths = longest_pack(self._config, parts.codec.encode("0123456789"))
-        for _ in range(1 + WARM_UPS):
-            result = await parts.trainer.train(samples, completes_step=True)
+        first = await parts.trainer.train(samples, completes_step=True)  # what is made once, is made now
+        result = await parts.trainer.train(taught(samples, first), completes_step=True)
         self._rows += pack_rows(self._config, result, lengths, test.ranks[0], self._preflight_gb())
 
     def _preflight_gb(self) -> float | None:

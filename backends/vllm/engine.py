@@ -152,14 +152,17 @@ class VLLMEngine:
             await self._control("wake", self._alive().wake())
 
     async def _watch(self, client: Client) -> None:
-        quiet_since_s, what = time.monotonic(), "a process of vLLM has ended"
+        quiet_s, seen_s, what = 0.0, client.last_output_s, "a process of vLLM has ended"
         while not client.died:
             await asyncio.sleep(WATCH_PERIOD_S)
-            if not self._running or self._updating.locked():  # updates have limits of their own
-                quiet_since_s = time.monotonic()
-            quiet_since_s = max(quiet_since_s, client.last_output_s)
+            if (
+                not self._running or self._updating.locked() or client.last_output_s != seen_s
+            ):  # updates have own limits
+                quiet_s, seen_s = 0.0, client.last_output_s
+            else:  # time in which this process stood still itself, and could hear of no step, does not count
+                quiet_s += WATCH_PERIOD_S
             limit_s = self._settings.generate_timeout_s
-            if time.monotonic() - quiet_since_s > limit_s:
+            if quiet_s > limit_s:
                 what = f"no decode step for {limit_s:g} s, {len(self._running)} requests in progress"
                 break
         self._lose(f"engine lost: engine={self._settings.engine_id}; {what}, start the engine again")

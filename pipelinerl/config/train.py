@@ -103,8 +103,8 @@ class VLLMConfig(StrictModel):
     generate_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds without a decode step, or without a sign of life of its process, after which an engine hangs."""
     restarts_per_hour: CountOrZero = 10
-    """Losses of engines within an hour after which the run fails (count). An engine that cannot be started again costs
-    its seat only."""
+    """Losses within an hour, per engine of the run, after which the run fails (count): with 48 engines 480 of them all.
+    An engine that cannot be started again costs its seat only."""
     vllm: dict[str, JsonValue] = {}
     """Arguments of vLLM's engine, by their names there: `kv_cache_dtype`, `max_num_batched_tokens`, ..."""
 

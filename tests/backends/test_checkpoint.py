@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+from collections import deque
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from in_memory import config_of, parts_of, run, run_checked
+from in_memory import config_of, parts_of, run, run_checked, turns_of
 
-from backends.checkpoint import FOLDER, read_newest
+from backends import rollouts
+from backends.checkpoint import FOLDER, FORMAT, read_newest
 from backends.manifest import MANIFEST_FILE
+from backends.state import fresh_state
 from pipelinerl.errors import ConfigError, RunFailedError
+from pipelinerl.records.recording import Recording
+from pipelinerl.records.reports import RunMeasurements
 from pipelinerl.records.run_folder import METRICS_FILE, TRACE_FILE
 from pipelinerl.records.steps import STEPS_FILE
+from pipelinerl.rl import segments
+from pipelinerl.scheduler import events
 
 CONFIG = config_of(steps=6, train={"checkpoint": {"every": 2, "keep": 3}})
 NEWEST, BEFORE = "step_000006", "step_000004"
@@ -63,6 +73,62 @@ def test_a_file_that_is_gone_breaks_a_checkpoint(out, name):
 def test_a_file_that_nobody_wrote_breaks_a_checkpoint(out):
     (out / FOLDER / NEWEST / "trainer" / "states_7.pt").write_bytes(b"of another run")
     assert read_newest(out, CONFIG).state.version == 4
+
+
+def formats():
+    return [(number, json.dumps({"files": {}, "format": number})) for number in (FORMAT + 1, FORMAT - 1)]
+
+
+@pytest.mark.parametrize(("number", "manifest"), [*formats(), (0, json.dumps({"run.pickle": 64 * "0"}))])
+def test_a_checkpoint_of_another_format_is_refused_before_anything_is_unpickled(out, number, manifest):
+    """The last one is from before there were numbers: a list of files."""
+    (out / FOLDER / NEWEST / MANIFEST_FILE).write_text(manifest)
+    (out / FOLDER / NEWEST / "run.pickle").write_bytes(b"cbackends.gone\nState\n.")
+    with pytest.raises(ConfigError) as error:
+        read_newest(out, CONFIG)
+    said = f"format {number}, not {FORMAT}; go on with the version that wrote it"
+    assert str(error.value) == f"--resume: {NEWEST} was written by another version of pipelinerl: {said}"
+
+
+def structure(*roots):
+    """Attributes of every class of ours that is pickled, by name."""
+    found, seen, open_ones = {}, set(), list(roots)
+    while open_ones:
+        one = open_ones.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            open_ones += [*one, *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset, deque)):
+            open_ones += one
+        if type(one).__module__.partition(".")[0] in ("backends", "pipelinerl", "sim"):
+            slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
+            values = {
+                name: getattr(one, name) for name in (*slots, *getattr(one, "__dict__", ())) if hasattr(one, name)
+            }
+            found.setdefault(f"{type(one).__module__}.{type(one).__qualname__}", set()).update(values)
+            open_ones += values.values()
+    return {name: sorted(attributes) for name, attributes in sorted(found.items())}
+
+
+PICKLED = "5b2a0628bd8895e2"
+"""Of what ``FORMAT`` numbers; whoever has to change it counts ``FORMAT`` up, too."""
+
+
+def test_whoever_changes_what_is_pickled_changes_the_number_of_the_format(tmp_path):
+    """So that an older checkpoint is refused in one line."""
+    roots = []
+    for config in (CONFIG, turns_of(), config_of(kind="conventional")):
+        recording = Recording(config, out=tmp_path / str(len(roots)), trace=True)
+        roots += [fresh_state(config), recording.mark()]
+        recording.finish(RunMeasurements())
+    dataclasses_of = (events, rollouts, segments)
+    plain = [cls for module in dataclasses_of for cls in vars(module).values() if isinstance(cls, type)]
+    plain = [cls for cls in plain if is_dataclass(cls)]
+    found = structure(*roots) | {cls.__qualname__: [field.name for field in fields(cls)] for cls in plain}
+    text = json.dumps(found, indent=1, sort_keys=True)
+    assert (FORMAT, hashlib.sha256(text.encode()).hexdigest()[:16]) == (1, PICKLED), text
 
 
 def test_a_run_ends_well_from_the_checkpoint_before_a_broken_one(out):
@@ -150,7 +216,7 @@ def test_what_came_after_the_checkpoint_does_not_matter(out):
 
 
 def test_a_full_disk_is_said_with_the_path(tmp_path, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("backends.checkpoint.seal", full)

@@ -59,27 +59,31 @@ def test_an_engine_that_is_lost_too_often_ends_the_run(out):
     run_checked(again, out, resume=True)  # the trainer was well: nothing is lost
 
 
-def test_losses_count_for_an_hour(out, monkeypatch):
-    config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=8, longest=40)
-    losses = iter([2, 4])
+def test_losses_count_for_an_hour_and_per_engine(out, monkeypatch):
+    """Two engines may be lost twice within an hour, whichever they are; the third time ends the run."""
+    config = config_of(train={"engine": {"restarts_per_hour": 1}}, steps=10, longest=40)
+    losses = iter([2, 4, 6])
 
     def die():
         parts.engines[1].die()
         parts.trainer.at = next(losses, None)
 
-    def parts_with_two_losses():
+    def parts_with_losses():
         parts = parts_of(config)
         parts.trainer = Killer(train_batch_size=8, at=next(losses), do=die)
         return parts
 
-    parts = parts_with_two_losses()
+    parts = parts_with_losses()
     monkeypatch.setattr(backends.engines, "HOUR_S", 0.0)
-    assert run_checked(config, out, parts).engine_restarts == 2
+    assert run_checked(config, out, parts).engine_restarts == 3
     monkeypatch.undo()
     losses = iter([2, 4])
-    parts = parts_with_two_losses()
+    parts = parts_with_losses()
+    assert run_checked(config, out.with_name("two"), parts).engine_restarts == 2
+    losses = iter([2, 4, 6])
+    parts = parts_with_losses()
     with pytest.raises(BackendError, match="engine lost"):
-        run(config, out.with_name("within an hour"), parts)
+        run(config, out.with_name("three"), parts)
 
 
 class Publisher(Killer):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -69,10 +70,16 @@ class Machines(FakeBackend):
 class PackTrainer(Shared):
     """Trains on what is no batch, too: the pack that is timed; if it has its memory."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.packs: list[list[Sample]] = []
+
     async def train(self, samples: list[Sample], *, completes_step: bool) -> TrainResult:
         assert self.has_memory
         if samples[0].rollout_id < 0:
-            return TrainResult([], {"rank0/forward_s": 1.0, "rank0/backward_s": 2.0, "rank0/optimizer_s": 0.5})
+            self.packs.append(samples)
+            given = [np.full(len(one.behaviour_logprob_T), -2.5, np.float32) for one in samples]
+            return TrainResult(given, {"rank0/forward_s": 1.0, "rank0/backward_s": 2.0, "rank0/optimizer_s": 0.5})
         return await super().train(samples, completes_step=completes_step)
 
 
@@ -100,6 +107,10 @@ def test_a_check_measures_then_makes_four_steps_and_leaves_what_a_plan_takes(out
     assert backend.updates[:engines] == [0, 0]
     loaded = [one.event.version for one in Trace(out / TRACE_FILE).records() if isinstance(one.event, WeightsLoaded)]
     assert min(loaded) > 0
+    made, timed = backend.trainer.packs  # the second one changes weights: on-policy, and all of it good
+    assert {one.advantage for one in made} == {0.0}
+    assert {one.advantage for one in timed} == {one.reward for one in timed} == {1.0}
+    assert all((one.behaviour_logprob_T == -2.5).all() for one in timed)
     assert rows["a pack of 16384 tokens"].measured == "forward 1 s, backward 2 s, optimizer 0.5 s"
     assert rows["optimizer steps"].measured.startswith("4, ")
     assert rows["agreement"].finding is Finding.OK

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -32,11 +33,12 @@ from tiny_trainer import (  # noqa: E402
 
 import backends.deepspeed.policy_model  # noqa: E402
 import backends.deepspeed.publisher  # noqa: E402
+from backends.check.machine_rows import taught  # noqa: E402
 from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
 from backends.deepspeed.rank import MAX_SKIPPED, torch_adamw_passes  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
-from backends.interface import Weights  # noqa: E402
+from backends.interface import TrainResult, Weights  # noqa: E402
 from backends.transfer.broadcast import Membership, Receiver, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
@@ -100,6 +102,17 @@ def test_however_a_batch_is_cut_the_step_is_that_of_plain_adamw(
         assert np.concatenate(again) == pytest.approx(np.concatenate(logprob), abs=1e-4)
     assert largest_difference(parameters(whole), plain[0]) < ROUNDING
     assert largest_difference(parameters(cut), plain[0]) < ROUNDING
+
+
+@pytest.mark.parametrize("kind", get_args(LossConfig.model_fields["kind"].annotation))
+def test_the_pack_of_a_check_changes_weights_whatever_the_loss(model_path: Path, kind: str) -> None:
+    """Equal weights would prove no direct copies, and the first update of the run would be one that proves them."""
+    rank = started(model_path, loss=LossConfig.model_validate({"kind": kind}))
+    before, nothing = parameters(rank), [replace(one, advantage=0.0) for one in samples()]
+    logprob, _ = train(rank, nothing)
+    _, metrics = train(rank, taught(nothing, TrainResult(logprob, {})))
+    assert metrics["gradient_norm"] > 0
+    assert any(not torch.equal(parameters(rank)[name], old) for name, old in before.items())
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

@@ -89,6 +89,29 @@ def test_a_turn_finds_the_cache_of_the_turns_before_until_new_weights_come() -> 
     assert len(set(client.salts)) == 3
 
 
+def test_a_hang_is_time_in_which_the_engine_could_have_been_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the time before it has work, nor that in which the process that listens stood still itself."""
+    monkeypatch.setattr(backends.vllm.engine, "WATCH_PERIOD_S", 0.02)
+    client = SimpleNamespace(died=False, last_output_s=time.monotonic(), end_calls=lambda: None)
+
+    async def scenario() -> None:
+        engine = VLLMEngine(settings(Path("model"), generate_timeout_s=0.3))
+        engine._vllm = client  # type: ignore[assignment]
+        watching = asyncio.create_task(engine._watch(client))  # type: ignore[arg-type]
+        await asyncio.sleep(0.5)  # without work
+        engine._running[1] = asyncio.Event()
+        for _ in range(2):
+            time.sleep(0.5)  # this process stands still, and the engine's output waits for it
+            await asyncio.sleep(0.03)
+            assert not watching.done()
+            client.last_output_s += 1.0
+        await watching  # from now on it is heard of no more
+        with pytest.raises(EngineLostError, match=r"no decode step for 0.3 s, 1 requests in progress"):
+            engine._alive()
+
+    asyncio.run(asyncio.wait_for(scenario(), 600))
+
+
 def _shares(told: Any) -> None:
     memory = SharedMemory(create=True, size=4096)
     resource_tracker.unregister(f"/{memory.name}", "shared_memory")  # nobody tidies up after a killed process
