@@ -249,7 +249,7 @@ class Driver:
         await when_up()
         for handle in self._pool:
             handle.version = -1  # version 0 is what the trainer has made of it by now
-        # The first update makes memory, and proves direct copies, as the pack has changed weights; the next ones do not.
+        # The first update makes memory and, the pack having changed weights, proves direct copies: it is not measured.
         await self._sync.load_trained(self._state.version)
 
     # --------------------------------------------------------------------------------------- end
