@@ -53,6 +53,9 @@ def choice(best: PlannedCandidate) -> str:
     number, generate, schedule = cluster.accelerators, cluster.generation_accelerators, scheduler.schedule
     if schedule.colocated or generate is None:
         what = [f"all {number} GPUs generate, then all train"]
+        if best.idle:
+            rest = f"{best.idle} stand{'s' if best.idle == 1 else ''} idle"
+            what = [f"{number} of {number + best.idle} GPUs generate, then these train, and {rest}"]
     else:
         what = [f"{generate} GPUs generate and {number - generate} train"]
     size = "one GPU" if cluster.tensor_parallel == 1 else f"{cluster.tensor_parallel} GPUs"

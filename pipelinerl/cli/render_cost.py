@@ -21,7 +21,7 @@ def cost_line(cost: CostReport, band: Sequence[CostReport] = ()) -> str:
         each.insert(0, _amount([one.usd_per_million_tokens for one in every], " USD"))
         run.insert(0, _amount([one.usd for one in every], " USD"))
     if cost.kwh is not None:
-        run.append(_amount([one.kwh for one in every], " kWh"))
+        run.append(f"at most {_amount([one.kwh for one in every], ' kWh')}")
     return f"{' or '.join(each)} per million trained tokens; {', '.join(run)} for the run"
 
 

@@ -9,13 +9,16 @@ from pipelinerl.records.plan_report import Assumed, Instead, PlanReport
 def assumption_lines(report: PlanReport) -> list[str]:
     """Return a line per assumption, the most influential first; none where nothing was assumed."""
     lines = [f"  {assumption(one)}" for one in report.assumed]
-    title = "assumed, the most influential first (tokens/s of the fastest with another value, by the screening):"
+    title = (
+        "assumed, the most influential first (tokens/s that another value gives "
+        f"{report.recommended.family} at its best, by the screening):"
+    )
     return [title, *lines] if lines else []
 
 
 def assumption(one: Assumed) -> str:
-    """Return what was assumed, and what other values would give with the kind of scheduler that is fastest then."""
-    others = (f"{_shown(other.value)} gives {_effect(other, '')}" for other in one.instead)
+    """Return what was assumed, and what other values would give the recommended kind of scheduler."""
+    others = (f"{_shown(other.value)} gives {_effect(other)}" for other in one.instead)
     return f"{one.key} = {_shown(one.value)}{': ' if one.instead else ''}{', '.join(others)}"
 
 
@@ -26,9 +29,7 @@ def against_lines(report: PlanReport) -> list[str]:
         return []
     lines = [f"against {other.name}:"]
     for one in other.changed:
-        effect = (
-            f"{_effect(one.alone, other.family)} tokens/s alone" if one.alone.throughput else _effect(one.alone, "")
-        )
+        effect = f"{_effect(one.alone)} tokens/s alone" if one.alone.throughput else _effect(one.alone)
         lines.append(f"  {one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {effect}")
     if not other.changed:
         lines.append("  the same question")
@@ -50,9 +51,9 @@ def _shown(value: object) -> str:
     return "not given" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _effect(one: Instead, family: str) -> str:
-    """Return a change of the throughput, and the kind of scheduler that wins then, if it is another."""
+def _effect(one: Instead) -> str:
+    """Return a change of the throughput, and the kind of scheduler that turns the fastest, if one does."""
     if one.throughput is None:
         return "nothing that keeps to the limits, or no valid run file alone"
-    wins = f" ({one.family})" if one.family != family else ""
+    wins = "" if one.fastest is None else f" ({one.fastest} turns the fastest)"
     return f"{one.throughput - 1:+.0%}{wins}"

@@ -166,6 +166,11 @@ class LanguageModel(Named):
             )
         return self
 
+    @property
+    def routed_layers(self) -> int:
+        """Layers with routed experts (count); 0 of a dense model."""
+        return (self.expert_layers or self.layers) if self.experts else 0
+
     def divides_by(self, tensor_parallel: int) -> bool:
         """Return whether every accelerator of an engine gets as many whole heads."""
         return self.attention_heads % tensor_parallel == 0

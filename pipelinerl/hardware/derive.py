@@ -109,7 +109,7 @@ def derive_decode(
         step_overhead_s=coefficients.step_overhead_s
         + coefficients.layer_overhead_s * model.layers
         + (coefficients.allreduce_s if in_node else coefficients.node_allreduce_s) * reductions
-        + (coefficients.expert_layer_s * (model.expert_layers or model.layers) if model.experts else 0.0),
+        + coefficients.expert_layer_s * model.routed_layers,
         sequence_overhead_s=coefficients.sequence_overhead_s
         + 2 * model.state_bytes / (tensor_parallel * gpu.bandwidth * coefficients.kv_efficiency)  # read and written
         + reduction_seconds(gpu, model, tensor_parallel=tensor_parallel, coefficients=coefficients),
@@ -208,7 +208,7 @@ def exchange_seconds(gpu: Gpu, model: LanguageModel) -> float:
     state_bytes = training_memory(model, accelerators=gpu.gpus_per_node).states
     inside = bool(gpu.nvlink) and state_bytes < gpu.memory_bytes
     copies = model.experts_per_token if inside else min(model.experts_per_token, NODES_PER_TOKEN)
-    return 4 * model.layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
+    return 4 * model.routed_layers * copies * model.width * BF16_BYTES / (gpu.nvlink if inside else gpu.network)
 
 
 def derive_weights(

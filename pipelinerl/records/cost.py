@@ -23,8 +23,8 @@ class CostReport(Report):
     usd_per_million_tokens: float | None = None
     """Money per million trained tokens (USD). Absent without a price."""
     kwh: float | None = None
-    """Electricity of the accelerators at their full board power, without hosts and cooling (kWh). Absent where the
-    catalogue has no ``watts``."""
+    """Electricity of the accelerators, an upper bound: at full board power from start to end, also while they wait;
+    without hosts and cooling (kWh). Absent where the catalogue has no ``watts``."""
 
 
 @dataclass(frozen=True, slots=True)

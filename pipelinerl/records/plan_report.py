@@ -19,15 +19,15 @@ Value = float | int | str | bool | list[Any] | None
 
 
 class Instead(Report):
-    """What the best way to run would give if one key had another value, by the screening."""
+    """What the recommended kind of scheduler would give at its best if one key had another value, by the screening."""
 
     value: Value
     """The value; null: the key is left out."""
     throughput: float | None
     """Throughput over that with the value as it is (ratio); null: nothing would keep to the limits, or the key cannot
     change alone."""
-    family: str | None
-    """The kind of scheduler that would be the fastest."""
+    fastest: str | None
+    """The kind of scheduler that turns the fastest if all else is as expected; null: the same as before."""
 
 
 class Assumed(Report):
@@ -165,6 +165,8 @@ class PlannedCandidate(CandidateNumbers):
     """Its table ``[scheduler]``."""
     environments: int | None = None
     """Its ``environment.count`` (environments). Absent where rollouts have one turn."""
+    idle: int | None = None
+    """Accelerators that are paid for and stand idle, as they make no whole engine (count). Absent where none does."""
     band: dict[Level, CandidateNumbers]
     """The same candidate by level of the hardware coefficients."""
     verdict: str

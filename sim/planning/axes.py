@@ -86,28 +86,28 @@ def _schedules(space: SearchSpace, _choice: Choice) -> Sequence[str]:
     return list(dict.fromkeys(space.plan.schedulers))
 
 
-def engine_sizes(space: SearchSpace, *, colocated: bool = False) -> Sequence[int]:
-    """Return the sizes of an engine to try (accelerators), whether or not a split goes with them.
-
-    Args:
-        space: The run file.
-        colocated: Whether engines take the whole cluster, which they then divide.
-    """
+def engine_sizes(space: SearchSpace) -> Sequence[int]:
+    """Return the sizes of an engine to try (accelerators), whether or not a split goes with them."""
     plan, own, hardware = space.plan, space.config.cluster.tensor_parallel, space.config.hardware
     total, memory = space.accelerators, space.memory
 
-    def whole(sizes: Iterable[int]) -> list[int]:
-        return [size for size in sizes if (total % size == 0 if colocated else size <= total)]
+    def there(sizes: Iterable[int]) -> list[int]:
+        return [size for size in sizes if size <= total]
 
     if plan.tensor_parallel is not None:
-        return whole(plan.tensor_parallel)
+        return there(plan.tensor_parallel)
     if hardware.decode is not None or hardware.kv_cache_tokens is not None:
-        return whole([own])
-    sizes = [size for size in whole(ENGINE_SIZES) if memory.heads_divide(size)]
+        return there([own])
+    sizes = [size for size in there(ENGINE_SIZES) if memory.heads_divide(size)]
     if not any(memory.engine_fits(size) for size in sizes):
-        larger = [size for size in whole(LARGER_ENGINES) if memory.heads_divide(size)]
+        larger = [size for size in there(LARGER_ENGINES) if memory.heads_divide(size)]
         sizes = [size for size in larger if memory.engine_fits(size)][:2] or sizes
-    return sorted({*whole([own]), *sizes})
+    return sorted({*there([own]), *sizes})
+
+
+def whole_engines(accelerators: int, engine: int) -> int:
+    """Return the accelerators that make whole engines of a size; the others stand idle where all generate."""
+    return accelerators // engine * engine
 
 
 def train_batch_sizes(space: SearchSpace) -> Sequence[int]:
@@ -146,7 +146,7 @@ def _generation_batch_sizes(space: SearchSpace, choice: Choice) -> Sequence[int]
         sizes = sorted(fit)
     if not schedule.has_rl_steps or schedule.carries_over:
         return sizes
-    generating = space.accelerators if schedule.colocated else choice[SPLIT.name]
+    generating = whole_engines(space.accelerators, engine) if schedule.colocated else choice[SPLIT.name]
     fillable = math.ceil(choice[TRAIN_BATCH.name] * choice[RL_STEP.name] * engine / generating)
     enough = next((size for size in sizes if size >= fillable), None)
     return sizes if enough is None else [size for size in sizes if size <= enough]
@@ -191,14 +191,12 @@ def _max_lags(space: SearchSpace, choice: Choice) -> Sequence[int | None]:
 
 
 def _engine_rule(_value: int, space: SearchSpace) -> str:
-    colocated = {schedule.colocated for schedule in space.plan.schedules}
     splits = space.plan.generation_accelerators
-    rules = [f"divisors of cluster.accelerators={space.accelerators}"] if True in colocated else []
-    if False in colocated and splits is not None:
-        rules.append(f"divisors of a number of plan.generation_accelerators={splits}")
-    elif False in colocated:
-        rules.append(f"sizes below cluster.accelerators={space.accelerators}, as others have to train")
-    return " or ".join(rules)
+    if any(schedule.colocated for schedule in space.plan.schedules):
+        return f"sizes of at most cluster.accelerators={space.accelerators}"
+    if splits is not None:
+        return f"divisors of a number of plan.generation_accelerators={splits}"
+    return f"sizes below cluster.accelerators={space.accelerators}, as others have to train"
 
 
 def _split_rule(value: int, space: SearchSpace) -> str:
@@ -245,7 +243,7 @@ ENGINE = Axis(
     key="cluster.tensor_parallel",
     every_kind=True,
     another_way=True,
-    values=lambda space, choice: engine_sizes(space, colocated=schedule_of(choice).colocated),
+    values=lambda space, _: engine_sizes(space),
     shown=lambda value, _: f"TP={value}" if value > 1 else "",
     rule=_engine_rule,
 )

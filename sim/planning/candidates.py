@@ -15,7 +15,7 @@ from pipelinerl.scheduler.kinds import ScheduleKind
 from pipelinerl.theory.lengths import LengthStatistics
 from pipelinerl.theory.steady_state import Estimate, screen
 from pipelinerl.util.limits import MOST_ROLLOUTS
-from sim.planning.axes import AXES, SCHEDULE, SPLIT, Choice, choice_of, label_of, schedule_of
+from sim.planning.axes import AXES, ENGINE, SCHEDULE, SPLIT, Choice, choice_of, label_of, schedule_of, whole_engines
 from sim.planning.search_space import Limits, Reason, SearchSpace
 
 LAG_ERROR = 0.1
@@ -43,6 +43,8 @@ class Candidate:
     """The run file with these values, without ``[plan]`` and ``[compare]``; valid."""
     label: str
     """Its name in tables."""
+    idle: int = 0
+    """Accelerators of the cluster that are paid for and stand idle, as they make no whole engine (count)."""
 
     @property
     def family(self) -> str:
@@ -61,9 +63,18 @@ class Candidate:
         schedule = self.schedule
         return tuple(self.choice[one.name] for one in AXES if one.another_way and one.applies_to(schedule))
 
+    @property
+    def rented(self) -> RunConfig:
+        """Its run file with every accelerator that is paid for."""
+        if not self.idle:
+            return self.config
+        cluster = self.config.cluster
+        whole = cluster.model_copy(update={"accelerators": cluster.accelerators + self.idle})
+        return self.config.model_copy(update={"cluster": whole})
+
     def gpu_hours(self, seconds: float) -> float:
-        """Return the GPU-hours of so many seconds."""
-        return seconds / 3600 * self.config.cluster.accelerators
+        """Return the GPU-hours of so many seconds, of idle accelerators too."""
+        return seconds / 3600 * self.rented.cluster.accelerators
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,7 @@ class Screened:
 
     def rejected(self, reason: Reason, limits: Limits) -> Rejected:
         """Return the rejection of the candidate for a limit that it breaks."""
-        limits = limits.at(self.candidate.config)
+        limits = limits.at(self.candidate.rented)
         return Rejected(self.candidate.choice, reason, limits.needed(reason, self.estimate.lag_mean, self.gpu_hours))
 
 
@@ -180,14 +191,16 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
     own, schedule = space.config.scheduler, schedule_of(choice)
     if schedule.colocated and space.config.hardware.generation_gpu is not None:
         return Rejected(choice, Reason.TWO_KINDS)
-    training = space.accelerators - (0 if schedule.colocated else choice[SPLIT.name])
-    reason = space.memory.misfit(tensor_parallel=choice["tensor_parallel"], training_accelerators=training)
+    idle = space.accelerators - whole_engines(space.accelerators, choice[ENGINE.name]) if schedule.colocated else 0
+    training = space.accelerators - (idle if schedule.colocated else choice[SPLIT.name])
+    reason = space.memory.misfit(tensor_parallel=choice[ENGINE.name], training_accelerators=training)
     if reason is not None:
         return Rejected(choice, reason)
     changes: dict[str, dict[str, Any]] = {"cluster": {}, "scheduler": {"partial_rollouts": False}, "environment": {}}
     for axis in AXES:
         table, key = axis.key.split(".")
         changes[table][key] = choice[axis.name]
+    changes["cluster"]["accelerators"] = space.accelerators - idle
     if schedule.only_waits and choice["max_lag"] is not None:
         changes["scheduler"]["on_stale"] = OnStale.TRAIN
     if own.micro_batch_size is not None and choice["train_batch_size"] % own.micro_batch_size:
@@ -201,7 +214,7 @@ def candidate_of(choice: Choice, space: SearchSpace) -> Candidate | Rejected:
         return Rejected(choice, Reason.ROLLOUTS)
     if scheduler.max_lag is not None and config.least_max_lag > scheduler.max_lag:
         return Rejected(choice, Reason.LAG, config.least_max_lag)
-    return Candidate(choice, config, label_of(choice, space))
+    return Candidate(choice, config, label_of(choice, space), idle)
 
 
 def _as_measured(config: RunConfig, space: SearchSpace) -> RunConfig:
@@ -236,7 +249,7 @@ def screen_all(
             rejected.append(one)
             continue
         screened = screener.screen(one)
-        reason = limits.at(one.config).broken(screened.least_lag_mean, screened.least_gpu_hours)
+        reason = limits.at(one.rented).broken(screened.least_lag_mean, screened.least_gpu_hours)
         if reason is None:
             kept.append(screened)
         else:

@@ -152,7 +152,7 @@ def check_lags(outcomes: Sequence[Outcome], kept: Sequence[Screened]) -> dict[st
 
 def odds(one: Screened, limits: Limits, check: LagCheck) -> float:
     """Return the odds that a candidate keeps to the limits, for all that the screening and others of its kind say."""
-    lag, limits = one.estimate.lag_mean * check.ratio, limits.at(one.candidate.config)
+    lag, limits = one.estimate.lag_mean * check.ratio, limits.at(one.candidate.rented)
     error = lag_error(lag) * check.doubt
     weights = [(math.exp(-(size**2) / 2), lag + size * error) for size in ERRORS]
     kept = sum(weight for weight, lag in weights if limits.broken(max(lag, 0.0), one.least_gpu_hours) is None)
@@ -236,7 +236,7 @@ def _promises(kept: Sequence[Screened], chances: Sequence[float], within: Sequen
 
 
 def _keeps(outcome: Outcome, limits: Limits) -> bool:
-    return limits.at(outcome.candidate.config).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
+    return limits.at(outcome.candidate.rented).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
 
 def _even_share(index: int) -> float:

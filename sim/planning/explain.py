@@ -227,7 +227,7 @@ def simulated_out(outcomes: Sequence[Outcome], limits: Limits) -> list[Rejected]
     """Return the rejections of candidates that the screening took for feasible and the simulation does not."""
     rejected = []
     for one in outcomes:
-        here = limits.at(one.candidate.config)
+        here = limits.at(one.candidate.rented)
         reason = here.broken(one.lag_mean, one.gpu_hours, ess=one.ess)
         if reason is not None:
             rejected.append(Rejected(one.candidate.choice, reason, here.needed(reason, one.lag_mean, one.gpu_hours)))
@@ -270,7 +270,7 @@ def why_none_kept(outcomes: Sequence[Outcome], space: SearchSpace, *, num_kept: 
 
 
 def _limits(space: SearchSpace, one: Screened | Outcome) -> Limits:
-    return space.limits.at(one.candidate.config)
+    return space.limits.at(one.candidate.rented)
 
 
 def _distance(outcome: Outcome, reason: Reason) -> float:

@@ -99,14 +99,15 @@ def _more_gpus(outcome: Outcome, screener: Screener, limits: Limits) -> str:
     more = unit_of(outcome.candidate.config)
     best, free = _best(outcome, screener, more, limits), _best(outcome, screener, more, None)
     assert free is not None
-    given = f"{more} more GPU{'s give' if more > 1 else ' gives'}"
+    bought = more - outcome.candidate.idle  # whole engines take the idle ones too
+    given = f"{bought} more GPU{'s give' if bought > 1 else ' gives'}"
     limit = _broken(outcome, free.screened, screener, limits)
     if limit is None and free.gain <= NOTHING:
         return f"{given} nothing: {_what_stays(free, screener)}"
     if limit is None:
         return f"{given} {_in_words(free, outcome, more)}"
     reason = limit.value
-    if limits.at(outcome.candidate.config).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is not None:
+    if limits.at(outcome.candidate.rented).broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is not None:
         return f"{given} {_in_words(free, outcome, more)}, and {reason} stays broken"
     if best is None or best.gain <= NOTHING:
         return f"{given} nothing within {reason} ({free.gain:+.0%} without it)"
@@ -182,7 +183,7 @@ def _broken(outcome: Outcome, grown: Screened, screener: Screener, limits: Limit
     lag = here.estimate.lag_mean
     ratio = outcome.lag_mean / lag if lag > 0 else 1.0
     hours = grown.gpu_hours * outcome.gpu_hours / here.gpu_hours
-    return limits.at(grown.candidate.config).broken(grown.estimate.lag_mean * ratio, hours)
+    return limits.at(grown.candidate.rented).broken(grown.estimate.lag_mean * ratio, hours)
 
 
 def _changed(
@@ -208,4 +209,5 @@ def _changed(
     tables = {"cluster": cluster.model_copy(update=added), "scheduler": scheduler.model_copy(update=settings)}
     if environments is not None and candidate.config.environment is not None:
         tables["environment"] = candidate.config.environment.model_copy(update={"count": environments})
-    return replace(candidate, config=candidate.config.model_copy(update=tables))
+    idle = 0 if more else candidate.idle  # more of them make whole engines
+    return replace(candidate, config=candidate.config.model_copy(update=tables), idle=idle)

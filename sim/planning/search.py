@@ -105,7 +105,7 @@ def plan(
     with runner.interruptible():
         search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole)
         report, recommended = search.report(search.simulated(runner), runner)
-        effects = effects_of(() if runner.interrupted else assumed, report.asked)
+        effects = effects_of(() if runner.interrupted else assumed, report.asked, report.recommended.family)
         other = None if how.against is None else compared_with(*how.against, report.asked)
         report = report.model_copy(update={"assumed": effects, "against": other})
     if out is not None:
@@ -168,7 +168,7 @@ class _Search:
     def _keeps(self, outcome: Outcome) -> bool:
         lag = self.limits.lag
         in_lag = lag is None or outcome.lag_max <= lag
-        limits = self.limits.at(outcome.candidate.config)
+        limits = self.limits.at(outcome.candidate.rented)
         return in_lag and limits.broken(outcome.lag_mean, outcome.gpu_hours, ess=outcome.ess) is None
 
     def report(self, outcomes: Sequence[Outcome], runner: Runner) -> tuple[PlanReport, Candidate]:
@@ -353,6 +353,7 @@ class _Search:
             "cluster": config.cluster,
             "scheduler": config.scheduler,
             "environments": config.environment and config.environment.count,
+            "idle": outcome.candidate.idle or None,
             "band": {level: self._numbers(levels[level]) for level in Level if level in levels},
             "verdict": self._verdict(outcome),
         }
@@ -365,7 +366,7 @@ class _Search:
             tokens_per_s=outcome.tokens_per_s,
             step_s=outcome.step_s,
             hours=outcome.seconds / 3600,
-            cost=self.prices.rates(outcome.candidate.config).cost(outcome.seconds, tokens=tokens),
+            cost=self.prices.rates(outcome.candidate.rented).cost(outcome.seconds, tokens=tokens),
             lag_mean=outcome.lag_mean,
             lag_max=outcome.lag_max,
             ess=outcome.ess,

@@ -97,7 +97,7 @@ class Bets:
             return None
         place = [way.label for way in self.ways].index(label)
         lag_D, hours_D = self.lag_DW[:, place] * staler, self.hours_DW[:, place] * slower
-        limits = limits.at(self.ways[place].config)
+        limits = limits.at(self.ways[place].rented)
         broken = [limits.broken(lag, hours) for lag, hours in zip(lag_D, hours_D, strict=True)]
         return broken.count(None) / len(broken)
 

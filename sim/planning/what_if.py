@@ -1,7 +1,9 @@
 """What other values of a run file would change: of what was assumed, and of what differs between two plans.
 
-Theory of operation. Each value is changed alone. The best way to run is then looked for anew among some candidates, by
-the screening; its throughput is told over that of the best as things are, found in the same way.
+Theory of operation. Each value is changed alone. The best way to run of the recommended kind of scheduler is then
+looked for anew among some candidates, by the screening; its throughput is told over that of the best of that kind as
+things are, found in the same way. The screening knows expectations only. A recommendation also counts the risk, so the
+fastest kind by expectation need not be the recommended one: it is told only where another value makes it another.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ NOT_COMPARED = (*FOUND, "seed", "plan.simulate", "plan.simulate_steps")
 """Keys in which plans may differ without a difference in what is asked."""
 
 
-def best_screened(tables: Mapping[str, Any]) -> Screened | None:
-    """Return the fastest within the limits among some candidates of a run file; None if there is none.
+def best_screened(tables: Mapping[str, Any]) -> dict[str, Screened]:
+    """Return the fastest within the limits of each kind of scheduler, the fastest kind first.
+
+    They are looked for among some candidates of a run file.
 
     Raises:
         ConfigError: If the run file is wrong.
@@ -38,9 +42,12 @@ def best_screened(tables: Mapping[str, Any]) -> Screened | None:
     within = [
         one
         for one in kept
-        if space.limits.at(one.candidate.config).broken(one.estimate.lag_mean, one.gpu_hours) is None
+        if space.limits.at(one.candidate.rented).broken(one.estimate.lag_mean, one.gpu_hours) is None
     ]
-    return max(within, key=lambda one: one.tokens_per_s, default=None)
+    best: dict[str, Screened] = {}
+    for one in sorted(within, key=lambda one: -one.tokens_per_s):
+        best.setdefault(one.candidate.family, one)
+    return best
 
 
 def _some(config: RunConfig) -> PlanConfig:
@@ -57,27 +64,34 @@ def _some(config: RunConfig) -> PlanConfig:
     return plan.model_copy(update={name: values for name, values in some.items() if getattr(plan, name) is None})
 
 
-def _instead(tables: Mapping[str, Any], key: str, value: Any, base: Screened | None) -> Instead:
-    """Return what another value of a key would change."""
+def _instead(tables: Mapping[str, Any], key: str, value: Any, base: Mapping[str, Screened], family: str) -> Instead:
+    """Return what another value of a key would change for a kind of scheduler, and whether another is the fastest."""
     try:
         best = best_screened(with_value(tables, key, value))
     except ConfigError:
-        best = None  # a value that does not go with the others, or nothing that fits
-    if best is None or base is None:
-        return Instead(value=value, throughput=None, family=None)
-    return Instead(value=value, throughput=best.tokens_per_s / base.tokens_per_s, family=best.candidate.family)
+        best = {}  # a value that does not go with the others, or nothing that fits
+    if family not in best or family not in base:
+        return Instead(value=value, throughput=None, fastest=None)
+    (before, *_), (now, *_) = base, best
+    ratio = best[family].tokens_per_s / base[family].tokens_per_s
+    return Instead(value=value, throughput=ratio, fastest=now if now != before else None)
 
 
-def effects_of(assumed: Sequence[Assumption], tables: Mapping[str, Any]) -> list[Assumed]:
+def effects_of(assumed: Sequence[Assumption], tables: Mapping[str, Any], family: str) -> list[Assumed]:
     """Return what was assumed with what other values would change, the most influential first.
 
     Args:
         assumed: What nobody gave.
         tables: The run file with it.
+        family: The recommended kind of scheduler.
     """
-    base = best_screened(tables) if assumed else None
+    base = best_screened(tables) if assumed else {}
     rows = [
-        Assumed(key=one.key, value=one.value, instead=[_instead(tables, one.key, other, base) for other in one.others])
+        Assumed(
+            key=one.key,
+            value=one.value,
+            instead=[_instead(tables, one.key, other, base, family) for other in one.others],
+        )
         for one in assumed
     ]
     return sorted(rows, key=lambda row: -row.largest)
@@ -93,11 +107,11 @@ def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Ag
     """
     before, now = flat(other.asked), flat(tables)
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in NOT_COMPARED]
-    base = best_screened(other.asked) if keys else None
+    base, best = best_screened(other.asked) if keys else {}, other.recommended
     changed = [
-        Changed(key=key, before=before.get(key), alone=_instead(other.asked, key, now.get(key), base)) for key in keys
+        Changed(key=key, before=before.get(key), alone=_instead(other.asked, key, now.get(key), base, best.family))
+        for key in keys
     ]
-    best = other.recommended
     return Against(
         name=name,
         label=best.label,

@@ -101,6 +101,16 @@ def test_the_answer_says_which_gpus_do_what(kind: str, split: str) -> None:
     assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in words
 
 
+@pytest.mark.parametrize(("idle", "rest"), [(1, "1 stands idle"), (3, "3 stand idle")])
+def test_the_answer_says_which_gpus_stand_idle(idle: int, rest: str) -> None:
+    scheduler = SchedulerConfig(kind="conventional", train_batch_size=8, generation_batch_size=8)
+    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=4), "idle": idle}
+    words = choice(priced_plan().recommended.model_copy(update=changed))
+    assert words.startswith(
+        f"Conventional RL: 4 of {4 + idle} GPUs generate, then these train, and {rest}; 8 sequences"
+    )
+
+
 def test_how_sure_a_plan_is_of_its_speed_its_limits_and_its_memory() -> None:
     assert answers()["how sure"] == ["Fastest within 3% with probability 0.58."]
     assert answers(keeps_limits=0.62, fits=0.876)["how sure"] == [
@@ -143,15 +153,15 @@ def test_asynchronous_rl_is_certain_or_it_is_said_what_decides(
 
 def test_the_assumption_with_the_most_effect_is_among_what_it_depends_on() -> None:
     others = [
-        Instead(value=0.5, throughput=1.47, family="pipeline"),
-        Instead(value=2.0, throughput=0.9, family="other"),
+        Instead(value=0.5, throughput=1.47, fastest="pipeline"),
+        Instead(value=2.0, throughput=0.9, fastest=None),
     ]
     made = priced_plan().model_copy(
         update={"assumed": [Assumed(key="workload.length.cv", value=1.0, instead=others)], "decisions": {}}
     )
     assert plan_answer(made)["depends on"][-1] == (
-        "The assumption with the most effect is workload.length.cv = 1: 0.5 gives +47% (pipeline), 2 gives "
-        "-10% (other)."
+        "The assumption with the most effect is workload.length.cv = 1: 0.5 gives +47% (pipeline turns "
+        "the fastest), 2 gives -10%."
     )
 
 

@@ -96,7 +96,7 @@ def test_cost_is_a_line_with_the_range_of_each_number() -> None:
     cost, dear = (Rates(gpus=4, usd_per_hour=12.0, watts=2800.0).cost(seconds, tokens=8e6) for seconds in (7200, 9000))
     assert cost_line(cost, [cost, dear]) == (
         "3 USD (3 to 3.75) or 1 GPU-hours (1 to 1.25) per million trained tokens; "
-        "24 USD (24 to 30), 8 GPU-hours (8 to 10), 5.6 kWh (5.6 to 7) for the run"
+        "24 USD (24 to 30), 8 GPU-hours (8 to 10), at most 5.6 kWh (5.6 to 7) for the run"
     )
     unpriced = Rates(gpus=4, usd_per_hour=None, watts=None).cost(7200, tokens=8e6)
     assert cost_line(unpriced) == "1 GPU-hours per million trained tokens; 8 GPU-hours for the run"

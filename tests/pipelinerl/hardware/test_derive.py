@@ -140,14 +140,21 @@ def test_every_forward_pass_more_is_a_third_more(changed, passes):
 
 
 def test_experts_exchange_tokens_inside_a_node_or_between_nodes():
-    """30B: 489 GB of states fit into eight of 86 GB: eight copies at 450 GB/s. 235B does not: four at 50 GB/s."""
-    for name, copies, link in (("Qwen3-30B-A3B", 8, 450e9), ("Qwen3-235B-A22B", 4, 50e9)):
+    """30B: 489 GB of states fit into eight of 86 GB: eight copies at 450 GB/s. 235B does not: four at 50 GB/s.
+
+    Three of DeepSeek's 61 layers are dense, and exchange nothing.
+    """
+    for name, layers, copies, link in (
+        ("Qwen3-30B-A3B", 48, 8, 450e9),
+        ("Qwen3-235B-A22B", 94, 4, 50e9),
+        ("DeepSeek-V3", 58, 4, 50e9),
+    ):
         model = find_model(name)
         off, on = (
             derive_training(H100, model, training_accelerators=64, coefficients=plain(exchange_exposed=share))
             for share in (0.0, 1.0)
         )
-        expected = 4 * model.layers * copies * model.width * 2 / link
+        expected = 4 * layers * copies * model.width * 2 / link
         assert on.token_s - off.token_s == pytest.approx(expected, rel=1e-6)
 
 

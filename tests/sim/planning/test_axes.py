@@ -63,10 +63,9 @@ def test_publications_are_searched_by_default_with_that_of_the_run_file_where_a_
         pytest.param(("plan.tensor_parallel=[2]", "plan.generation_accelerators=[1, 2, 3, 4]",
             "plan.schedulers=['pipeline']"), [f"pipeline 2/2 H={size} TP=2" for size in (4, 8, 16)],
             id="an engine needs its accelerators and someone has to train"),
-        pytest.param(("plan.tensor_parallel=[3]", "plan.schedulers=['conventional']"), [],
-            id="engines of 3 on 4 accelerators that all generate"),
-        pytest.param(("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]"), ["pipeline 3/1 H=8 TP=3"],
-            id="engines of 3 with one that trains"),
+        pytest.param(("plan.tensor_parallel=[3]", "plan.generation_batch_size=[8]"),
+            ["pipeline 3/1 H=8 TP=3", *(f"conventional H=8 G={steps} TP=3" for steps in (1, 2, 4))],
+            id="engines of 3 with one that trains, or that stands idle"),
         pytest.param((ONE_SPLIT, "plan.tensor_parallel=[1]", "plan.train_batch_size=[8, 32]",
             "plan.ready_queue_size=[16]"), ["pipeline 2/2 H=8 queue=16"], id="a queue is not shorter than a batch"),
         pytest.param((ONE_SPLIT, "hardware.decode={kind='affine', step_s=0.01}"), ["pipeline 2/2 H=8"],
@@ -85,11 +84,10 @@ def test_combinations_that_no_run_file_may_make_are_left_out(overrides: tuple[st
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (("plan.tensor_parallel=[1, 3]", "plan.schedulers=['conventional']"),
-            ["plan.tensor_parallel must hold divisors of cluster.accelerators=4, got 3"]),
         (("plan.tensor_parallel=[1, 2, 8]",),
-            ["plan.tensor_parallel must hold divisors of cluster.accelerators=4 or sizes below "
-            "cluster.accelerators=4, as others have to train, got 8"]),
+            ["plan.tensor_parallel must hold sizes of at most cluster.accelerators=4, got 8"]),
+        (("plan.tensor_parallel=[1, 4]", "plan.schedulers=['pipeline']"),
+            ["plan.tensor_parallel must hold sizes below cluster.accelerators=4, as others have to train, got 4"]),
         (("plan.tensor_parallel=[2]", "plan.generation_accelerators=[2, 3, 4]"),
             ["plan.generation_accelerators must hold multiples of an engine, 2 accelerators, got 3",
             "plan.generation_accelerators must hold numbers below cluster.accelerators=4, as the others train, got "

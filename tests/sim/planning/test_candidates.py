@@ -86,12 +86,26 @@ def test_engines_get_whole_heads() -> None:
 
 
 def test_engines_apart_from_the_trainer_need_not_divide_the_cluster() -> None:
-    """Those who generate and train in turn do. The GPUs left over train: 145 GB of weights fit on 65 GPUs as on 64."""
+    """The GPUs left over train: 145 GB of weights fit on 65 GPUs as on 64."""
     some = ("cluster.accelerators=65", "hardware.model=Qwen2.5-72B", "plan={schedulers=['pipeline', 'conventional']}")
     sizes = {(one.family, one.choice["tensor_parallel"]) for one in made(*some)}
-    assert sizes == {("conventional", 1), *(("pipeline", size) for size in (1, 2, 4, 8))}
+    assert sizes == {(kind, size) for kind in ("conventional", "pipeline") for size in (1, 2, 4, 8)}
     fit = {one.choice["tensor_parallel"] for one in made(*some) if isinstance(one, Candidate)}
     assert {4, 8} <= fit <= {2, 4, 8}
+
+
+def test_where_all_generate_in_turn_the_accelerators_that_make_no_whole_engine_stand_idle_and_are_paid_for() -> None:
+    """Engines of 2 on 5: 4 generate and train, 5 are paid for. The same H fills the engines of 4 as of 5."""
+    lists = "plan={schedulers=['conventional'], tensor_parallel=[2], optimizer_steps_per_rl_step=[4]}"
+    of_5, of_4 = (
+        [one for one in made(lists, f"cluster.accelerators={number}") if isinstance(one, Candidate)]
+        for number in (5, 4)
+    )
+    assert [one.label for one in of_5] == [one.label for one in of_4]
+    assert {(one.config.cluster.accelerators, one.idle, one.rented.cluster.accelerators) for one in of_5} == {(4, 1, 5)}
+    assert {one.gpu_hours(3600.0) for one in of_5} == {5.0}
+    assert {one.gpu_hours(3600.0) for one in of_4} == {4.0}
+    assert [one.config.cluster for one in of_5] == [one.config.cluster for one in of_4]
 
 
 def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_turn() -> None:
