@@ -3,7 +3,9 @@
 Theory of operation. Engines stand still meanwhile, and so does the trainer: its ranks put bucket i + 1 together while
 bucket i travels, and engines load bucket i - 1 (``broadcast.py`` says how a bucket travels, from worker to worker). A
 bucket is loaded when every parameter in it is verified; one that is refused is sent again, before the next. What is
-loaded is a mixture until the last bucket is: the engine does not go on before.
+loaded is a mixture until the last bucket is: the engine does not go on before. Loaders read parameters where they have
+arrived. They are done with a bucket soon after they have begun the next, as buckets hold whole layers: then its memory
+is used again. What is kept longer stays as it is, and memory is made for another bucket.
 
 =================  ==========================================  ===================================================
 thread             waits for                                   bounded by
@@ -17,10 +19,10 @@ arriving           the sender                                  the same; the end
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -34,11 +36,6 @@ from pipelinerl.errors import BackendError
 
 STREAM_BYTES = 256 * 2**20
 """Size of a bucket, unless one layer is larger (bytes)."""
-
-LARGE_BYTES = 2**20
-"""Size from which memory is given back when it is freed (bytes)."""
-M_MMAP_THRESHOLD = -3
-"""Of glibc's ``mallopt``."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -98,13 +95,21 @@ class Bucket:
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._lent: Callable[[], object | None] = lambda: None
+
+    @property
+    def seen(self) -> bool:
+        """Whether there is a tensor of what was there last, or of a part of it."""
+        return self._lent() is not None
 
     def row(self, num_bytes: int) -> torch.Tensor:
-        """Return room for so many bytes; what was there is lost."""
-        if self._memory.numel() < num_bytes:
+        """Return room for so many bytes; what was there is lost, unless it is still seen: then room is elsewhere."""
+        if self._memory.numel() < num_bytes or self.seen:
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        return self._memory[:num_bytes]
+        lent = self._memory.numpy()[:num_bytes]
+        self._lent = weakref.ref(lent)  # lives as long as what is made of it
+        return torch.from_numpy(lent)
 
 
 def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> None:
@@ -132,8 +137,6 @@ class Streaming:
     def __init__(self, member: Membership, *, before: Streaming | None = None) -> None:
         if before is not None:
             before.abandon()
-        # Where weights are loaded on the host glibc would keep what is freed: half a bucket more than is in use.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         self._timeout_s, pinned = member.timeout_s, member.device.type == "cuda"
         self._rows = [Bucket(pinned), Bucket(pinned)]
         self._joined: Future[Receiver] = Future()
@@ -159,7 +162,9 @@ class Streaming:
             self._joined.result().close()
 
     def arriving(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of a version as they arrive, verified; each is gone when two more buckets have come.
+        """Yield the parameters of a version as they arrive, verified.
+
+        The memory of a bucket is used again as soon as, with the next one begun, no tensor sees it any more.
 
         Raises:
             BackendError: If it is another version that comes.
@@ -169,15 +174,16 @@ class Streaming:
         num_missing = len(receiver.parameters)
         with ThreadPoolExecutor(1, initializer=_everywhere) as thread:
             try:
-                coming = thread.submit(_take, receiver, version, self._rows[0])
+                coming: Future[dict[str, torch.Tensor]] | None = None
                 turn = 0
                 while num_missing:
-                    tensors = coming.result()
+                    tensors = (coming or thread.submit(_take, receiver, version, self._rows[turn])).result()
                     num_missing -= len(tensors)
-                    turn = 1 - turn
-                    if num_missing:
-                        coming = thread.submit(_take, receiver, version, self._rows[turn])
-                    yield from tensors.items()
+                    coming, turn = None, 1 - turn
+                    for item in tensors.items():
+                        yield item
+                        if num_missing and coming is None and not self._rows[turn].seen:
+                            coming = thread.submit(_take, receiver, version, self._rows[turn])
             except BaseException:  # whoever loads has failed, too: the thread must not wait for what comes next
                 receiver.close()
                 raise

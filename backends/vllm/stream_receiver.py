@@ -50,8 +50,8 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
         if self._streaming is None:
             raise BackendError("the engine has joined no group")
         arriving = self._streaming.arriving(update_info.version)
-        first = next(arriving)
-        load_weights(self.model, self.model_config, _kept(first, arriving))
+        # The first one before the model is touched.
+        load_weights(self.model, self.model_config, _all(next(arriving), arriving))
         self._complete = next(arriving, None) is None
 
     def finish_weight_update(self) -> None:
@@ -70,10 +70,11 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
             self._streaming = None
 
 
-def _kept(
-    first: tuple[str, torch.Tensor], others: Iterator[tuple[str, torch.Tensor]]
+def _all(
+    first: tuple[str, torch.Tensor] | None, others: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy every parameter: a layer keeps it until the layer is whole, longer than its bucket stays."""
-    yield first[0], first[1].clone()
-    for name, tensor in others:
-        yield name, tensor.clone()
+    """Yield all parameters and keep none: its bucket is used again when nothing of it is seen any more."""
+    assert first is not None
+    yield first
+    first = None
+    yield from others

@@ -1,7 +1,10 @@
-"""Fixtures of the tests of the driver."""
+"""Fixtures of the tests of the driver and its parts."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,3 +14,15 @@ import pytest
 def out(tmp_path: Path) -> Path:
     """Where a run writes to; it is not there yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_of_processes() -> Iterator[None]:
+    """What processes that tests start write for a while, sockets included, goes with the session."""
+    tempfile.gettempdir()  # this process keeps its own
+    folder = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
+            patch.setenv(name, folder)
+        yield
+    shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,7 @@ from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
 
 from backends.tiny_model import make_tiny_model  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
+from backends.vllm.version.client import STREAMED_ENVIRONMENT  # noqa: E402
 from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
 from pipelinerl.config.run_file import load_run  # noqa: E402
@@ -272,6 +273,9 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind, steps):
     sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
     sets += [f"optimizer_steps={steps}", "train.optimizer.learning_rate=6e-4", "train.evaluation.every=30"]
     run = Process(fitted_arithmetic, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
+    run.wait_for_step(1)
+    gives_back = [STREAMED_ENVIRONMENT.items() <= one.environ().items() for one in run.named("VLLM::Worker")]
+    assert gives_back == [transport == "streamed"] * workers
     status, stdout, stderr = run.end()
     assert status == 0, stderr
     summary = RunReport.from_dict(json.loads(stdout), name="stdout")

@@ -53,7 +53,7 @@ class Process:
         self.temporary = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
         atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         kernels = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # compiled ones stay for the next run
-        own = {"TMPDIR": self.temporary, "TORCHINDUCTOR_CACHE_DIR": kernels}
+        own = {"TMPDIR": self.temporary, "VLLM_RPC_BASE_PATH": self.temporary, "TORCHINDUCTOR_CACHE_DIR": kernels}
         self.err = out.with_suffix(".stderr")
         with self.err.open("w") as stderr:
             self.process = subprocess.Popen(

@@ -194,6 +194,7 @@ import os
 from collections import Counter
 
 import psutil
+from backends.vllm.process import remove_shared_memory, shared_memory_of
 from backends.vllm.ray_engine import RayEngine
 from probing import Probed
 
@@ -212,9 +213,12 @@ async def update_and_vanish(self, weights, kind):
     times = await update(self, weights, kind)
     if weights.version >= 2 and in_progress[self] and self._node == os.environ["MACHINE"]:
         raylet = psutil.Process(int(os.environ["RAYLET"]))
-        for one in [raylet, *raylet.children(recursive=True)]:
+        processes = [raylet, *raylet.children(recursive=True)]
+        its_memory = shared_memory_of(processes[1:]) - shared_memory_of([])
+        for one in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
+        remove_shared_memory(its_memory)  # goes with a machine, but this is none
         os.environ["MACHINE"] = "gone"
     return times
 
