@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
+from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.pipeline import PipelineScheduler
 from pipelinerl.scheduler.rounds import ConventionalScheduler, OneStepOffScheduler, PartialRolloutScheduler
+from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
 
 
 class SchedulerFactory(Protocol):

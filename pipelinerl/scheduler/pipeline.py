@@ -9,9 +9,9 @@ Theory of operation. Two machines run side by side and meet in the ready queue.
   previous publication is still on its way to some engine; then the publication is made up for, with the version
   there is by then, as soon as that has arrived.
 
-``handle`` records the event, then decides by looking at the state only. Each kind of schedule answers three questions:
-may a group be admitted, which ready groups form the next micro-batch, and is it time to publish. The kinds that
-generate in rounds are in ``rounds``; the rest of this text is about PipelineRL.
+``handle`` records the event, then decides by looking at the state only. Each kind of schedule says whether a group may
+be admitted, where a ready group goes, which rollouts form the next micro-batch, whether it is time to publish, and what
+is stale. The kinds that generate in rounds are in ``rounds``; the rest of this text is about PipelineRL.
 
 ==================  ================================  ==================================================
 waiting             waits for                         is unblocked by
@@ -53,9 +53,10 @@ from __future__ import annotations
 import heapq
 from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes
+from pipelinerl.scheduler.base import Scheduler
 from pipelinerl.scheduler.events import Command, DiscardReason, OnFull, OnStale
 from pipelinerl.scheduler.groups import RolloutGroup
+from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
 
 
 class PipelineScheduler(Scheduler):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Unpack
 
-from pipelinerl.scheduler.base import Scheduler, SchedulerSettings, Sizes, TrainerState
+from pipelinerl.scheduler.base import Scheduler, TrainerState
 from pipelinerl.scheduler.events import Command, WeightUpdate
 from pipelinerl.scheduler.groups import RolloutGroup
+from pipelinerl.scheduler.settings import SchedulerSettings, Sizes
 
 
 class ConventionalScheduler(Scheduler):
