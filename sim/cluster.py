@@ -61,6 +61,7 @@ from sim.costs import decode_cost, prefill_cost
 from sim.engine import ClosedFormEngine
 from sim.environments import Environments, check_turns
 from sim.episodes import Episodes
+from sim.front_ends import FrontEnds
 from sim.learning.tasks import checked_task
 from sim.request import EngineHost, EngineSettings, LearningPolicy, Request, SimulatedEngine
 from sim.scoring import Scoring
@@ -130,10 +131,7 @@ class SimulatedCluster:
             group_size=config.workload.group_size,
             seed=config.seed,
         )
-        self._request_ticks = to_ticks(hardware.latency.request_s)
-        self._report_ticks = to_ticks(hardware.latency.report_s)
-        self._front_end_free = dict.fromkeys(self._engines, 0)  # tick from which it takes the next rollout
-        self._reports: dict[int, tuple[int, Request, VersionSpans]] = {}  # on their way: engine, request, its tokens
+        self._front_ends = FrontEnds(self._clock, self._engines, hardware.latency, report=self._report)
         weights = hardware.weights
         self._publish_ticks = to_ticks(weights.publish_s)
         self._transfer_ticks = to_ticks(weights.transfer_s)
@@ -172,8 +170,8 @@ class SimulatedCluster:
         self._clock.run(until=self._done)
         now_s = to_seconds(self._clock.now)
         for engine_id, engine in self._engines.items():
-            reports = [(request, spans) for at, request, spans in self._reports.values() if at == engine_id]
-            for request, spans in sorted([*engine.end(), *reports], key=lambda pair: pair[0].rollout_id):
+            ended = [*engine.end(), *self._front_ends.reports_of(engine_id)]
+            for request, spans in sorted(ended, key=lambda pair: pair[0].rollout_id):
                 aborted = RolloutAborted(request.rollout_id, engine_id, spans, self._take_seconds(request))
                 self._recorder.event(now_s, aborted)
         if self._failure is not None:
@@ -194,15 +192,10 @@ class SimulatedCluster:
 
     def rollout_finished(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """Have a finished rollout reported."""
-        if not self._report_ticks:
+        if self._front_ends.report_ticks:
+            self._front_ends.report_later(engine, request, spans)
+        else:
             self._report(engine, request, spans)
-            return
-        rollout_id = request.rollout_id
-        self._reports[rollout_id] = (engine, request, spans)
-        Wake(self._clock, self._report_ticks, CLUSTER_PRIORITY, rollout_id, self._reported)
-
-    def _reported(self, wake: Wake) -> None:
-        self._report(*self._reports.pop(wake.tag))
 
     def _report(self, engine: int, request: Request, spans: VersionSpans) -> None:
         """Report a finished rollout; its score follows unless it takes no time."""
@@ -295,7 +288,7 @@ class SimulatedCluster:
         if self._environments is not None:
             self._aborted.pop(rollout_id, None)
             request = self._environments.request(rollout_id)
-            self._submit(request, command.engine, self._delays.group(group_id)[member])
+            self._front_ends.submit(request, command.engine, self._now, self._delays.group(group_id)[member])
             return
         if group_id != self._drawn_id:
             self._draw_group(group_id, command.prompt_id)
@@ -307,15 +300,7 @@ class SimulatedCluster:
                 request.finish_at(self._grown(request.length, self._engines[command.engine].version))
         if self._policy is not None:
             self._policy.answers.ask(rollout_id, command.prompt_id)
-        self._submit(request, command.engine, self._drawn_delays[member])
-
-    def _submit(self, request: Request, engine: int, delay: int) -> None:
-        """Send a request through the front end of an engine, which takes one after the other."""
-        at = self._now
-        if self._request_ticks:
-            at = max(at, self._front_end_free[engine]) + self._request_ticks
-            self._front_end_free[engine] = at
-        self._engines[engine].submit(request, at + delay)
+        self._front_ends.submit(request, command.engine, self._now, self._drawn_delays[member])
 
     def _open_environment(self, command: OpenEnvironment) -> None:
         assert self._environments is not None

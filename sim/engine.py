@@ -38,30 +38,20 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
 
 from simpy.events import EventPriority
 
 from pipelinerl.config.environment import PrefixCaching
-from pipelinerl.scheduler.events import VersionSpans, WeightUpdate, joined
+from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 from sim.chunked_prefill import ChunkedPrefill
 from sim.clock import CLUSTER_PRIORITY, Clock, Wake
 from sim.decode_batch import UNLIMITED, DecodeBatch
 from sim.prefix_cache import PrefixCache
 from sim.request import EngineHost, EngineSettings, Request
+from sim.weights import Update, WeightHistory
 
 NOT_PLANNED = -1
 """Tick of a boundary that is not planned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Weights on their way."""
-
-    at: int
-    """Tick of their arrival."""
-    version: int
-    weight_update: WeightUpdate
 
 
 class ClosedFormEngine:
@@ -83,9 +73,7 @@ class ClosedFormEngine:
         self._drops_old_caches = settings.prefix_cache is PrefixCaching.SALTED
         self._waiting: deque[Request] = deque()
         self._chunked = ChunkedPrefill(self._batch, settings.prefill)
-        # Weights: version ``_versions[i]`` samples from step ``_version_steps[i]`` on.
-        self._version_steps = [0]
-        self._versions = [0]
+        self._weights = WeightHistory()
         self._pause_end: int | None = None
         self._recomputes = False  # the next step prefills what is in the batch, whose KV cache is of older weights
         self._suspended_since: int | None = None  # tick
@@ -145,7 +133,7 @@ class ClosedFormEngine:
             batch.break_off(now)
         else:
             batch.stand_still(now)
-        ended = [(request, self._spans(request)) for request in batch.requests.values()]
+        ended = [(request, self._weights.spans(request, batch.step)) for request in batch.requests.values()]
         for request, _ in ended:
             batch.leave(request)
         arriving = [request for _, _, request in self._arrivals]
@@ -185,7 +173,7 @@ class ClosedFormEngine:
             for request in batch.advance(self._wake_steps, now):
                 if request.goes_on and self._keeps_caches:
                     self._cache.keep(request.rollout_id, request.prompt_tokens + request.length)
-                self._host.rollout_finished(self._engine_id, request, self._spans(request))
+                self._host.rollout_finished(self._engine_id, request, self._weights.spans(request, batch.step))
         else:
             batch.stand_still(now)
         arrivals = self._arrivals
@@ -286,7 +274,7 @@ class ClosedFormEngine:
         """Have a request sample with the weights of now on, as it joins the batch."""
         if self._tokens is not None:
             self._tokens.begin(request, self.version)
-        request.first_update = len(self._versions)
+        request.first_update = len(self._weights.versions)
 
     def _chunk(self, request: Request, left: int) -> int:
         """Make a chunk of at most so many tokens in the next step, and return its tokens."""
@@ -299,7 +287,7 @@ class ClosedFormEngine:
     def _leave(self, request: Request) -> None:
         """Take a request out of the batch unfinished; it keeps the tokens it has."""
         self._batch.leave(request)
-        request.keep(self._spans(request))
+        request.keep(self._weights.spans(request, self._batch.step))
 
     def _abort(self, rollout_id: int) -> None:
         request = self._batch.requests.get(rollout_id)
@@ -330,11 +318,7 @@ class ClosedFormEngine:
         still_ticks = self._pause_ticks if self._suspended_since is None else batch.tick - self._suspended_since
         self._suspended_since = None
         self.version = update.version
-        if self._version_steps[-1] == batch.step:
-            self._versions[-1] = update.version
-        else:
-            self._version_steps.append(batch.step)
-            self._versions.append(update.version)
+        self._weights.loaded(update.version, batch.step)
         self._recomputes = recompute = update.weight_update is WeightUpdate.RECOMPUTE
         if recompute or self._drops_old_caches:
             self._cache.clear()
@@ -344,22 +328,6 @@ class ClosedFormEngine:
             self._tokens.go_on(running, num_tokens, self.version, recompute=recompute)
             batch.lengths_changed()
         self._host.weights_loaded(self._engine_id, update.version, still_ticks)
-
-    def _spans(self, request: Request) -> VersionSpans:
-        """Return the spans of all tokens a running request has at this boundary."""
-        start, step, steps, versions = request.start_step, self._batch.step, self._version_steps, self._versions
-        if step == start:
-            return request.spans
-        first, last = request.first_update, len(steps)
-        if steps[-1] == step:
-            last -= 1  # it samples nothing before the next step
-        if first == last:
-            spans = VersionSpans((versions[first - 1],), (step - start,))
-        else:
-            ends = [one - start for one in steps[first:last]]
-            ends.append(step - start)
-            spans = VersionSpans(tuple(versions[first - 1 : last]), tuple(ends))
-        return joined(request.spans, spans) if request.spans.ends else spans
 
     # -------------------------------------------------------------------------------------- planning
 
