@@ -229,17 +229,14 @@ class FakeTrainer:
     Args:
         train_batch_size: Sequences per optimizer step (count), checked.
         train_s: Seconds per micro-batch.
-        publish_s: Seconds per publication.
         kl_coefficient: As ``loss.kl_coefficient``: above 0, samples must have reference log-probabilities.
     """
 
-    def __init__(
-        self, *, train_batch_size: int, train_s: float = 0.0, publish_s: float = 0.0, kl_coefficient: float = 0.0
-    ) -> None:
+    def __init__(self, *, train_batch_size: int, train_s: float = 0.0, kl_coefficient: float = 0.0) -> None:
         self.version = 0
         self.trained: list[tuple[int, ...]] = []
         """Rollouts of each optimizer step, in order."""
-        self._batch, self._train_s, self._publish_s = train_batch_size, train_s, publish_s
+        self._batch, self._train_s = train_batch_size, train_s
         self._kl_coefficient = kl_coefficient
         self._accumulated: list[int] = []
         self._copied = 0
@@ -268,7 +265,7 @@ class FakeTrainer:
 
     async def publish(self, version: int) -> Weights:
         """Make the weights ready; see ``interface.Trainer``."""
-        await asyncio.sleep(self._publish_s)
+        await asyncio.sleep(0)
         return Weights(version, f"memory:{version}", {"steps": hashlib.sha256(str(self.version).encode()).hexdigest()})
 
     async def send(self, weights: Weights) -> None:

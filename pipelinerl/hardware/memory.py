@@ -64,7 +64,6 @@ def training_memory(
     zero_stage: int = ZERO_STAGE,
     pack_tokens: float = 16384,
     recomputation: float = 1.0,
-    logits_tokens: int = LOGITS_TOKENS,
 ) -> TrainingMemory:
     """Return the memory of one accelerator that trains.
 
@@ -74,11 +73,10 @@ def training_memory(
         zero_stage: 0: nothing is spread; 1: optimizer states; 2: gradients too; 3: weights too.
         pack_tokens: Tokens of one forward and backward pass on one accelerator.
         recomputation: Share of the layers whose activations are computed again in the backward pass (no unit).
-        logits_tokens: Tokens whose logits exist at once.
     """
     p = model.parameters
     spread = [accelerators if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    logits = min(logits_tokens, pack_tokens) * model.vocabulary * LOGIT_BYTES
+    logits = min(LOGITS_TOKENS, pack_tokens) * model.vocabulary * LOGIT_BYTES
     return TrainingMemory(
         weights=2 * p / spread[0],
         gradients=2 * p / spread[1],

@@ -36,10 +36,10 @@ def did_you_mean(
     return f"did you mean {' or '.join(names)}? " if names else ""
 
 
-def shown(value: Any, *, longest: int = 80) -> str:
-    """Return a value as a user would write it, on one line, cut to a readable length (characters)."""
+def shown(value: Any) -> str:
+    """Return a value as a user would write it, on one line, cut to a readable length: 80 characters."""
     text = json.dumps(value, default=str)
-    return text if len(text) <= longest else text[: longest - 3] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def read_text(path: Path, what: str) -> str:

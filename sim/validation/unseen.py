@@ -128,15 +128,14 @@ def spread_of(log_errors: Mapping[object, Sequence[float]]) -> Spread:
     return Spread(centre, math.sqrt(family_variance), math.sqrt(row_variance))
 
 
-def median_interval(errors: Mapping[object, Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
+def median_interval(errors: Mapping[object, Sequence[float]]) -> tuple[float, float]:
     """Return the 90 % interval of the median error; families are resampled, never rows.
 
     Args:
         errors: Relative errors by family, of one family at least.
-        seed: Of the resampling.
     """
     families = [np.asarray(one, dtype=float) for one in errors.values()]
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     picks = generator.integers(len(families), size=(RESAMPLES, len(families)))
     medians = [float(np.median(np.concatenate([families[index] for index in pick]))) for pick in picks]
     low, high = np.quantile(medians, [0.05, 0.95])
