@@ -54,7 +54,7 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
             against=how.against if first else None,
         )
         try:
-            report = plan(case.config, its, whole=case.whole, assumed=question.assumed if first else ())
+            report = plan(case.config, its, whole=case.whole, assumed=question.assumed, effects=first)
         except (ConfigError, RunFailedError) as error:
             done.append(replace(planned, failure=str(error)))
             stop = isinstance(error, RunFailedError) or case is question.cases[-1]

@@ -11,7 +11,7 @@ from pipelinerl.records.certainty_report import AsynchronousOdds, CertaintyRepor
 from pipelinerl.util.arrays import FloatArray
 from sim.planning.candidates import Screener
 from sim.planning.choose import TIE
-from sim.planning.draws import Draws, Unknown, spreads
+from sim.planning.draws import Draws, Unknown
 from sim.planning.explain import screened_synchronous
 from sim.planning.instruments import Instruments
 from sim.planning.measurements import explained, observations, values_of_measurements
@@ -82,7 +82,7 @@ def certainty(
         ),
         asynchronous=None if ahead_D is None else _odds(ahead_D, shown, draws),
         fits=None if memory is None else memory_suffices(memory),
-        unknown={name.value: sd for name, sd in spreads(config, space.measured).items()},
+        unknown={name.value: sd for name, sd in draws.sds.items()},
         measurements=values_of_measurements(shown, log_DW, instruments),
     )
 

@@ -12,6 +12,7 @@ Shapes: D draws.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import NormalDist
@@ -67,14 +68,16 @@ NOT_DRAWN = (
 """Coefficients of times that have a factor of their own, and choices of the trainer, which its user knows."""
 
 
-def spreads(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
+def spreads(config: RunConfig, measured: Measured, guessed: Collection[str] = ()) -> dict[Unknown, float]:
     """Return the standard deviation of the log of each factor.
 
     Args:
         config: The run file. A table of ``[hardware]``, or a coefficient that a calibration fits, is a measurement. A
             table of weights is measured in one arm, that of the run file's schedule, beside GPU and model by name.
         measured: What has been merged into it.
+        guessed: Keys of it that nobody gave: a mean answer among them is believed less.
     """
+    believed = prior.MEAN_SD if "workload.length.mean" in guessed else prior.ANSWERS_SD
     given, stated = config.hardware, config.hardware.coefficients
     error, by_name = prior.MEASURED_SD, given.by_name
     decode_known = given.decode is not None or any(name in stated for name in DECODE_COEFFICIENTS)
@@ -85,7 +88,7 @@ def spreads(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
         Unknown.TRAINING: error if training_known else prior.TRAINING_SD,
         **_weights(config, measured),
         Unknown.SWITCH: error if switch_known else prior.SWITCH_SD,
-        Unknown.ANSWERS: error if measured.answers else prior.ANSWERS_SD,
+        Unknown.ANSWERS: error if measured.answers else believed,
         Unknown.RUN_APART: prior.RUN_SD,
         Unknown.RUN_COLOCATED: prior.RUN_SD,
     }
@@ -150,6 +153,8 @@ class Draws:
     """Log of each factor by draw."""
     coefficients_D: dict[str, FloatArray]
     """Coefficients between their levels by draw."""
+    sds: dict[Unknown, float]
+    """Standard deviation of each of these logs."""
 
     @property
     def number(self) -> int:
@@ -194,25 +199,29 @@ class Draws:
         return Screener(config, longer, hardware, drawn=drawn)
 
 
-def make_draws(config: RunConfig, measured: Measured, *, number: int = NUM_DRAWS, seed: int = 0) -> Draws:
+def make_draws(
+    config: RunConfig, measured: Measured, *, guessed: Collection[str] = (), number: int = NUM_DRAWS, seed: int = 0
+) -> Draws:
     """Return draws; each unknown is spread evenly over its distribution, and apart from all others.
 
     Args:
         config: The run file.
         measured: What has been merged into it.
+        guessed: Keys of it that nobody gave.
         number: Draws (count).
         seed: Of the draws.
     """
     stated = stated_coefficients(config)
     generator = np.random.default_rng(seed)
-    logs_D = {name: sd * _normals(number, generator) for name, sd in spreads(config, measured).items()}
+    sds = spreads(config, measured, guessed)
+    logs_D = {name: sd * _normals(number, generator) for name, sd in sds.items()}
     coefficients_D = {}
     for name, entry in coefficient_table().items():
         normal_D = _normals(number, generator)  # drawn in any case: what is stated does not move the other draws
         values = {level: float(entry[level]) for level in Level}
         if config.hardware.by_name and name not in (*stated, *NOT_DRAWN) and len(set(values.values())) > 1:
             coefficients_D[name] = between_levels(values, normal_D)
-    return Draws(logs_D, coefficients_D)
+    return Draws(logs_D, coefficients_D, sds)
 
 
 def _normals(number: int, generator: np.random.Generator) -> FloatArray:

@@ -92,7 +92,8 @@ class Instruments:
     def _sets(self, way: Candidate) -> str:
         """Return the overrides that make the run file one of this way."""
         its, own = choice_of(way.config), choice_of(self._config)
-        return "".join(
+        fewer = f" --set cluster.accelerators={way.config.cluster.accelerators}" if way.idle else ""
+        return fewer + "".join(
             f" --set {axis.key}={its[axis.name]}"
             for axis in AXES
             if axis.applies_to(way.schedule)

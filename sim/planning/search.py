@@ -11,7 +11,7 @@ again with the optimistic and the pessimistic coefficients.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipelinerl.calibration.measured import Measured, merged
@@ -76,7 +76,12 @@ Bands = dict[Level, list[Outcome]]
 
 
 def plan(
-    config: RunConfig, how: HowToPlan | None = None, *, whole: bool = True, assumed: Sequence[Assumption] = ()
+    config: RunConfig,
+    how: HowToPlan | None = None,
+    *,
+    whole: bool = True,
+    assumed: Sequence[Assumption] = (),
+    effects: bool = True,
 ) -> PlanReport:
     """Search for the best way to run.
 
@@ -87,6 +92,7 @@ def plan(
         how: Where to, with which processes, beside what. None: as its defaults have it.
         whole: Whether the run file is a way to run as it is, to compare with; else it has placeholders.
         assumed: What of it nobody gave.
+        effects: Whether to tell what other values of that would change.
 
     Raises:
         ConfigError: If the input is wrong or nothing keeps to the limits; nothing is written.
@@ -103,11 +109,13 @@ def plan(
         check_vacant(out)
     runner = Runner(how)
     with runner.interruptible():
-        search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole)
+        guessed = {one.key for one in assumed}
+        search = _Search(*merged(config, how.measured), run_file=shlex.join(how.run_file), whole=whole, guessed=guessed)
         report, recommended = search.report(search.simulated(runner), runner)
-        effects = effects_of(() if runner.interrupted else assumed, report.asked, report.recommended.family)
+        told = () if runner.interrupted or not effects else assumed
+        rows = effects_of(told, report.asked, report.recommended.family)
         other = None if how.against is None else compared_with(*how.against, report.asked)
-        report = report.model_copy(update={"assumed": effects, "against": other})
+        report = report.model_copy(update={"assumed": rows, "against": other})
     if out is not None:
         make_folder(out)
         write_json(out / PLAN_FILE, report.to_dict())
@@ -119,8 +127,10 @@ def plan(
 class _Search:
     """One search: the screening, and the report that follows from the simulations."""
 
-    def __init__(self, config: RunConfig, measured: Measured, *, run_file: str, whole: bool) -> None:
-        self.config, self.run_file, self.whole = config, run_file, whole
+    def __init__(
+        self, config: RunConfig, measured: Measured, *, run_file: str, whole: bool, guessed: Collection[str]
+    ) -> None:
+        self.config, self.run_file, self.whole, self.guessed = config, run_file, whole, guessed
         self.space = SearchSpace.of(config, measured)
         self.plan, self.limits, self.prices = self.space.plan, self.space.limits, Prices.of(config)
         self.choices = all_choices(self.space)
@@ -189,7 +199,7 @@ class _Search:
         if not within:
             raise ConfigError(why_infeasible(self.rejected + simulated_out(tried, self.limits), self.space))
         preferred = preferred_elsewhere(self.space, self.kept)
-        draws = make_draws(self.config, self.space.measured, seed=self.config.seed)
+        draws = make_draws(self.config, self.space.measured, guessed=self.guessed, seed=self.config.seed)
         outcomes, bets = self._compared(outcomes, preferred, draws, runner)
         shares = bets.shares(self._factors(outcomes))
 

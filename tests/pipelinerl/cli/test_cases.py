@@ -11,6 +11,7 @@ from command_line import Command, assert_fails
 from tiny_plan import TINY, priced_plan
 
 from pipelinerl.cli.render_cases import case_answers, case_limits, case_next, cases_table, who_wins
+from pipelinerl.hardware.prior import MEAN_SD
 from pipelinerl.records.run_folder import PLAN_FILE, RECOMMENDED_FILE, write_json
 
 FEW = (
@@ -71,13 +72,17 @@ def test_a_run_file_without_what_the_plan_finds_is_planned_and_compared_with_ano
 @pytest.mark.usefixtures("in_this_process", "no_figures")
 def test_several_cases_have_a_folder_each_and_one_that_cannot_be_is_said(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    question = ("plan", *QUESTION, "--accelerators", "1,2", *FEW, "--out", out, "--json")
+    unsaid = [word for word in QUESTION if word not in ("--mean-length", "50")]
+    question = ("plan", *unsaid, "--accelerators", "1,2,4", *FEW, "--out", out, "--json")
     result = command(*question)
     assert result.status == 0, result.err
-    one, two = json.loads(result.out)["cases"]
+    one, two, four = json.loads(result.out)["cases"]
     assert (one["case"], one["plan"]) == ("1 GPUs", None)  # none is left to train
     assert two["plan"] == json.loads((out / "2_GPUs" / PLAN_FILE).read_text())
     assert (out / "2_GPUs" / RECOMMENDED_FILE).exists()
+    for case in (two, four):  # what nobody gave is as uncertain in each; its effects are told once
+        assert case["plan"]["certainty"]["unknown"]["mean answer"] == MEAN_SD
+    assert (bool(two["plan"]["assumed"]), four["plan"]["assumed"]) == (True, [])
     assert (out / "question.toml").exists()
     assert_fails(command("plan", *QUESTION, "--accelerators", "1", *FEW), 2, "as others have to train, got 1")
 

@@ -212,6 +212,20 @@ def test_a_check_is_a_command_ready_to_run_that_makes_the_run_it_says():
     assert space.config.train is not None
 
 
+def test_a_check_of_a_way_that_leaves_gpus_idle_runs_on_the_others():
+    sets = ["cluster.accelerators=61", "cluster.generation_accelerators=30"]
+    config = load_run(EXAMPLE, [*sets, "plan={schedulers=['conventional'], tensor_parallel=[4]}"])
+    space = SearchSpace.of(config)
+    way = candidate_of(all_choices(space)[0], space)
+    assert isinstance(way, Candidate)
+    file = shlex.join([str(EXAMPLE), *(word for one in sets for word in ("--set", one))])
+    some = Instruments(config, file, {True: way}, Screener(config, space.answers), whole=True, one_gpu=False)
+    (command,), _, gpus = some.for_all([Unknown.SWITCH])
+    words = shlex.split(command)
+    overrides = [value for name, value in itertools.pairwise(words) if name == "--set"]
+    assert (load_run(EXAMPLE, overrides).num_engines, way.idle, gpus) == (15, 1, 60)
+
+
 def test_the_fewest_commands_are_taken_and_both_checks_where_one_shows_not_all():
     _, _, some = of_the_example()
     assert len(some.for_all([Unknown.GENERATION, Unknown.TRAINING])[0]) == 1

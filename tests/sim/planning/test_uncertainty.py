@@ -14,6 +14,7 @@ from pipelinerl.hardware.prior import (
     ANSWERS_SD,
     END_SDS,
     GENERATION_SD,
+    MEAN_SD,
     MEASURED_SD,
     MEMORY_SD,
     RUN_SD,
@@ -38,7 +39,7 @@ def at_quantiles(number):
 
 def draws_of(**logs):
     """One draw in which some factors have these logs, and the others none."""
-    return Draws({name: np.array([logs.get(name.name, 0.0)]) for name in Unknown}, {})
+    return Draws({name: np.array([logs.get(name.name, 0.0)]) for name in Unknown}, {}, {})
 
 
 def rates(draws, factors=None):
@@ -157,6 +158,13 @@ def test_what_nobody_has_measured_is_as_uncertain_as_the_prior_says():
         Unknown.RUN_APART: RUN_SD,
         Unknown.RUN_COLOCATED: RUN_SD,
     }
+
+
+def test_a_mean_answer_that_nobody_gave_is_believed_less_until_it_is_measured():
+    given, guessed = (spreads(unknown_run(), Measured(), keys) for keys in ((), ["workload.length.mean"]))
+    assert {name for name in Unknown if guessed[name] != given[name]} == {Unknown.ANSWERS}
+    assert guessed[Unknown.ANSWERS] == MEAN_SD
+    assert spreads(unknown_run(), Measured(answers=True), ["workload.length.mean"])[Unknown.ANSWERS] == MEASURED_SD
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,15 @@ def error_of_areals_curve(grids):
     return np.abs(error_KP).max(axis=0).min()
 
 
+FAR_OFF = {
+    "miles_qwen3.8_27b",
+    "nemo_v0.5_H100_bf16_Llama3.1-8B_1off_16",
+    "unirl40_unirl_light",
+    "unirl40_verl_light",
+}
+"""Rows that are predicted alone and more than 45 % off: docs/validation.md says of each what is not published."""
+
+
 @pytest.mark.slow(seconds=80)
 def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out():
     result, grids = shipped_rows_validated()
@@ -228,8 +237,9 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
     alone = summary.alone
     assert (alone.rows, alone.families) == (22, 9)
     assert alone.median_error <= 0.15 < alone.naive_median_error  # levels
-    assert alone.within_45_percent >= 0.8
-    assert 0.75 <= alone.within_band <= 0.95
+    far = {one.id for one in result.rows if one.alone and abs(one.alone / one.measured - 1) > 0.45}
+    assert far == FAR_OFF
+    assert 0.75 <= alone.within_band <= 0.9
     pairs = summary.speed_ups  # and ratios
     assert (pairs.pairs, pairs.families) == (14, 9)
     assert pairs.median_error <= 0.35
@@ -250,6 +260,9 @@ def test_the_shipped_rows_keep_the_promised_errors_and_docs_say_what_comes_out()
         assert abs(point.predicted / start - point.measured / start) <= 0.15 * point.measured / start
     assert error_of_areals_curve(grids) <= 0.15
     page = (ROOT / "docs" / "validation.md").read_text(encoding="utf-8")
+    inside, near = (f"{share:.0%}".replace("%", " %") for share in (alone.within_band, alone.within_45_percent))
+    assert f"{alone.rows} rows, {alone.families} families; {near} are within 45 %, and {inside} inside" in page
+    assert all(f"`{one}`" in page for one in FAR_OFF)
     between = re.search(r"<!-- table -->\n(.*?)<!-- end -->", page, flags=re.DOTALL)
     assert between is not None
     assert between[1] == validation_markdown(result)
