@@ -71,23 +71,15 @@ def calibrate_numbers(
         if value is not None and not 0 < value < 1e7:
             raise ConfigError(f"{names[name]} must be above 0 and in seconds, got {value:g}")
     result = HardwareFit(run.hardware, fixed_coefficients(run))
-    if train_step_s is not None:
-        result.check_number(names["train_step_s"], train_step_s, model_train_s(run))
-        factor = _solve(
-            run, train_step_s, model_train_s, _slower_training, name=names["train_step_s"], warnings=result.warnings
-        )
-        _scale(result, _slower_training(run, factor), factor, "training")
-    if rollout_batch_s is not None:
-        result.check_number(names["rollout_batch_s"], rollout_batch_s, model_rollout_s(run))
-        factor = _solve(
-            run,
-            rollout_batch_s,
-            model_rollout_s,
-            _slower_generation,
-            name=names["rollout_batch_s"],
-            warnings=result.warnings,
-        )
-        _scale(result, _slower_generation(run, factor), factor, "generation")
+    for name, goal_s, model_s, slower, what in (
+        ("train_step_s", train_step_s, model_train_s, _slower_training, "training"),
+        ("rollout_batch_s", rollout_batch_s, model_rollout_s, _slower_generation, "generation"),
+    ):
+        if goal_s is not None:
+            now_s = model_s(run)
+            result.check_number(names[name], goal_s, now_s)
+            factor = _solve(run, goal_s, model_s, slower, now_s=now_s, name=names[name], warnings=result.warnings)
+            _scale(result, slower(run, factor), factor, what)
     if weight_sync_s is not None:
         result.check_number(names["weight_sync_s"], weight_sync_s, resolved_hardware(run).weights.pause_s)
         result.table["weights"] = {"publish_s": weight_sync_s, "pause_s": weight_sync_s}
@@ -144,17 +136,21 @@ def _solve(
     model_s: Callable[[RunConfig], float],
     slower: Slower,
     *,
+    now_s: float,
     name: str,
     warnings: list[str],
 ) -> float:
-    """Return the factor on the times of the model that gives a measured time; with a warning where it just misses."""
+    """Return the factor on the times of the model that gives a measured time; with a warning where it just misses.
+
+    The model gives ``now_s`` as it is.
+    """
     table = run.hardware.model_dump(mode="json", exclude_none=True)
 
     def slowed_s(factor: float) -> float:
         hardware = HardwareConfig.model_validate(_merged(table, slower(run, factor)))
         return model_s(run.model_copy(update={"hardware": hardware}))
 
-    factor, now_s, slope = 1.0, slowed_s(1.0), 1.0
+    factor, slope = 1.0, 1.0
     for _ in range(TRIES):
         if abs(now_s / goal_s - 1) < CLOSE:
             break

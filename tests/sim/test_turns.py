@@ -32,8 +32,6 @@ from sim.cluster import SimulatedCluster
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"count": 0}, "environment.count must be at least 1, got 0"),
-        ({"step_s": -1.0}, "environment.step_s must be at least 0, got -1"),
         ({"turns": {"kind": "lognormal", "max": 3}}, "environment.turns.mean is missing; kind='lognormal' needs"),
         ({"turns": {"kind": "recorded", "max": 3}}, "environment.turns.source is missing; kind='recorded' needs"),
         ({"turns": {"kind": "lognormal", "mean": 4.0, "max": 3}}, "mean must be at most the 3 at which"),

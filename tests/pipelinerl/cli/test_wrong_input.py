@@ -14,13 +14,6 @@ from pipelinerl.errors import ConfigError
 
 FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown key": (("scheduler.max_lagg=3",), "tiny.toml: scheduler.max_lagg is"),
-    "an unknown table": (("schedule.max_lag=3",), "schedule is an unknown key; did you mean scheduler? allowed: "),
-    "two keys that do not fit": (("cluster.accelerators=1",), "tiny.toml: cluster.generation_accelerators must"),
-    "a max_lag that cannot be met": (
-        ("scheduler.kind=conventional", "scheduler.max_lag=1"),
-        "scheduler.max_lag cannot",
-    ),
-    "a rollout longer than the KV cache": (("hardware.kv_cache_tokens=59",), "tiny.toml: hardware.kv_cache_tokens"),
     "a prompt of the length file longer than the KV cache": (
         (EMPIRICAL, "workload.length.source=good.csv", "hardware.kv_cache_tokens=149"),
         "hardware.kv_cache_tokens must hold the longest prompt of workload.length.source and workload.length.max, 150 ",
@@ -31,6 +24,13 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "a length file with a wrong cell": (
         (EMPIRICAL, "workload.length.source=cell.csv"),
         "cell.csv line 3: response_tok",
+    ),
+    "a file of turns with a wrong line": (
+        (
+            "environment={count=1, turns={kind='recorded', source='turns.jsonl', max=4, observation_max=9, "
+            "context_max=99}}",
+        ),
+        "turns.jsonl line 1: obs_lens must have one",
     ),
     "a missing utilisation table": (
         ("hardware.decode={kind='utilisation', flash_s=1e-5, table='none.csv'}",),
@@ -44,6 +44,9 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
 def test_a_wrong_key(command: Command, tmp_path: Path, tiny: Path, overrides: tuple[str, ...], words: str) -> None:
     (tmp_path / "good.csv").write_text("prompt_id,response_tokens,prompt_tokens\n1,5,100\n")
     (tmp_path / "cell.csv").write_text("prompt_id,response_tokens\n1,5\n1,many\n")
+    (tmp_path / "turns.jsonl").write_text(
+        '{"group": 1, "stream": 0, "prompt_len": 9, "out_lens": [4], "obs_lens": [3], "tool_times": [1.5]}'
+    )
     (tmp_path / "folder.csv").mkdir()
     tiny.write_text(TINY + '\n[compare]\nbaseline = "a"\narms = [{ name = "a" }]\n')
     before = everything_in(tmp_path)
@@ -185,38 +188,3 @@ def test_what_the_parser_refuses_is_one_line_with_key_value_and_what_is_allowed(
     result = command(*arguments)
     assert_fails(result, 2)
     assert result.err.startswith(f"pipelinerl: {line}")
-
-
-TURNS = "kind='recorded', max=4, observation_max=9, context_max=99"
-LINE = '{"group": 1, "stream": 0, "prompt_len": 9, "out_lens": [4, 6], "obs_lens": [3], "tool_times": [1.5]}'
-
-
-@pytest.mark.parametrize(
-    ("line", "environment", "key"),
-    [
-        (LINE, "{count=0, turns={%s}}", "environment.count must be at least 1, got 0"),
-        (LINE, "{count=1, turns={%s}}", "environment.turns.max must leave a token a turn"),
-        (LINE.replace("[3]", "[3, 5]"), "{count=1, turns={%s}}", "line 1: obs_lens must have one value less than"),
-        (LINE.replace("1.5", "-1.5"), "{count=1, turns={%s}}", "line 1: tool_times must be from 0 to"),
-        (LINE, "{count=1, turns={%s}}", None),
-    ],
-)
-def test_wrong_environments_are_one_line_and_status_2(
-    command: Command, tiny: Path, tmp_path: Path, line: str, environment: str, key: str | None
-) -> None:
-    """The last one is right, and runs."""
-    source = tmp_path / "turns.jsonl"
-    source.write_text(line + "\n")
-    turns = f"{TURNS}, source='{source}'"
-    if key is not None and "turns.max" in key:
-        turns = turns.replace("max=4", "max=100")
-    result = command("simulate", tiny, "--set", "environment=" + environment % turns)
-    if key is None:
-        assert result.status == 0
-    else:
-        assert_fails(result, 2, key)
-
-
-def test_an_unknown_set_of_turns_is_one_line_and_status_2(command: Command, tiny: Path) -> None:
-    environment = f"environment={{count=1, turns={{{TURNS}, source='agent_turn'}}}}"
-    assert_fails(command("simulate", tiny, "--set", environment), 2, "did you mean agent_turns?")
