@@ -1,7 +1,8 @@
 """The life of a real run: start, run, stop, be interrupted, evaluate, keep checkpoints, resume.
 
 Theory of operation. ``Driver`` owns the parts of a run and their order. Between start and end ``event_loop.py``
-carries out the scheduler's commands. ``weight_sync.py`` brings weights to the engines.
+carries out the scheduler's commands, those to the trainer by ``training.py``. ``weight_sync.py`` brings weights to the
+engines.
 
 A resumed run gives every engine the newest weights before it is used. No engine generates before it has weights that
 were published under the version that it reports.
@@ -29,6 +30,7 @@ from backends.run_tasks import RunTasks
 from backends.samples_log import SamplesLog
 from backends.state import DriverState, Keeper, fresh_state
 from backends.task_client import TaskClient
+from backends.training import Training
 from backends.turns import Turns
 from backends.weight_sync import WeightSync
 from pipelinerl.config.run import RunConfig
@@ -143,20 +145,26 @@ class Driver:
             tasks=self._tasks,
             samples=samples,
         )
+        training = Training(
+            config,
+            self._state,
+            trainer=parts.trainer,
+            sync=self._sync,
+            evaluation=self._evaluation,
+            samples=samples,
+            keep_checkpoint=self._keep,
+        )
         self._loop = EventLoop(
             config,
             self._state,
             tasks=self._tasks,
-            trainer=parts.trainer,
+            training=training,
             pool=self._pool,
-            sync=self._sync,
             client=self._client,
             turns=self._turns,
             preprocessing=self._preprocessing,
             evaluation=self._evaluation,
-            samples=samples,
             recorder=recorder,
-            keep_checkpoint=self._keep,
         )
 
     async def _bring_back(self, handle: EngineHandle) -> None:

@@ -36,15 +36,13 @@ from typing import assert_never
 from backends.busy import busy_s
 from backends.engines import EnginePool
 from backends.evaluation import Evaluation
-from backends.interface import Trainer
 from backends.preprocessing import Preprocessing
-from backends.rollouts import RolloutData, samples_of
+from backends.rollouts import RolloutData
 from backends.run_tasks import RunTasks
-from backends.samples_log import SamplesLog
 from backends.state import DriverState
 from backends.task_client import TaskClient, why_no_reward
+from backends.training import Training
 from backends.turns import Turns
-from backends.weight_sync import WeightSync
 from backends.workers import WorkerFailedError
 from pipelinerl.config.run import RunConfig
 from pipelinerl.errors import BackendError, EngineLostError
@@ -86,16 +84,13 @@ class EventLoop:
         config: What is run; ``config.train`` is there.
         state: The state of the run, changed here.
         tasks: Runs the tasks.
-        trainer: Trains.
+        training: Trains and publishes.
         pool: Generates.
-        sync: Brings weights to the engines.
         client: Makes prompts, computes rewards.
         turns: Environments. None: rollouts have none.
         preprocessing: Computes reference log-probabilities.
         evaluation: Answers held-out problems beside the run.
-        samples: Where some answers are written; None: nowhere.
         recorder: Called with every event and command, in order.
-        keep_checkpoint: Writes a checkpoint of the state as it is.
     """
 
     def __init__(
@@ -104,22 +99,19 @@ class EventLoop:
         state: DriverState,
         *,
         tasks: RunTasks,
-        trainer: Trainer,
+        training: Training,
         pool: EnginePool,
-        sync: WeightSync,
         client: TaskClient,
         turns: Turns | None,
         preprocessing: Preprocessing,
         evaluation: Evaluation,
-        samples: SamplesLog | None,
         recorder: Recorder,
-        keep_checkpoint: Callable[[], Awaitable[None]],
     ) -> None:
         assert config.train is not None
-        self._train_config, self._group_size = config.train, config.workload.group_size
-        self._state, self._tasks, self._trainer, self._pool, self._sync = state, tasks, trainer, pool, sync
-        self._client, self._turns, self._preprocessing, self._recorder = client, turns, preprocessing, recorder
-        self._keep_checkpoint, self._evaluation, self._samples_log = keep_checkpoint, evaluation, samples
+        self._max_prompt_tokens = config.train.task.max_prompt_tokens
+        self._state, self._tasks, self._training, self._pool = state, tasks, training, pool
+        self._client, self._turns, self._preprocessing = client, turns, preprocessing
+        self._evaluation, self._recorder = evaluation, recorder
         self.trainer_task: asyncio.Task[None] | None = None
         """The trainer's newest task."""
         self.stop: StopReason | None = None
@@ -142,10 +134,7 @@ class EventLoop:
         published = state.published  # the answer to the last report may be a publication
         for engine in state.in_flight.values():
             self._pool[engine].count(+1)
-        for command in state.micro_batches:  # their gradients were not saved
-            await self._sync.to_training()
-            samples = samples_of(state.rollouts, command.rollout_ids, self._group_size)
-            await self._trainer.train(samples, completes_step=False)
+        await self._training.repeat_micro_batches()
         in_flight, pending, state.pending = list(state.in_flight.items()), state.pending, None
         for rollout_id in sorted(state.scoring):
             self._tasks.spawn(self._score(rollout_id))
@@ -229,7 +218,7 @@ class EventLoop:
         if self._turns is not None and rollout_id not in self._turns.environments:
             self._failed(rollout_id, ITS_ENVIRONMENT_ENDED, command.engine)
             return
-        if not 0 < len(data.prompt_tokens) <= self._train_config.task.max_prompt_tokens:
+        if not 0 < len(data.prompt_tokens) <= self._max_prompt_tokens:
             self._failed(rollout_id, f"its prompt has {len(data.prompt_tokens)} tokens", command.engine)
             return
         await self._preprocessing.room()
@@ -371,31 +360,7 @@ class EventLoop:
             self._recorder.event(self.now(), RolloutAborted(rollout_id, engine, self._state.rollouts[rollout_id].spans))
 
     async def _train(self, command: StartTraining) -> None:
-        state = self._state
-        if self._sync.takes_turns:
-            await self._evaluation.finished()
-        await self._sync.to_training()
-        samples = samples_of(state.rollouts, command.rollout_ids, self._group_size)
-        begin_s = time.monotonic()
-        result = await self._trainer.train(samples, completes_step=command.completes_step)
-        train_s = time.monotonic() - begin_s
-        state.count_trained(samples, result, command.version, turns=self._turns is not None)
-        state.micro_batches.append(command)
-        if command.completes_step:
-            state.version = command.version + 1
-            self._evaluation.step_done(state.version)
-            trained = state.take_trained()
-            if self._samples_log is not None:
-                self._samples_log.trained(state.version, trained)
-        event = TrainingFinished(state.version, train_s)
-        every = self._train_config.checkpoint.every
-        if command.completes_step and every is not None and state.version % every == 0:
-            state.pending = event
-            await self._keep_checkpoint()
-            state.pending = None
-        self._deliver(event)
+        self._deliver(await self._training.train(command))
 
     async def _publish(self, command: PublishWeights) -> None:
-        begin_s = time.monotonic()
-        await self._sync.publish(command, on_loaded=self._deliver)
-        self._deliver(WeightsPublished(command.version, time.monotonic() - begin_s))
+        self._deliver(await self._training.publish(command, on_loaded=self._deliver))
