@@ -139,7 +139,10 @@ def next_step(report: PlanReport) -> list[str]:
         return ["No measurement would change the plan: run it."]
     gained = f"which gains {best.gain:.1%} throughput on average"
     if not best.commands:
-        return [f"Know {named(best)}, {gained}, and ask again; no command measures that."]
+        how = "train --check measures that where the run file has [train]"
+        if "train" in report.asked:
+            how = "no command measures that"
+        return [f"Know {named(best)}, {gained}, and ask again; {how}."]
     return [
         f"Measure {named(best)}{time_of(best)}, {gained}, and plan again with --measured:",
         *(f"{COMMAND}{command}" for command in best.commands),

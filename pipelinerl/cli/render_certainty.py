@@ -13,8 +13,11 @@ ALMOST_ONE = 0.995
 
 def probability(value: float) -> str:
     """Return a probability found to two digits; it is never told as 0 or as 1."""
-    number = "at least 0.995" if value >= ALMOST_ONE else "at most 0.005" if value <= 1 - ALMOST_ONE else f"{value:.2f}"
-    return f"with probability {number}"
+    return f"with probability {_number(value)}"
+
+
+def _number(value: float) -> str:
+    return "at least 0.995" if value >= ALMOST_ONE else "at most 0.005" if value <= 1 - ALMOST_ONE else f"{value:.2f}"
 
 
 def measurement_to_make(report: CertaintyReport) -> MeasurementValue | None:
@@ -32,11 +35,12 @@ def measurement_to_make(report: CertaintyReport) -> MeasurementValue | None:
 
 
 def measurement_lines(report: CertaintyReport) -> list[str]:
-    """Return a line per measurement, with what it gains."""
+    """Return a line per measurement: what it gains, and how probable it is that what is chosen then is the fastest."""
     if not any(one.settles for one in report.measurements):
         return []
+    now = _number(report.right)
     return [
-        "throughput that a measurement gains on average:",
+        f"throughput that a measurement gains on average, and the probability of the fastest, {now} now:",
         *(f"  {_gain(one)} {named(one)}{time_of(one)}" for one in report.measurements),
     ]
 
@@ -54,4 +58,4 @@ def time_of(one: MeasurementValue) -> str:
 
 
 def _gain(one: MeasurementValue) -> str:
-    return f"{one.gain:+.1%}:" if one.settles else "nothing:"
+    return f"{one.gain:+.1%}, {_number(one.right)}:" if one.settles else "nothing:"

@@ -177,19 +177,20 @@ def test_the_next_step_is_the_measurement_that_gains_nearly_all_for_the_fewest_c
         "$ do it",
     ]
     assert measurement_lines(report(*measurements)) == [
-        "throughput that a measurement gains on average:",
-        "  +2.0%: weight transfer (about 6 minutes on 8 GPUs)",
+        "throughput that a measurement gains on average, and the probability of the fastest, 0.58 now:",
+        "  +2.0%, 0.70: weight transfer (about 6 minutes on 8 GPUs)",
         "  nothing: decode step",
-        "  +2.4%: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
+        "  +2.4%, 0.70: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
     ]
 
 
 def test_without_a_command_that_gains_nearly_all_the_best_command_is_next() -> None:
     far, near = value("mean answer", gain=0.05, commands=()), value("switch", gain=0.01)
     assert answers(far, near)["next"][1:] == ["$ do it"]
-    assert answers(far)["next"] == [
-        "Know mean answer, which gains 5.0% throughput on average, and ask again; no command measures that."
-    ]
+    know = "Know mean answer, which gains 5.0% throughput on average, and ask again;"
+    assert answers(far)["next"] == [f"{know} train --check measures that where the run file has [train]."]
+    made = priced_plan().model_copy(update={"certainty": report(far), "asked": {"train": {}}})
+    assert plan_answer(made)["next"] == [f"{know} no command measures that."]
 
 
 def test_nothing_to_measure_is_said() -> None:
