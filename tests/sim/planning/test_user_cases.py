@@ -130,6 +130,22 @@ def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], w
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_gpus_that_make_no_whole_engine_are_paid_for_and_one_more_makes_one_of_them() -> None:
+    """Engines of 2 on 5: the run is that of 4 and costs a quarter more; with one more, 6 generate."""
+    lists = "plan={schedulers=['conventional'], tensor_parallel=[2], generation_batch_size=[16], simulate=1}"
+    steps = ("optimizer_steps=16", "plan.optimizer_steps_per_rl_step=[4]", "plan.simulate_steps=8", "price.gpu_hour=2")
+    four, five = (planned(lists, *steps, f"cluster.accelerators={number}").recommended for number in (4, 5))
+    assert (four.idle, five.idle, five.cluster) == (None, 1, four.cluster)
+    assert five.tokens_per_s == four.tokens_per_s
+    for key in ("gpu_hours", "usd", "kwh"):
+        assert getattr(five.cost, key) == pytest.approx(getattr(four.cost, key) * 5 / 4)
+    (gain_of_2, gain_of_1) = (one.verdict.partition(" give")[::2] for one in (four, five))
+    assert gain_of_2[0].endswith("2 more GPUs")
+    assert gain_of_1[0].endswith("1 more GPU")
+    assert gain_of_2[1] == gain_of_1[1].removeprefix("s")
+
+
 def test_where_too_few_gpus_are_there_for_both_sides_the_plan_warns() -> None:
     report = planned(*TWO)
     slower = 1 - best_of_kind(report, "pipeline") / best_of_kind(report, "conventional")
