@@ -130,7 +130,6 @@ def test_more_gpus_that_give_nothing_are_explained(overrides: tuple[str, ...], w
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_gpus_that_make_no_whole_engine_are_paid_for_and_one_more_makes_one_of_them() -> None:
     """Engines of 2 on 5: the run is that of 4 and costs a quarter more; with one more, 6 generate."""
     lists = "plan={schedulers=['conventional'], tensor_parallel=[2], generation_batch_size=[16], simulate=1}"
@@ -146,6 +145,7 @@ def test_gpus_that_make_no_whole_engine_are_paid_for_and_one_more_makes_one_of_t
     assert gain_of_2[1] == gain_of_1[1].removeprefix("s")
 
 
+@pytest.mark.slow
 def test_where_too_few_gpus_are_there_for_both_sides_the_plan_warns() -> None:
     report = planned(*TWO)
     slower = 1 - best_of_kind(report, "pipeline") / best_of_kind(report, "conventional")
