@@ -123,38 +123,8 @@ def check_identities(ledger):
     assert all(row.lag_mean == pytest.approx(row.lag_in_flight_mean + row.lag_in_queue_mean) for row in rows)
 
 
-@pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(tables=runs())
-def test_the_ledger_of_a_run_balances(tables):
-    ledger = Kept(tables)
-    check_identities(ledger)
-    summary, rows = ledger.summary().to_dict(), ledger.steps
-    assert summary["complete"]
-    assert summary["rollouts"]["trained"] == summary["optimizer_steps"] * ledger.config.scheduler.train_batch_size
-    assert rows[-1].time_s == summary["duration_s"]
-    assert sum(row.train_s for row in rows) == pytest.approx(summary["seconds"]["training"])
-    assert sum(row.publish_s for row in rows) == pytest.approx(summary["seconds"]["publishing"])
-    waited_s = summary["seconds"]["waiting_for_data"] + summary["seconds"]["generating"]
-    assert sum(row.wait_s for row in rows) == pytest.approx(waited_s, abs=1e-9)
-
-
-@pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(tables=runs(), stop_after=st.integers(1, 6))
-def test_the_ledger_of_a_run_cut_short_balances(tables, stop_after):
-    ledger = Kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
-    check_identities(ledger)
-    assert ledger.summary().to_dict()["optimizer_steps"] == stop_after
-    assert not ledger.summary().to_dict()["complete"]
-
-
-@pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(tables=runs())
-def test_the_sums_are_those_of_the_single_rollouts(tables):
+def check_sums_of_single_rollouts(ledger):
     """Every token by hand: its lag from its span, its trainer version from the events before."""
-    ledger = Kept(tables)
     version, generated, finished, trained = 0, {}, {}, []
     for _, entry in ledger.entries:
         match entry:
@@ -178,6 +148,33 @@ def test_the_sums_are_those_of_the_single_rollouts(tables):
     assert summary["lag"]["mean"] == pytest.approx(sum(lag for lag, _ in trained) / len(trained))
     assert summary["lag"]["in_queue_mean"] == pytest.approx(sum(queue for _, queue in trained) / len(trained))
     assert summary["lag"]["p95"] == sorted(lag for lag, _ in trained)[-(-95 * len(trained) // 100) - 1]
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(tables=runs())
+def test_the_ledger_of_a_run_balances_and_is_the_sum_of_its_rollouts(tables):
+    ledger = Kept(tables)
+    check_identities(ledger)
+    check_sums_of_single_rollouts(ledger)
+    summary, rows = ledger.summary().to_dict(), ledger.steps
+    assert summary["complete"]
+    assert summary["rollouts"]["trained"] == summary["optimizer_steps"] * ledger.config.scheduler.train_batch_size
+    assert rows[-1].time_s == summary["duration_s"]
+    assert sum(row.train_s for row in rows) == pytest.approx(summary["seconds"]["training"])
+    assert sum(row.publish_s for row in rows) == pytest.approx(summary["seconds"]["publishing"])
+    waited_s = summary["seconds"]["waiting_for_data"] + summary["seconds"]["generating"]
+    assert sum(row.wait_s for row in rows) == pytest.approx(waited_s, abs=1e-9)
+
+
+@pytest.mark.slow
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(tables=runs(), stop_after=st.integers(1, 6))
+def test_the_ledger_of_a_run_cut_short_balances(tables, stop_after):
+    ledger = Kept({**tables, "optimizer_steps": 12}, stop_after=stop_after)
+    check_identities(ledger)
+    assert ledger.summary().to_dict()["optimizer_steps"] == stop_after
+    assert not ledger.summary().to_dict()["complete"]
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "conventional"])

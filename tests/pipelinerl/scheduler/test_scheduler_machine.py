@@ -14,18 +14,6 @@ from pipelinerl.scheduler.events import RolloutFinished, RolloutScored, StopReas
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(case=cases(), seed=st.integers(0, 2**32 - 1), num_happenings=st.integers(0, 200))
-def test_a_fresh_scheduler_and_a_copy_give_the_recorded_commands(case, seed, num_happenings):
-    """Decisions depend on the events alone: in a replay from the start, and in a copy made at any time."""
-    driver, rng = HostileDriver(case), random.Random(seed)
-    driver.go_on(rng, num_happenings=num_happenings, failures=True)
-    scheduler, num_events = copy.deepcopy(driver.scheduler), len(driver.events)
-    driver.go_on(rng, num_happenings=200, failures=True)
-    driver.replay()
-    assert [tuple(scheduler.handle(one)) for one in driver.events[num_events:]] == driver.answers[num_events + 1 :]
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_a_reward_that_comes_with_the_end_is_answered_as_one_that_follows(case, seed):
     """Each score that follows its rollout's end directly, put into that event: the same commands in the same order."""
