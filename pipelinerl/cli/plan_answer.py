@@ -57,7 +57,8 @@ def choice(best: PlannedCandidate) -> str:
             rest = f"{best.idle} stand{'s' if best.idle == 1 else ''} idle"
             what = [f"{number} of {number + best.idle} GPUs generate, then these train, and {rest}"]
     else:
-        what = [f"{generate} GPUs generate and {number - generate} train"]
+        trains = f"{number - generate} train{'s' if number - generate == 1 else ''}"
+        what = [f"{generate} GPU{' generates' if generate == 1 else 's generate'} and {trains}"]
     size = "one GPU" if cluster.tensor_parallel == 1 else f"{cluster.tensor_parallel} GPUs"
     what.append(f"{scheduler.generation_batch_size} sequences in progress on each engine of {size}")
     if schedule.has_rl_steps:

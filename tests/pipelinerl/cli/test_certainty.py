@@ -77,9 +77,12 @@ def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() 
     [
         (
             "pipeline",
-            "Pipeline RL: 3 GPUs generate and 1 train; 8 sequences in progress on each engine of one GPU; new w",
+            "Pipeline RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one GPU; new w",
         ),
-        ("one_step_off", "One_step_off RL: 3 GPUs generate and 1 train; 8 sequences in progress on each engine of one"),
+        (
+            "one_step_off",
+            "One_step_off RL: 3 GPUs generate and 1 trains; 8 sequences in progress on each engine of one",
+        ),
         (
             "conventional",
             "Conventional RL: all 4 GPUs generate, then all train; 8 sequences in progress on each engine",
@@ -99,6 +102,13 @@ def test_the_answer_says_which_gpus_do_what(kind: str, split: str) -> None:
     assert words.startswith(split)
     assert ("optimizer steps on what was generated at once" in words) == (kind != "pipeline")
     assert f"That gives {best.tokens_per_s:,.0f} tokens/s (" in words
+
+
+def test_one_gpu_generates_and_one_trains() -> None:
+    scheduler = SchedulerConfig(kind="pipeline", train_batch_size=8, generation_batch_size=8)
+    changed = {"scheduler": scheduler, "cluster": ClusterConfig(accelerators=2, generation_accelerators=1)}
+    words = choice(priced_plan().recommended.model_copy(update=changed))
+    assert words.startswith("Pipeline RL: 1 GPU generates and 1 trains; 8 sequences")
 
 
 @pytest.mark.parametrize(("idle", "rest"), [(1, "1 stands idle"), (3, "3 stand idle")])
@@ -264,7 +274,7 @@ def test_a_plan_takes_what_was_measured_and_is_surer(command: Command, tmp_path:
         )
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "no_figures")
 @pytest.mark.slow
 def test_simulate_and_compare_take_what_was_measured_each_arm_its_own(command: Command, tmp_path: Path) -> None:
     """Weights that take 3 s in a run of the pipeline do so in its arm, and not in that of synchronous RL."""
