@@ -222,7 +222,6 @@ BROKEN = [
     ('{"t": 0, "command": "Stop", "reason": "bored"}', "line 3: broken record (ValueError("),
     ('{"t": 0, "command": "Stop", "reason": "stale"}', "line 3: broken record (ValueError("),  # a reason to discard
     ('{"t": 0, "command": "AbortRollout", "rollout_id": "7", "engine": 0}', "line 3: broken record (TypeError("),
-    ('{"t": 0, "command": "AbortRollout", "rollout_id": "7", "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "command": "AbortRollout", "rollout_id": 7.0, "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "command": "AbortRollout", "rollout_id": [], "engine": 0}', "line 3: broken record (TypeError("),
     ('{"t": 0, "event": "RolloutScored", "rollout_id": 7, "reward": []}', "line 3: broken record (TypeError("),

@@ -221,20 +221,14 @@ ANSWERS = answers_of(run(SPREAD))[0]
 )
 @settings(max_examples=60, deadline=None)
 def test_a_looser_bound_on_the_lag_never_slows_and_is_kept(split: int, size: int, bounds: list[int]) -> None:
+    """Without one a step is no shorter than training or generation alone."""
     changes = (f"cluster.generation_accelerators={split}", f"scheduler.generation_batch_size={size}")
     tight, loose = (screened(run(SPREAD, *changes, f"scheduler.max_lag={bound}"), ANSWERS) for bound in bounds)
     free = screened(run(SPREAD, *changes), ANSWERS)
     assert tight.step_s >= loose.step_s * (1 - 2e-3) >= free.step_s * (1 - 4e-3)
+    assert free.step_s >= max(free.training_s + free.publishing_s, free.generation_s) - 1e-9
     assert tight.lag_max <= bounds[0]
     assert tight.lag_mean <= bounds[0]
-
-
-@given(split=st.sampled_from([1, 2, 4, 6]), size=st.integers(1, 64))
-@settings(max_examples=40, deadline=None)
-def test_a_step_is_never_shorter_than_training_or_generation_alone(split: int, size: int) -> None:
-    changes = (f"cluster.generation_accelerators={split}", f"scheduler.generation_batch_size={size}")
-    estimate = screened(run(SPREAD, *changes), ANSWERS)
-    assert estimate.step_s >= max(estimate.training_s + estimate.publishing_s, estimate.generation_s) - 1e-9
 
 
 # -------------------------------------------------------------------------------------- the simulator
