@@ -32,6 +32,7 @@ def as_compared(example):
     return next(arm.set for arm in load_run(example).compare.arms if arm.name == "pipeline")
 
 
+@functools.cache
 def summary_of(example, *overrides):
     return simulate(load_run(example, overrides))
 
@@ -137,9 +138,10 @@ def main_run(example):
     return rows_of(example, *as_compared(example), "optimizer_steps=500")
 
 
-def lengths_of(config):
+@functools.cache
+def lengths_of(example):
     """Lengths of 32,000 answers."""
-    workload = Workload(config.workload, seed=0)
+    workload = Workload(load_run(example).workload, seed=0)
     return np.array([length for group in range(4000) for length in workload.group(group, group).lengths])
 
 
@@ -150,7 +152,7 @@ def test_the_main_run_has_the_in_flight_lag_of_its_formula(example, filled):
 
     4.4 with short ones, whose longest are in progress for 44 steps; sd 0.06. Bound 5 %.
     """
-    lengths = lengths_of(load_run(example))
+    lengths = lengths_of(example)
     rows = main_run(example)[filled : filled + 48]
     in_flight = sum(row.tokens * row.lag_in_flight_mean for row in rows) / sum(row.tokens for row in rows)
     assert in_flight == pytest.approx(3 * (1 + (lengths.std() / lengths.mean()) ** 2) / 2, rel=0.05)
@@ -158,8 +160,7 @@ def test_the_main_run_has_the_in_flight_lag_of_its_formula(example, filled):
 
 def test_the_main_run_has_the_lengths_that_its_largest_lag_implies():
     """More than 50,000 samples of lag: H I L/mean + 5,000 to 13,000 in queues, so L/mean is 12 to 15."""
-    config = load_run(QWEN7B)
-    lengths = lengths_of(config)
+    config, lengths = load_run(QWEN7B), lengths_of(QWEN7B)
     assert 550 < lengths.mean() < 680
     assert 12 < config.workload.length.max / lengths.mean() < 15
     assert lengths.max() == config.workload.length.max  # some are cut

@@ -176,13 +176,11 @@ FAULTS = {
     ),
     "word": (HEADER + "1,2,many,1\n", f"line 2: response_tokens {NUMBER}, got 'many'"),
     "fraction": (HEADER + "1,2.5,3,1\n", f"line 2: prompt_tokens {NUMBER}, got '2.5'"),
-    "empty cell": (HEADER + "1,2,,1\n", f"line 2: response_tokens {NUMBER}, got ''"),
     "verdict": (HEADER + "1,2,3,2\n", "line 2: correct must be a whole number from 0 to 1, got '2'"),
     "two prompt lengths": (
         HEADER + "q,2,3,1\nr,5,3,1\nq,4,3,0\n",
         "line 4: prompt_tokens must be the same in all rows of prompt_id 'q', 2, got 4",
     ),
-    "open quote": (HEADER + '1,2,"3,1\n', "line 2: not a comma-separated table: unexpected end of data"),
 }
 
 
