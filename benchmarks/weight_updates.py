@@ -6,6 +6,8 @@
     git worktree add /tmp/before 8a4dca8
     here=$PWD; cd /tmp/before; PYTHONPATH=/tmp/before python $here/benchmarks/weight_updates.py --transport before
 
+With a core to spare: ``taskset -c 1 ... --engines 1``, whose worker binds itself to core 0.
+
 ``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
 version, which is run from a checkout of it, and in it: Ray's processes look for modules where they were started.
 
@@ -14,8 +16,9 @@ step that it ends first, in which nothing is lost, and whose length is the model
 
 Engines answer all the time, the trainer trains all the time (with ``--train``) but while it has to stand still. Printed
 are, as medians over the updates, with their range: seconds that an engine and the trainer stand still, tokens per
-second before, during and after the transfer; and the most memory that a worker, the trainer and all of them take above
-what they had before the first update, what is made once included (proportional share of what they have in common).
+second before the update, while weights arrive, and after it; and the most memory that a worker, the trainer and all of
+them take above what they had before the first update, what is made once included (proportional share of what they have
+in common).
 """
 
 from __future__ import annotations
@@ -162,8 +165,8 @@ async def one_update(
     free: asyncio.Lock,
     *,
     standing_still: bool,
-) -> dict[str, float]:
-    """Bring a version to the engines; return seconds: trainer, transfer, the slowest engine."""
+) -> tuple[tuple[float, float], dict[str, float]]:
+    """Bring a version to the engines; return from when to when weights arrived, and seconds of standing still."""
 
     async def load(weights: Weights) -> dict[str, float]:
         times = await asyncio.gather(*(one.update(weights, WeightUpdate.KEEP) for one in engines))
@@ -182,14 +185,14 @@ async def one_update(
             await group.form(range(len(engines)))
             begin_s = time.perf_counter()
             engine, _ = await asyncio.gather(load(weights), group.send(weights))
-            transfer_s = time.perf_counter() - begin_s
-            return {"trainer_still_s": trainer_s + transfer_s, "transfer_s": transfer_s, **engine}
+            arriving_s = begin_s, time.perf_counter()
+            return arriving_s, {"trainer_still_s": trainer_s + arriving_s[1] - begin_s, **engine}
     begin_s = time.perf_counter()
     if group is not None:
         assert not await group.form(range(len(engines)))
         assert await group.send(weights)
-    transfer_s = time.perf_counter() - begin_s
-    return {"trainer_still_s": trainer_s, "transfer_s": transfer_s, **await load(weights)}
+    arriving_s = begin_s, time.perf_counter()
+    return arriving_s, {"trainer_still_s": trainer_s, **await load(weights)}
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -245,14 +248,18 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         await one_update(1, trainer, engines, group, free, standing_still=standing_still)
         for version in range(2, 2 + arguments.updates):
             await asyncio.sleep(CALM_S)
-            begin_s, num_steps = time.perf_counter(), len(steps)
-            row = await one_update(version, trainer, engines, group, free, standing_still=standing_still)
-            end_s = time.perf_counter()
-            row |= {"steps_meanwhile": float(len(steps) - num_steps)}
+            before_s, num_steps = time.perf_counter(), len(steps)
+            (begin_s, end_s), row = await one_update(
+                version, trainer, engines, group, free, standing_still=standing_still
+            )
+            after_s = time.perf_counter()
+            row |= {"transfer_s": end_s - begin_s, "steps_meanwhile": float(len(steps) - num_steps)}
             await asyncio.sleep(CALM_S)
-            row["tokens_per_s_before"] = watch.rate(begin_s - CALM_S, begin_s)
-            row["tokens_per_s_during"] = watch.rate(begin_s, end_s)
-            row["tokens_per_s_after"] = watch.rate(end_s, end_s + CALM_S)
+            before, during = watch.rate(before_s - CALM_S, before_s), watch.rate(begin_s, end_s)
+            row["tokens_per_s_before"] = before
+            row["tokens_per_s_during"] = during
+            row["share_of_speed_kept"] = during / before
+            row["tokens_per_s_after"] = watch.rate(after_s, after_s + CALM_S)
             rows.append(row | watch.extra())
     finally:
         for task in tasks:
