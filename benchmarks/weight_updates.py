@@ -6,7 +6,7 @@
     git worktree add /tmp/before 8a4dca8
     here=$PWD; cd /tmp/before; PYTHONPATH=/tmp/before python $here/benchmarks/weight_updates.py --transport before
 
-With a core to spare: ``taskset -c 1 ... --engines 1``, whose worker binds itself to core 0.
+Where there are more cores than engines all that decodes nothing is kept off the cores of decode: ``--engines 1``.
 
 ``direct``: staged, on engines whose parameters stay where they are, as on GPUs. ``before``: the broadcast of an older
 version, which is run from a checkout of it, and in it: Ray's processes look for modules where they were started.
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -121,6 +122,16 @@ class Watch:
             "extra_gb_trainer": max(one["trainer"] for one in more) / 1e9,
             "extra_gb_all": max(sum(one.values()) for one in more) / 1e9,
         }
+
+
+def keep_off(cores: set[int]) -> None:
+    """Keep all that this process has started, and itself, off the cores of the workers, if there are others."""
+    others = set(range(os.cpu_count() or 1)) - cores
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            if others and "VLLM::Worker" not in " ".join((process.name(), *process.cmdline())):
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, others)
 
 
 async def answer_for_ever(engine: RayEngine, slot: int, watch: Watch) -> None:
@@ -237,6 +248,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     tasks: list[asyncio.Task[None]] = []
     try:
         await asyncio.gather(trainer.start(), *(one.start() for one in engines))
+        keep_off(set(range(arguments.engines)))
         for engine in engines:
             tasks += [asyncio.create_task(answer_for_ever(engine, slot, watch)) for slot in range(AT_ONCE)]
         tasks.append(asyncio.create_task(look_at_memory(watch)))

@@ -251,8 +251,14 @@ def handed_over(out: Path, *, seat: int) -> None:
 
 
 @pytest.mark.usefixtures("subreaper")
-def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer is on the first; the others have an engine of two workers each, which get weights by broadcast."""
+@pytest.mark.parametrize("transport", ["broadcast", "streamed"])
+def test_a_run_goes_on_when_one_of_three_machines_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """The trainer is on the first; the others have an engine of two workers each.
+
+    What is left answers bit for bit as an engine of two workers that was started with the trained weights.
+    """
     make_tiny_model(tmp_path / "model", fit_steps=0)
     monkeypatch.setenv("RAY_health_check_failure_threshold", "2")  # seconds until Ray says that it is gone
     sets = (
@@ -261,7 +267,7 @@ def test_a_run_goes_on_when_one_of_three_machines_goes_away(tmp_path: Path, monk
         "cluster.accelerators=5",
         "cluster.generation_accelerators=4",
         "cluster.tensor_parallel=2",
-        "train.transport=broadcast",
+        f"train.transport={transport}",
         "train.evaluation.problems=4",
     )
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

@@ -99,7 +99,7 @@ def test_the_way_back_is_a_part_of_what_a_rollout_takes(tmp_path: Path) -> None:
 
 
 def test_the_lag_that_staged_weights_add_is_simulated_as_it_was_measured() -> None:
-    """31 optimizer steps of a random model of 0.27 GB, weights on their way for 1.2 s of a step's 5 s (docs/training.md).
+    """31 optimizer steps of a random model of 0.27 GB, sent for 1.2 s of each step (docs/training.md).
 
     The trainer is the slower part: three steps of lag are in the queue, and all that is in flight comes from the
     weights' way. With the transport that has engines stand still it was 0.
