@@ -331,16 +331,16 @@ class VLLMEngine:
         while True:
             try:
                 await self._until(client.receive(infos[scheme]))
+                if scheme == "streamed" and (faults := await self._until(client.transfer_faults())):
+                    raise TransferError(f"engine {self._settings.engine_id}: {faults[0]}")
                 return
-            except (EngineLostError, TimeoutError):
+            except (EngineLostError, TimeoutError, TransferError):
                 raise
             except Exception as error:
                 attempts_left -= 1
                 # vLLM leaves the answers of the other workers of a call that failed to the next call.
                 if not attempts_left or self._settings.tensor_parallel > 1 or is_misfit(str(error)):
                     raise
-                if scheme == "streamed":
-                    raise TransferError(f"engine {self._settings.engine_id}: {kind_and_line(error)}") from error
 
     async def checksums(self) -> dict[str, str]:
         """See ``interface.Engine``; empty at version 0."""

@@ -12,9 +12,12 @@ from backends.transfer.streaming import Streaming
 from backends.vllm.broadcast_receiver import JoinInfo, membership
 from backends.vllm.version.workers import load_weights, transfer_bases
 from pipelinerl.errors import BackendError
+from pipelinerl.util.user_code import kind_and_line
 
 TransferEngine: Any = transfer_bases().WeightTransferEngine
 UpdateInfo: Any = transfer_bases().WeightTransferUpdateInfo
+
+NOTHING_YET = "no weights have come"
 
 
 @dataclass
@@ -26,12 +29,17 @@ class StreamedUpdateInfo(UpdateInfo):  # type: ignore[misc]  # vLLM is Any to my
 
 
 class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any to mypy
-    """A worker's end of the streamed transport; see ``streaming.py``. What it has loaded is a mixture until the end."""
+    """A worker's end of the streamed transport; see ``streaming.py``. What it has loaded is a mixture until the end.
+
+    What breaks off raises nothing here, but is asked for: vLLM leaves the answers of the other workers of a call that
+    raises to the next call.
+    """
 
     init_info_cls = JoinInfo
     update_info_cls = StreamedUpdateInfo
     _streaming: Streaming | None = None
-    _complete = False
+    fault = NOTHING_YET
+    """Why the weights have not come in full; empty: they have."""
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Begin to join a group; the sender knows when all have joined."""
@@ -39,20 +47,19 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
 
     def start_weight_update(self) -> None:
         """Do nothing: the model stays whole until the first weights have come."""
-        self._complete = False
 
     def receive_weights(self, update_info: StreamedUpdateInfo) -> None:
-        """Load what comes.
-
-        Raises:
-            BackendError: If not all of it comes: the model is a mixture then, until a version has come in full.
-        """
-        if self._streaming is None:
-            raise BackendError("the engine has joined no group")
-        arriving = self._streaming.arriving(update_info.version)
-        # The first one before the model is touched.
-        load_weights(self.model, self.model_config, _all(next(arriving), arriving))
-        self._complete = next(arriving, None) is None
+        """Load what comes. If not all of it comes the model is a mixture, until a version has come in full."""
+        self.fault = NOTHING_YET
+        try:
+            if self._streaming is None:
+                raise BackendError("the engine has joined no group")
+            arriving = self._streaming.arriving(update_info.version)
+            # The first one before the model is touched.
+            load_weights(self.model, self.model_config, _all(next(arriving), arriving))
+            self.fault = "" if next(arriving, None) is None else "more has come than was loaded"
+        except Exception as error:
+            self.fault = kind_and_line(error)
 
     def finish_weight_update(self) -> None:
         """Check that all has come.
@@ -60,8 +67,8 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
         Raises:
             BackendError: If not.
         """
-        if not self._complete:
-            raise BackendError("the weights have not all come")
+        if self.fault:
+            raise BackendError(self.fault)
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.vllm.process import VLLMSettings
+from backends.vllm.version.workers import StreamedWorker
 from pipelinerl.errors import ConfigError
 from pipelinerl.util.explain import did_you_mean, shown
 
@@ -40,6 +41,7 @@ REFUSED = {
     "pipeline_parallel_size": "an engine is one stage",
     "distributed_executor_backend": "an engine's workers are processes of one machine",
     "skip_tokenizer_init": "stop strings need the tokenizer",
+    "worker_extension_cls": "workers have ours",
 }
 """Arguments that would break what the driver relies on."""
 MIN_BATCHED_TOKENS = 8192
@@ -128,4 +130,6 @@ def engine_arguments(settings: VLLMSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",
     }
+    if settings.transport == "streamed":
+        fixed["worker_extension_cls"] = f"{StreamedWorker.__module__}.{StreamedWorker.__name__}"
     return {**ours, **settings.arguments, **fixed}

@@ -106,6 +106,7 @@ class Client:
         self.llm = llm
         self._times = RequestTimes()
         self._steps = StepMeter()
+        self._updating = False  # vLLM expects the rest of an update
         self.outputs_s = 0.0
         """Time that this process has been busy with the outputs of decode steps (seconds)."""
         self.last_output_s = time.monotonic()
@@ -197,11 +198,18 @@ class Client:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
 
     async def receive(self, info: Mapping[str, Any]) -> None:
-        """Have every worker take new weights in and verify them; no model is touched."""
+        """Have every worker take new weights in and verify them; no model is touched but where they are streamed."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self.llm.start_weight_update()
+        if not self._updating:
+            await self.llm.start_weight_update()
+        self._updating = False  # if it raises
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info=dict(info)))
+        self._updating = True
+
+    async def transfer_faults(self) -> list[str]:
+        """Return, where weights are streamed, why they have not come in full; empty: every worker has loaded them."""
+        return [fault for fault in await self.llm.collective_rpc("transfer_fault") if fault]
 
     async def load(self, version: int) -> None:
         """Have every worker load what it has taken in, and label what is sampled from now on.
@@ -210,6 +218,7 @@ class Client:
             BackendError: If the engine reports another label then.
         """
         await self.llm.finish_weight_update(str(version))
+        self._updating = False
         if (label := await self.llm.get_weight_version()) != str(version):
             raise BackendError(f"the engine reports version {label}")
 

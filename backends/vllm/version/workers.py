@@ -9,6 +9,16 @@ IN_PLACE = "PIPELINERL_PARAMETERS_IN_PLACE"
 """Variable that asks vLLM's processes for ``keep_parameters_in_place``."""
 
 
+class StreamedWorker:
+    """What vLLM's workers can be asked besides, where weights are streamed."""
+
+    weight_transfer_engine: Any
+
+    def transfer_fault(self) -> str:
+        """Return why the weights have not come in full; empty: they have."""
+        return str(self.weight_transfer_engine.fault)
+
+
 def transfer_bases() -> Any:
     """Return the module of the classes that the worker's end of a transport is made of."""
     from vllm.distributed.weight_transfer import base

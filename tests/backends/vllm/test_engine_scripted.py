@@ -22,7 +22,7 @@ from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
 from backends.vllm.version.answers import version_spans
 from backends.vllm.version.client import Client
-from pipelinerl.errors import BackendError, ConfigError, EngineLostError, WeightsRefusedError
+from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
 
@@ -198,6 +198,32 @@ def test_a_transfer_that_fails_is_tried_once_more_before_anything_is_loaded() ->
     transfer = ["start_weight_update", "update_weights"]
     loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
     assert calls == ["pause_generation", "is_paused", *transfer, *transfer, *loading]
+
+
+@real
+def test_streamed_weights_that_do_not_come_in_full_cost_no_engine_of_several_workers() -> None:
+    """It stands still and gets them once more, in the update that vLLM holds open; nothing of it has raised."""
+
+    class Streamed(ScriptedLLM):
+        faults = iter([["", "ConnectionError: the sender has gone"], ["", ""]])
+
+        async def collective_rpc(self, method: str) -> list[str]:
+            self.calls.append(method)
+            return next(self.faults)
+
+    llm = Streamed()
+
+    async def scenario() -> None:
+        engine = VLLMEngine(settings(Path("model"), update_timeout_s=60.0, transport="streamed", tensor_parallel=2))
+        engine._vllm = Client(llm)
+        with pytest.raises(TransferError, match=r"^engine 2: ConnectionError: the sender has gone$"):
+            await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
+        await engine.update(Weights(7, "streamed:7"), WeightUpdate.KEEP)
+
+    virtual_clock.run(scenario())
+    pause, transfer = ["pause_generation", "is_paused"], ["update_weights", "transfer_fault"]
+    loading = ["finish_weight_update", "get_weight_version", "resume_generation"]
+    assert llm.calls == [*pause, "start_weight_update", *transfer, *pause, *transfer, *loading]
 
 
 @real
