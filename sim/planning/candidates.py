@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl.config.resolve import resolved_hardware
+from pipelinerl.config.resolve import named_hardware, resolved_hardware
 from pipelinerl.config.run import RunConfig
 from pipelinerl.hardware.costs import DecodeStep
 from pipelinerl.hardware.tables import ResolvedHardware
@@ -154,7 +154,9 @@ class Screener:
         self._drawn = drawn
         self._answers = answers
         self._hardware = config.hardware.model_copy(update=dict(hardware or {}))
-        self._resolved: dict[tuple[int, int, bool], ResolvedHardware] = {}
+        named = named_hardware(self._hardware)
+        self._slots_keep_states = named is not None and named[1].state_bytes > 0  # each takes of the KV cache, then
+        self._resolved: dict[tuple[int, int, bool, int | None], ResolvedHardware] = {}
         self._decode_steps: dict[tuple[int, int], DecodeStep] = {}
 
     def resolved(self, config: RunConfig) -> ResolvedHardware:
@@ -163,7 +165,8 @@ class Screener:
         Raises:
             ConfigError: If the model does not fit into its engines.
         """
-        key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated)
+        slots = config.scheduler.generation_batch_size if self._slots_keep_states else None
+        key = (config.cluster.tensor_parallel, config.training_accelerators, config.colocated, slots)
         if key not in self._resolved:
             given = self._hardware.model_copy(update={"weights": config.hardware.weights})
             hardware = resolved_hardware(config.model_copy(update={"hardware": given}))

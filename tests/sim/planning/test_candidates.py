@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from tiny_plan import planned, refused, tiny_run
 
+from pipelinerl.config.resolve import resolved_hardware
 from pipelinerl.config.run_file import parse_run
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
 from sim.planning.axes import all_choices, engine_sizes
-from sim.planning.candidates import Candidate, Rejected, candidate_of, own_candidate
+from sim.planning.candidates import Candidate, Rejected, Screener, candidate_of, own_candidate
 from sim.planning.search_space import Limits, Reason, SearchSpace
 from sim.run import simulate
 
@@ -106,6 +107,23 @@ def test_where_all_generate_in_turn_the_accelerators_that_make_no_whole_engine_s
     assert {one.gpu_hours(3600.0) for one in of_5} == {5.0}
     assert {one.gpu_hours(3600.0) for one in of_4} == {4.0}
     assert [one.config.cluster for one in of_5] == [one.config.cluster for one in of_4]
+
+
+def test_a_hybrids_cache_is_that_of_its_own_slots_whatever_was_screened_before() -> None:
+    """Each slot keeps a state of 168 MB: 512 of them take 86 GB of an engine's cache, 16 take 3 GB."""
+    some = (
+        "cluster.accelerators=64", "cluster.generation_accelerators=32", "hardware.model=Nemotron-3-Super-120B-A12B",
+        "plan={schedulers=['pipeline'], tensor_parallel=[8], generation_batch_size=[16, 512], publish_every=[1]}",
+        "plan.generation_accelerators=[32]", "workload.length={kind='fixed', max=8000}",
+    )  # fmt: skip
+    config = tiny_run(*some)
+    few, many = (one for one in made(*some) if isinstance(one, Candidate))
+    space = SearchSpace.of(config)
+    after, alone = (Screener(config, space.answers) for _ in range(2))
+    after.screen(few)
+    assert after.resolved(many.config).kv_cache_tokens == resolved_hardware(many.config).kv_cache_tokens
+    assert after.resolved(few.config).kv_cache_tokens > 1.2 * after.resolved(many.config).kv_cache_tokens
+    assert after.screen(many).estimate == alone.screen(many).estimate
 
 
 def test_accelerators_of_two_kinds_are_split_and_never_generate_and_train_in_turn() -> None:
