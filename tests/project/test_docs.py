@@ -14,14 +14,12 @@ from pages import ENVIRONMENT, FENCE, PAGES, ROOT, section, text_of
 
 import pipelinerl
 from pipelinerl.cli import app as cli
-from pipelinerl.config.run_file import load_run
 from pipelinerl.hardware import utilisation
 from pipelinerl.theory import lengths, paper, ready_queue
 
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://|mailto:)([^)\s]+)\)")
 FOLDERS = "pipelinerl|sim|analysis|backends|docs|examples|tests|scripts|benchmarks"
 PATH = re.compile(rf"(?<![\w/.*-])((?:{FOLDERS})/[\w./=+-]*\w)")
-COMMAND = re.compile(r"(?:^|&& )(?:\$ )?(pipelinerl (?:\\\n|(?!&&)[^\n])*)", re.MULTILINE)
 
 
 def anchors(text):
@@ -45,19 +43,12 @@ SCRIPTS = [
     for number, (page, info, content) in enumerate(code_blocks("python"))
     if ">>> " not in content and "no-run" not in info
 ]
-COMMANDS = [
-    pytest.param(shlex.split(line.replace("\\\n", " "), comments=True)[1:], id=f"{page}: {line[:60]}")
-    for page, _, content in code_blocks("", "console", "bash", "sh")
-    for line in COMMAND.findall(content)
-]
-"""Arguments of every command line in a block of a shell or of no language."""
 
 
 def test_there_is_something_to_check():
     assert sum(len(LINK.findall(text)) for text in PAGES.values()) > 10
     assert sum(len(PATH.findall(text)) for text in PAGES.values()) > 30
     assert len(SCRIPTS) > 0
-    assert len(COMMANDS) > 3
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -86,16 +77,6 @@ def test_python_blocks_run(code, tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("arguments", COMMANDS)
-def test_commands_are_understood(arguments):
-    """Options and arguments are parsed as on the command line; a run file in it is loaded with its overrides."""
-    command = typer.main.get_command(cli.app).commands[arguments[0]]
-    with command.make_context(arguments[0], arguments[1:]) as context:
-        values = context.params
-    if "run" in values and str(values["run"]).startswith("examples/"):
-        assert load_run(ROOT / values["run"], values["overrides"], values["seed"]).optimizer_steps >= 1
 
 
 def test_every_picture_has_the_command_that_draws_it():

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.calibration import step_times as steptimes
 from pipelinerl.calibration.calibrate import calibrate_table
 from pipelinerl.calibration.step_times import COLUMNS
 from pipelinerl.cli import app as cli
@@ -20,28 +18,17 @@ from pipelinerl.hardware.utilisation import read_utilisation
 
 torch = pytest.importorskip("torch")
 
-from backends.measure import bench as measuring  # noqa: E402 - needs torch
+from tiny_measure import SHAPE, TINY, measure_little  # noqa: E402 - needs torch
+
+from backends.measure import bench as measuring  # noqa: E402
 from backends.measure.bench import Bench, Sizes, measure  # noqa: E402
 from backends.measure.plain_transformer import PlainModel, PlainShape, parameter_count  # noqa: E402
-
-SHAPE = PlainShape(layers=2, width=32, heads=4, kv_heads=2, head_size=8, inner=64, vocabulary=50)
-TINY = Sizes(
-    products=(1, 4, 16),
-    decode=((1, 8), (1, 64), (4, 8), (4, 64)),
-    prefill=((1, 8), (1, 32), (2, 32)),
-    train=((1, 8), (1, 32), (4, 32)),
-    warm_up=1,
-    repeats=3,
-    least_s=0.0,
-)
 
 
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Measure a tiny model; steps of microseconds are noisy, which would pass for another unit."""
-    monkeypatch.setitem(measuring.SHAPES, "cpu", SHAPE)
-    monkeypatch.setattr(steptimes, "TIMES_SLOWER", math.inf)
-    monkeypatch.setattr(steptimes, "PLAUSIBLE_S", dict.fromkeys(steptimes.PLAUSIBLE_S, (0.0, math.inf)))
+    """Measure a tiny model on one thread."""
+    measure_little(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -44,7 +44,7 @@ def read(name: str, system: str) -> list[LoggedStep]:
         ("prime_rl_minutes.log", "prime-rl", {"step_s": 956, "lag_max": 0}),
         ("slime.log", "slime", {"generation_s": 872.248, "length_mean": 2395.802, "length_max": 13_349,
                                 "clipped_share": 0.0295653}),
-        # slime of 2025, a dictionary printed over several lines: other names for length and the share that was cut.
+        # slime of January 2026, a dictionary over several lines: other names for length and the share that was cut.
         ("slime_older.log", "slime", {"step_s": 412.324, "training_s": 64.718, "sync_s": 2.530,
                                       "total_tokens": 351_790, "length_mean": 12_245.5, "clipped_share": 0.03125,
                                       "sequence_mean": 13_109.75}),
