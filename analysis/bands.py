@@ -66,8 +66,9 @@ def learning(arms: Arms) -> Figure:
     by_samples.set(xlabel=f"trained ({word}samples)", ylabel="mean reward (per rollout)", xlim=(0, None))
     throughput.set(xlabel=f"time ({unit})", ylabel=f"trained ({word}samples)", xlim=(0, shown_s / time_scale))
     throughput.set(ylim=(0, None))
-    for axes in (by_time, by_samples):
-        axes.set(ylim=_room(axes))
+    low, high = zip(_room(by_time), _room(by_samples), strict=True)
+    for axes in (by_time, by_samples):  # one scale: they show the same rewards
+        axes.set(ylim=(min(low), max(high)))
     for axes in (by_time, by_samples, throughput):
         axes.grid()
     add_legend(figure, by_time, "Learning: reward and samples over time", _note(arms))

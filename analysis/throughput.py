@@ -23,6 +23,12 @@ from pipelinerl.util.arrays import FloatArray
 
 NUM_LAGS = 24
 """Points of a curve (count)."""
+MARKER_PT = 4.5
+"""Size of a marker (points)."""
+RIM_PT = 3.5
+"""How much larger a marker is for each that would cover it: its rim shows (points)."""
+COVERED = 0.03
+"""How near two runs are whose markers cover each other (share of the largest lag, and of the largest throughput)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +127,14 @@ def throughput_against_max_lag(
             style = series_styles([method], [0.0])[0]
             axes.plot(curves.max_lag, rate / scale, color=style.color, linestyle=style.dash, label=f"{method}, model")
     styles = series_styles([point.method for point in points], [point.max_lag for point in points])
-    for point, style in zip(points, styles, strict=True):
+    for index, (point, style) in enumerate(zip(points, styles, strict=True)):
         axes.plot(
             point.max_lag,
             point.rate / scale,
             style.marker,
             color=style.color,
             markeredgecolor="white",
+            markersize=MARKER_PT + RIM_PT * _covering(points, index),
             label=point.name,
         )
     draw_limit(axes, (point.bound for point in points), across=False)
@@ -139,6 +146,17 @@ def throughput_against_max_lag(
     axes.grid()
     add_legend(figure, axes, "Throughput against the largest lag")
     return figure
+
+
+def _covering(points: Sequence[RatePoint], index: int) -> int:
+    """Return how many points that are drawn later would cover this one (count)."""
+    lag = COVERED * max(point.max_lag for point in points)
+    rate = COVERED * max(point.rate for point in points)
+    this = points[index]
+    return sum(
+        abs(other.max_lag - this.max_lag) <= lag and abs(other.rate - this.rate) <= rate
+        for other in points[index + 1 :]
+    )
 
 
 @house_style

@@ -11,8 +11,8 @@ import tomli_w
 from learning_run import BASE
 from typer.testing import CliRunner
 
-from analysis.bands import mean_and_band, student_t
-from analysis.read import read_comparison
+from analysis.bands import learning, mean_and_band, student_t
+from analysis.read import read_comparison, read_runs
 from pipelinerl.cli import app as cli
 
 ARMS = [
@@ -45,6 +45,10 @@ def test_compare_of_learning_runs_draws_them_with_bands(tmp_path):
     assert tomllib.loads(fitted.stdout)["drift"]["rates"][0] >= 0
     arms = read_comparison(tmp_path / "out").arms
     assert arms[1].folders == ["as_given/G=2/seed_0", "as_given/G=2/seed_1"]
+    by_time, by_samples, _ = learning(
+        {one.name: read_runs([tmp_path / "out" / f for f in one.folders]) for one in arms}
+    ).axes
+    assert by_time.get_ylim() == by_samples.get_ylim()
 
 
 T_OF_2 = 2 * 0.95 / (2 * (1 - 0.95**2)) ** 0.5

@@ -37,6 +37,11 @@ PLACE = """([x, y]) => {
   return [box.x + view.frame.x_scale.compute(x), box.y + view.frame.y_scale.compute(y)]
 }"""
 """Where in the window a point of the first figure is."""
+RANGES = """() => {
+  const {x_range, y_range} = Bokeh.documents[0].get_model_by_name("figure0").tabs[0].child
+  return [[x_range.start, x_range.end], [y_range.start, y_range.end]]
+}"""
+"""What the first figure shows: from where to where, along both axes."""
 SCALE = """() => {
   const figure = Bokeh.documents[0].get_model_by_name("figure0")
   return figure.tabs[figure.active].child.y_scale.type
@@ -85,6 +90,24 @@ def test_the_mouse_over_a_point_shows_its_numbers(tab: Tab, runs: list[Run]) -> 
     tooltip = tab.locator(".bk-Tooltip:visible")
     for text in (runs[0].name, f"{report.tokens_per_s:,.0f} tokens/s", str(report.lag.max)):
         tooltip.get_by_text(text, exact=True).wait_for()
+
+
+def test_a_box_drawn_with_the_mouse_is_zoomed_to_and_reset_goes_back(tab: Tab) -> None:
+    before = tab.evaluate(RANGES)
+    (left, right), (low, high) = before
+    middle = [[left + 0.25 * (right - left), low + 0.25 * (high - low)], [(left + right) / 2, (low + high) / 2]]
+    tab.locator(".bk-tool-icon-box-zoom:visible").first.click()
+    tab.mouse.move(*tab.evaluate(PLACE, middle[0]))
+    tab.mouse.down()
+    tab.mouse.move(*tab.evaluate(PLACE, middle[1]), steps=3)
+    tab.mouse.up()
+    wanted = [list(one) for one in zip(*middle, strict=True)]
+    zoomed = tab.evaluate(RANGES)
+    for (first, last), (start, end), whole in zip(zoomed, wanted, before, strict=True):
+        pixel = 0.01 * (whole[1] - whole[0])
+        assert (first, last) == (pytest.approx(start, abs=pixel), pytest.approx(end, abs=pixel))
+    tab.locator(".bk-tool-icon-reset:visible").first.click()
+    assert tab.evaluate(RANGES) == before
 
 
 def test_a_figure_has_a_linear_and_a_logarithmic_scale(tab: Tab) -> None:

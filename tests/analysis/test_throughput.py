@@ -29,6 +29,13 @@ def test_throughput_against_max_lag_joins_the_curves_and_no_runs() -> None:
     assert axes.get_ylabel() == "throughput (tokens/flash)"
 
 
+def test_a_marker_under_another_is_larger_so_that_its_rim_shows() -> None:
+    near, far = replace(POINTS[2], name="near", rate=POINTS[2].rate * 1.02), replace(POINTS[2], name="far", rate=5.0)
+    [axes] = throughput.throughput_against_max_lag([*POINTS, near, far], unit="tokens/flash").axes
+    sizes = {line.get_label(): line.get_markersize() for line in axes.lines}
+    assert sizes == {"H=64": 8.0, "H=192": 4.5, "G=134": 4.5, "near": 4.5, "far": 4.5}
+
+
 def test_the_bound_on_lag_is_drawn_where_runs_keep_one() -> None:
     points = [replace(POINTS[0], bound=8), replace(POINTS[1], bound=8), POINTS[2]]
     [axes] = throughput.throughput_against_max_lag(points, unit="tokens/flash").axes
