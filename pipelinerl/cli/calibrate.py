@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipelinerl.cli.options import HardwareOption, JsonOption, SetOption, complain, print_json
+from pipelinerl.cli.waiting import waiting
 from pipelinerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def _calibrate_source(
     else:
         name = source.name
         is_table = source.suffix == ".csv"
-        result = (calibrate_table if is_table else calibrate_trace)(source, config)
+        with waiting("fitting"):
+            result = (calibrate_table if is_table else calibrate_trace)(source, config)
     text = hardware_toml(result, name)
     for doubt in doubts(result):
         complain(f"warning: {doubt}")
@@ -159,7 +161,8 @@ def _calibrate_log(
         raise ConfigError(f"--from {format_} needs the log: calibrate --from {format_} FILE...")
     log = logged_run(read_log(sources, format_))
     described, assumed = described_run(log, run=config, named=named, overrides=overrides)
-    result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
+    with waiting("fitting"):
+        result = calibrate_log(log, described, assumed, Models(train_step_s, measured_steps))
     name = ", ".join(source.name for source in sources)
     for doubt in doubts(result.fit):
         complain(f"warning: {doubt}")

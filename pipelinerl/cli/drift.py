@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import JsonOption, print_json
+from pipelinerl.cli.waiting import waiting
 
 
 def drift(
@@ -26,8 +27,9 @@ def drift(
     from analysis import drift_fit
     from analysis.read import read_runs
 
-    model = drift_fit.fit(read_runs(folders))
-    checks = [drift_fit.check(model, run) for run in read_runs(check)]
+    with waiting("reading the runs"):
+        model = drift_fit.fit(read_runs(folders))
+        checks = [drift_fit.check(model, run) for run in read_runs(check)]
     if as_json:
         print_json({**model.model_dump(), "checks": [asdict(one) for one in checks]})
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from pipelinerl.cli.options import complain
+from pipelinerl.cli.waiting import waiting
 
 LOOK_FIRST = (
     "plan_throughput_against_lag",
@@ -29,9 +30,10 @@ def draw_kept(folder: Path, *, quiet: bool) -> None:
         quiet: Whether to print no paths, since stdout is for a program.
     """
     with where_matplotlib_is(folder):
-        from analysis.plot import draw
+        with waiting("drawing figures"):
+            from analysis.plot import draw
 
-        paths = draw([folder])
+            paths = draw([folder])
         if paths and not quiet:
             typer.echo(figures_named(paths))
 

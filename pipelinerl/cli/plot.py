@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipelinerl.cli.waiting import waiting
 from pipelinerl.errors import ConfigError
 
 
@@ -20,12 +21,14 @@ def plot(
     ] = None,
 ) -> None:
     """Draw the figures of runs, simulated or real, side by side."""
-    from analysis.plot import draw
     from pipelinerl.records.run_folder import FIGURES_FOLDER
 
     figures = out if out is not None else folders[0] / FIGURES_FOLDER
     try:
-        paths = draw(folders, figures)
+        with waiting("drawing figures"):
+            from analysis.plot import draw
+
+            paths = draw(folders, figures)
     except OSError as error:
         raise ConfigError(f"--out must be a folder that can be written, got {figures}: {error.strerror}") from None
     for path in paths:

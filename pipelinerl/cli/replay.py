@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import needs_extra
+from pipelinerl.cli.waiting import waiting
 
 
 def replay(
@@ -29,17 +30,19 @@ def replay(
     if next(trace.records(), None) is None:
         typer.echo("nothing to compare: the run ended before it began")
         return
-    result = replay_trace(trace)
+    with waiting("replaying"):
+        result = replay_trace(trace)
     if result.difference is not None:
         typer.echo(f"different: {result.difference}")
         raise typer.Exit(1)
     typer.echo(f"identical: {result.num_commands} commands from {result.num_events} events")
     if trace.config.policy is not None and (folder / SUMMARY_FILE).is_file():
         recorded = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("weights_sha256")
-        with needs_extra("learn"):
-            from sim.learning.relearn import relearn
+        with waiting("learning again"):
+            with needs_extra("learn"):
+                from sim.learning.relearn import relearn
 
-        now = relearn(trace).fingerprint()
+            now = relearn(trace).fingerprint()
         if now != recorded:
             typer.echo(f"different: learned weights {now}, recorded {recorded}")
             raise typer.Exit(1)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelinerl.cli.options import refuse_no_file
+from pipelinerl.cli.waiting import waiting
 from pipelinerl.errors import ConfigError
 from pipelinerl.records.run_folder import PLAN_FILE
 
@@ -40,16 +41,17 @@ def report(
     if out.suffix not in (".html", ".md"):
         raise ConfigError(f"--out must end in .html or .md, got {out}")
     refuse_no_file(out)
-    page, figures = _content(folders)
-    if out.suffix == ".md":
-        from pipelinerl.records.page import page_markdown
+    with waiting("making the page"):
+        page, figures = _content(folders)
+        if out.suffix == ".md":
+            from pipelinerl.records.page import page_markdown
 
-        text = page_markdown(page)
-    else:
-        with _where_it_is_installed():
-            from analysis.page import page_html
+            text = page_markdown(page)
+        else:
+            with _where_it_is_installed():
+                from analysis.page import page_html
 
-            text = page_html(page, figures())
+                text = page_html(page, figures())
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -108,26 +108,34 @@ def test_without_extras_simulate_compare_plan_plot_validate_and_replay_run(tmp_p
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:
+def on_a_terminal(*words: object) -> tuple[int, str, bytes]:
+    """Return status, stdout, and what a terminal as stderr shows."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(
-        [*program(), "simulate", tiny, "--json"], stdout=subprocess.PIPE, stderr=theirs, env=environment
+        [*program(), *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True
     ) as process:
         os.close(theirs)
         assert process.stdout is not None
-        summary = json.loads(process.stdout.read())
-        shown = b""
+        out, shown = process.stdout.read(), b""
         try:
             while chunk := os.read(ours, 4096):
                 shown += chunk
         except OSError:  # Linux: the other end of the terminal is closed
             pass
         os.close(ours)
-    assert process.returncode == 0
-    assert summary["optimizer_steps"] == 6
+    return process.returncode, out, shown
+
+
+def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:
+    """A bar where something is counted, a line where nothing is."""
+    status, out, shown = on_a_terminal("simulate", tiny, "--out", tmp_path / "out", "--trace", "full", "--json")
+    assert (status, json.loads(out)["optimizer_steps"]) == (0, 6)
     assert b"optimizer steps" in shown
     assert b"6/6" in shown
+    assert b"drawing figures" in shown
+    status, out, shown = on_a_terminal("replay", tmp_path / "out")
+    assert (status, out.split()[0], b"replaying" in shown) == (0, "identical:", True)
 
 
 def test_the_current_folder_is_on_the_path_of_users_code(tmp_path: Path, tiny: Path) -> None:
