@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.cli.options import JsonOption, complain, needs_extra, print_json
+from pipelinerl.cli.waiting import waiting
 
 
 class Device(StrEnum):
@@ -29,12 +30,13 @@ def measure(
     as_json: JsonOption = False,
 ) -> None:
     """Measure matrix products, decode, prefill and training steps of the GPU or CPU at hand, for calibrate."""
-    with needs_extra("train-cpu"):
-        from backends.measure.bench import measure as measure_times
+    with waiting("measuring"):
+        with needs_extra("train-cpu"):
+            from backends.measure.bench import measure as measure_times
 
-    done = measure_times(
-        out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
-    )
+        done = measure_times(
+            out, device=device.value, model=model, say=lambda text: typer.echo(f"pipelinerl: {text}", err=True)
+        )
     if as_json:
         print_json(done)
     else:
