@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from pipelinerl.config.question import Question
+from pipelinerl.config.resolve import named_engine, named_hardware
 from pipelinerl.errors import ConfigError, RunFailedError
 from pipelinerl.records.plan_report import PlanReport
 from sim.planning.search import plan
@@ -42,6 +43,9 @@ def plan_cases(question: Question, how: HowToPlan) -> list[PlannedCase]:
         ConfigError: If the input is wrong, or nothing keeps to the limits in any case.
         RunFailedError: If no simulation ended.
     """
+    for case in question.cases:  # what the catalogue does not know is wrong input, and no case that does not fit
+        if named := named_hardware(case.config.hardware):
+            named_engine(case.config.hardware, *named)
     several, done = len(question.cases) > 1, list[PlannedCase]()
     for case in question.cases:
         before = f"{case.name}: " if several else ""

@@ -109,5 +109,18 @@ def test_who_wins_where_is_said() -> None:
     assert [row[:2] for row in cases_table(plans).rows] == [["4 GPUs", best.label], ["8 GPUs", "other"]]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--gpu", "H100,H20O", "--accelerators", "4"),
+     ("--gpu", "H100", "--accelerators", "2,4", "--set", "hardware.generation_gpu=H20O")],
+)  # fmt: skip
+def test_a_name_that_the_catalogue_lacks_ends_a_question_of_several_cases_at_once(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_fails(command("plan", *QUESTION, *words), 2, "got 'H20O'; did you mean H20")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_plan_without_a_file_or_a_model_is_one_line(command: Command) -> None:
     assert_fails(command("plan"), 2, "plan needs a run file, or a model: --model NAME")
