@@ -34,6 +34,7 @@ from tiny_measure import TINY, measure_little  # noqa: E402 - needs torch
 from backends.fake import FakeBackend  # noqa: E402
 from backends.tiny_model import RECIPES  # noqa: E402
 from sim.planning.draws import make_draws  # noqa: E402
+from sim.validation.predict import shipped_runs  # noqa: E402
 
 FEW = ("optimizer_steps=2",)
 LEARNS = (
@@ -83,6 +84,8 @@ NOT_RUN = {
     "pipelinerl plan examples/plan_qwen7b_128_h100.toml --ray auto": "likewise; see tests/sim/planning/test_search.py",
 }
 """How the lines begin that do not run here, and why."""
+PUBLISHED = shipped_runs()
+"""Published runs, of which ``validate`` has the first three here."""
 ELSEWHERE = set(questions())
 """Lines that tests/project/test_questions.py runs whole."""
 STEP_TIMES = """kind,batch,ctx,tokens,accelerators,utilisation,seconds
@@ -136,6 +139,7 @@ def in_memory(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> None:
     monkeypatch.setattr("backends.measure.bench.CPU_SIZES", TINY)
     measure_little(monkeypatch)
     monkeypatch.setitem(make_draws.__kwdefaults__, "number", 8)
+    monkeypatch.setattr("sim.validation.predict.shipped_runs", lambda: PUBLISHED[:3])
     recipes = {name: replace(one, fit_steps=1, batch=8) for name, one in RECIPES.items()}
     monkeypatch.setattr("backends.tiny_model.RECIPES", recipes)
     monkeypatch.setattr("analysis.plot.save_figures", lambda *_, **__: [])

@@ -8,8 +8,8 @@ import shlex
 from pages import FENCE, PAGES, section
 
 SHELLS = ("sh", "console", "bash")
-INLINE = re.compile(r"`(pipelinerl [^`]*\bexamples/[^`]*)`")
-"""A whole command in the text: one with a file to run it on."""
+INLINE = re.compile(r"`(pipelinerl (?:validate|[^`]*\bexamples/[^`]*))`")
+"""A whole command in the text: one with a file to run it on, or that needs none."""
 LOOP = re.compile(r"for (\w+) in ([^;]+); do ([^;]+); done")
 ANSWERED = {
     "docs/questions.md": re.findall(r"^## (.+)$", PAGES["docs/questions.md"], re.MULTILINE),
