@@ -21,6 +21,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_arithmetic.toml"
 TOOLS = EXAMPLE.with_name("tiny_tools.toml")
 UNDRAWN = "import analysis.plot; analysis.plot.draw = lambda folders: []"
 """A run draws its figures for five seconds; a test that wants them asks for them."""
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that says where vLLM's sockets are: a run decides itself, and removes them."""
 LIMIT_S = 900.0
 """Longest wait for anything: it ends a test that hangs, on a machine however slow."""
 LEFT_OVER_LIMIT_S = 60.0
@@ -53,7 +55,7 @@ class Process:
         self.temporary = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
         atexit.register(shutil.rmtree, self.temporary, ignore_errors=True)
         kernels = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"  # compiled ones stay for the next run
-        own = {"TMPDIR": self.temporary, "VLLM_RPC_BASE_PATH": self.temporary, "TORCHINDUCTOR_CACHE_DIR": kernels}
+        own = {"TMPDIR": self.temporary, "TORCHINDUCTOR_CACHE_DIR": kernels}
         self.err = out.with_suffix(".stderr")
         with self.err.open("w") as stderr:
             self.process = subprocess.Popen(
@@ -61,7 +63,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                env=os.environ | own | (env or {}),
+                env={name: value for name, value in os.environ.items() if name != SOCKETS} | own | (env or {}),
                 start_new_session=True,
             )
         self.seen, self.shared = {}, set()
