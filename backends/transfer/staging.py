@@ -30,6 +30,9 @@ from backends.transfer.layout import layout, seen_as
 from backends.transfer.shared_row import SharedRow, machine
 from pipelinerl.errors import BackendError
 
+NICER = 19
+"""How much nicer the thread is: the engine's scheduler and front end, which decode waits for, go before it."""
+
 
 class Staging:
     """The thread, and what it has received (mutable). Making it starts the thread.
@@ -76,6 +79,7 @@ class Staging:
         # A thread begins on the cores of whoever starts it: it would take turns with decode.
         with contextlib.suppress(OSError):  # there are no others
             os.sched_setaffinity(0, set(range(os.cpu_count() or 1)) - decoding)
+        os.nice(NICER)  # this thread and those that it starts: on Linux threads have priorities of their own
         try:
             if self._member.device.type == "cuda":
                 torch.cuda.set_device(self._member.device)

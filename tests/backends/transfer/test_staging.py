@@ -11,12 +11,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import backends.transfer.broadcast  # noqa: E402
 import backends.transfer.staging  # noqa: E402
 from backends.transfer.broadcast import Membership, Sender, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
 from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
-from backends.transfer.staging import Staging  # noqa: E402
+from backends.transfer.staging import NICER, Staging  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 PARAMETERS = [("a", "float32", (40, 3)), ("b", "bfloat16", (7,))]
@@ -127,6 +128,25 @@ def test_another_models_parameters_are_named_to_the_sender_and_to_whoever_loads(
     one._thread.join(60)
     with pytest.raises(BackendError, match=r"no weights are staged: .*lack 1 of 3 parameters: c"):
         one.staged("1 x")
+
+
+def test_the_thread_and_what_it_starts_are_nicer_than_the_rest_of_the_process(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    checksum = backends.transfer.broadcast.checksum64
+
+    def noted(tensor: Any) -> int:
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return checksum(tensor)
+
+    monkeypatch.setattr(backends.transfer.broadcast, "checksum64", noted)
+    one = staging(trainer)
+    trainer.join()
+    assert trainer.send(1)[0] == 0
+    one.abandon()
+    assert set(seen) == {min(19, before + NICER)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_the_thread_runs_on_the_cores_that_its_process_does_not_use(
