@@ -27,7 +27,8 @@ def against_lines(report: PlanReport) -> list[str]:
     other, best = report.against, report.recommended
     if other is None:
         return []
-    lines = [f"against {other.name}:"]
+    cut_short = "" if other.complete else " (cut short: the best of what it had simulated)"
+    lines = [f"against {other.name}{cut_short}:"]
     for one in other.changed:
         effect = f"{_effect(one.alone)} tokens/s alone" if one.alone.throughput else _effect(one.alone)
         lines.append(f"  {one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {effect}")

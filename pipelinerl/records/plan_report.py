@@ -74,6 +74,8 @@ class Against(Report):
     """Its cost."""
     verdict: str
     """Its bottleneck."""
+    complete: bool
+    """Whether all that it should have simulated was: it may have missed the best otherwise."""
     changed: list[Changed]
     """The keys that differ, the largest effect first."""
 

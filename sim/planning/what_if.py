@@ -120,5 +120,6 @@ def compared_with(name: str, other: PlanReport, tables: Mapping[str, Any]) -> Ag
         lag_mean=best.lag_mean,
         cost=best.cost,
         verdict=best.verdict,
+        complete=other.search.complete,
         changed=sorted(changed, key=lambda one: -abs((one.alone.throughput or 1.0) - 1)),
     )

@@ -81,6 +81,11 @@ def test_words_say_what_was_assumed_and_what_changed() -> None:
     assert line.startswith("  hardware.weight_sync = not given: broadcast gives ")
     lines = against_lines(told)
     assert lines[:2] == ["against old:", "  the same question"]
+    search = report.search.model_copy(update={"complete": False})
+    cut_short = compared_with("old", report.model_copy(update={"search": search}), report.asked)
+    (first, *rest) = against_lines(told.model_copy(update={"against": cut_short}))
+    assert first == "against old (cut short: the best of what it had simulated):"
+    assert rest == lines[1:]
     assert f"  recommended: {report.recommended.label} -> {report.recommended.label} (the same)" in lines
 
 
