@@ -86,7 +86,8 @@ def sentence(words: str) -> str:
 def why(report: PlanReport) -> str:
     """Return why the recommendation is made: because it is the fastest, or although another one looks faster."""
     sure = report.certainty
-    behind = f"{sure.regret:.1%} behind the fastest of {sure.ways} ways"
+    behind_all = f"behind the fastest of {sure.ways} ways"
+    behind = f"{sure.regret:.1%} {behind_all}"
     over = f"on average over {sure.draws} draws of what is not measured"
     own = report.own
     if sure.expected_faster <= sure.tie:
@@ -97,7 +98,8 @@ def why(report: PlanReport) -> str:
         return f"{fastest}; {over} it is {behind}.{breaks}"
     faster = f"{sure.expected} is {sure.expected_faster:.0%} faster if all is as expected"
     if 1 - sure.expected_regret < (1 - sure.regret) * (1 - sure.tie):
-        return f"{faster}, but a greater risk: {over} it is {sure.expected_regret:.1%}, this one {behind}."
+        theirs = f"{sure.expected_regret:.1%} {behind_all}"
+        return f"{faster}, but a greater risk: {over} it is {theirs}, this one {sure.regret:.1%}."
     lag = next(one.lag_mean for one in report.simulated if one.label == sure.expected)
     return (
         f"{faster}, but at a mean lag of {lag:.2f} instead of {report.recommended.lag_mean:.2f}, and {over} no faster "

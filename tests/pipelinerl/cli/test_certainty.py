@@ -63,7 +63,7 @@ def test_what_is_recommended_says_why_it_is_and_not_the_one_that_looks_faster() 
     faster = {"expected": other.label, "expected_faster": 0.19}
     assert answers(**faster, expected_regret=0.15)["why"] == [
         f"{other.label} is 19% faster if all is as expected, but a greater risk: on average over 400 draws of what is "
-        "not measured it is 15.0%, this one 4.3% behind the fastest of 24 ways."
+        "not measured it is 15.0% behind the fastest of 24 ways, this one 4.3%."
     ]
     lags = f"a mean lag of {other.lag_mean:.2f} instead of {priced_plan().recommended.lag_mean:.2f}"
     assert answers(**faster, expected_regret=0.05)["why"] == [  # as good within 3%: the lag has decided
@@ -191,6 +191,9 @@ def test_the_next_step_is_the_measurement_that_gains_nearly_all_for_the_fewest_c
         "  +2.0%, 0.70: weight transfer (about 6 minutes on 8 GPUs)",
         "  nothing: decode step",
         "  +2.4%, 0.70: weight transfer and mean answer (about 6 minutes on 8 GPUs)",
+    ]
+    assert measurement_lines(report(*measurements, right=0.7))[1:2] == [
+        "  +2.0%: weight transfer (about 6 minutes on 8 GPUs)"  # no surer
     ]
 
 
