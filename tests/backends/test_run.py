@@ -260,14 +260,16 @@ def test_a_fitted_model_is_right_less_than_half_of_the_time(fitted_arithmetic, f
         assert 20 < float(rate[1]) < 40
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("pipeline", 60), ("conventional", 40)])
-def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind, steps):
-    """Of 200 held-out problems 31.5 % are right before; in five recorded runs 94 to 98 % after 40 steps or more, in two
-    of them 92 % after 30.
+@pytest.mark.parametrize("kind", ["pipeline", "conventional"])
+def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
+    """Of 200 held-out problems 31.5 % are right before; in seven recorded runs 94 to 98 % after 40 steps or more.
 
-    By chance alone the former has a standard deviation of 3.3 %, the latter of 1.9 %; with 2.5 % from run to run every
-    bound is four standard deviations away: a false alarm in 10,000 runs.
+    By chance alone the former has a standard deviation of 3.3 %, the latter of 1.9 %; with 2.5 % from run to run the
+    bounds before and after are four standard deviations away: a false alarm in 10,000 runs. In between, where a step
+    still changes much, runs differ more: 92, 92, 92, 88 and 76 % after 30 steps, 7 % apart. There it is only asserted
+    that more is right than before, four standard deviations away at the least.
     """
+    steps = 40
     out, workers = tmp_path / "run", 2 if kind == "conventional" else 1
     transport = "streamed" if kind == "pipeline" else "file"
     sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
@@ -285,7 +287,7 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind, steps):
     assert [one.step for one in during][:1] == [30]
     for one in during:
         assert one.step <= one.version_min <= one.version_max
-        assert 0.80 <= one.success <= 1.0
+        assert 0.45 < one.success <= 1.0
     check_that_it_can_be_looked_into(out, steps)
     check_ledger(out, load_run(EXAMPLE, sets), summary)
     spans = [row.event.spans for row in records(out) if isinstance(row.event, RolloutFinished)]
