@@ -62,6 +62,8 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PipelineRL needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
+	@# The pip of 2023, Debian 12's among them, tries versions of the training packages for ten minutes and more.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25'
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing the simulator into $(VENV); about half a minute"
