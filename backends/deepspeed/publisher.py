@@ -21,9 +21,9 @@ import torch
 
 from backends.deepspeed.policy_model import PolicyModel, copy_policy, gathered, saved_shapes
 from backends.interface import TRANSFER_ATTEMPTS, Weights
-from backends.transfer.broadcast import Sender, label
+from backends.transfer.broadcast import Sender
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.layout import Parameters, Place, described, digest, layout, row_bytes, seen_as
+from backends.transfer.layout import Parameters, Place, described, digest, label, layout, row_bytes, seen_as
 from backends.transfer.lines import Door
 from backends.transfer.meeting import own_address
 from backends.transfer.shared_row import SharedRow
@@ -232,5 +232,5 @@ class Publisher:
                 pass
             return None
         if self._stream is None:
-            self._stream = StreamSender(self._parameters, pinned=self._device == "gpu")
+            self._stream = StreamSender(self._parameters, torch.device("cuda:0" if self._device == "gpu" else "cpu"))
         return self._stream.send(self._sender, version, parts)

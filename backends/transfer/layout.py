@@ -13,6 +13,9 @@ import torch
 ALIGNMENT_BYTES = 16
 """Parameters begin at a multiple of it, so that their bytes can be seen in their own type (bytes)."""
 
+BUCKET_BYTES = 16 * 2**20
+"""Size of what is handed on from machine to machine at a time (bytes)."""
+
 Parameters = Sequence[tuple[str, str, Sequence[int]]]
 """Name, type (``float32``) and shape of each parameter, in the order in which they cross."""
 
@@ -70,3 +73,8 @@ def digest(parameters: Parameters, sums: Sequence[int]) -> str:
         sums: ``checksum64`` of each, in the same order.
     """
     return hashlib.sha256(json.dumps([parameters, sums]).encode()).hexdigest()
+
+
+def label(version: int, checksum: str) -> str:
+    """Return the label of a row that holds these weights."""
+    return f"{version} {checksum}"

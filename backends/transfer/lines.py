@@ -80,8 +80,11 @@ class Line:
             OSError: If it has.
         """
         looking = select.poll()
-        looking.register(self.connection, select.POLLIN)
-        if looking.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+        try:
+            looking.register(self.connection, select.POLLRDHUP)
+        except ValueError:  # this end has been closed
+            raise ConnectionError("the connection has been closed") from None
+        if looking.poll(0):
             raise ConnectionError("the other end has gone")
 
     def close(self) -> None:

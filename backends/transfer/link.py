@@ -10,11 +10,12 @@ import time
 
 import torch
 
-from backends.transfer.broadcast import Membership, Receiver, Sender
+from backends.transfer.broadcast import Sender
 from backends.transfer.checksum64 import checksum64
 from backends.transfer.layout import Parameters, cuts, layout, seen_as
 from backends.transfer.lines import Door
 from backends.transfer.meeting import own_address
+from backends.transfer.receiver import Membership, Receiver
 from pipelinerl.errors import BackendError
 
 PART_BYTES = 2**24

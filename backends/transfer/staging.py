@@ -25,8 +25,8 @@ import threading
 
 import torch
 
-from backends.transfer.broadcast import Membership, Receiver
 from backends.transfer.layout import layout, seen_as
+from backends.transfer.receiver import Membership, Receiver
 from backends.transfer.shared_row import SharedRow, machine
 from pipelinerl.errors import BackendError
 

@@ -21,16 +21,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backends.interface import TRANSFER_ATTEMPTS
-from backends.transfer.broadcast import Membership, Receiver, Sender
+from backends.transfer.broadcast import Sender
 from backends.transfer.checksum64 import checksum64
+from backends.transfer.communicator import HOST
 from backends.transfer.layout import Parameters, layout, row_bytes, seen_as
+from backends.transfer.receiver import Membership, Receiver
 from backends.transfer.shared_row import machine
 from pipelinerl.errors import BackendError
 
@@ -45,13 +47,13 @@ class StreamSender:
 
     Args:
         parameters: What will be sent, every time.
-        pinned: Whether a GPU copies into the buckets.
+        device: Where they are put together.
     """
 
-    def __init__(self, parameters: Parameters, *, pinned: bool) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Parameters, device: torch.device) -> None:
+        self._parameters, self._device = parameters, device
         self._number = {name: number for number, (name, _, _) in enumerate(parameters)}
-        self._rows = [Bucket(pinned), Bucket(pinned)]
+        self._rows = [Bucket(device), Bucket(device)]
 
     def send(self, sender: Sender | None, version: int, gathered: Iterable[Tensors]) -> str | None:
         """Send a version, each bucket while the next one is put together.
@@ -65,13 +67,13 @@ class StreamSender:
         Returns:
             What went wrong, if something did. The group has been left then.
         """
-        fault = None if sender is not None else "no group"
+        fault, where = _rows_on(sender, self._device)
         travelling: Future[None] | None = None
         with ThreadPoolExecutor(1) as thread:
             for index, tensors in enumerate(gathered):
                 parts = [self._number[name] for name in tensors]
                 places = layout([self._parameters[part] for part in parts])
-                row, sums = self._rows[index % 2].row(row_bytes(places)), []
+                row, sums = self._rows[index % 2].row(row_bytes(places), where), []
                 for place in places:
                     sent = tensors[place.name].detach()
                     seen_as(row, place).copy_(sent)
@@ -80,6 +82,7 @@ class StreamSender:
                 if sender is not None and fault is None:
                     travelling = thread.submit(_send_bucket, sender, row, version, parts, sums)
             fault = fault or _fault_of(travelling)
+        _give_back(self._rows, self._device)
         if sender is not None and fault is not None:
             sender.leave(fault)
         return fault
@@ -89,27 +92,56 @@ class Bucket:
     """Memory for one bucket at a time, as large as the largest so far (mutable).
 
     Args:
-        pinned: Whether a GPU reads or writes it.
+        device: What reads or writes it: memory of the host is pinned for a GPU.
     """
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._lent: Callable[[], object | None] = lambda: None
+        self._lent: StorageWeakRef | None = None
 
     @property
     def seen(self) -> bool:
         """Whether there is a tensor of what was there last, or of a part of it."""
-        return self._lent() is not None
+        return self._lent is not None and not self._lent.expired()
 
-    def row(self, num_bytes: int) -> torch.Tensor:
+    def row(self, num_bytes: int, where: torch.device) -> torch.Tensor:
         """Return room for so many bytes; what was there is lost, unless it is still seen: then room is elsewhere."""
-        if self._memory.numel() < num_bytes or self.seen:
+        on_host = where.type == "cpu"
+        if self._memory.numel() < num_bytes or self._memory.device.type != where.type or self.seen:
             self._memory = torch.empty(0, dtype=torch.uint8)
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        lent = self._memory.numpy()[:num_bytes]
-        self._lent = weakref.ref(lent)  # lives as long as what is made of it
-        return torch.from_numpy(lent)
+            pinned = self._pinned and on_host
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=where, pin_memory=pinned)
+        whole = torch.from_numpy(self._memory.numpy()) if on_host else torch.from_dlpack(self._memory)
+        self._lent = StorageWeakRef(whole.untyped_storage())  # of its own: it lives as long as what is made of it
+        return whole[:num_bytes]
+
+    def give_back(self) -> None:
+        """Give memory of a GPU back: model and KV cache need it between two versions. The host's is kept."""
+        if self._memory.device.type != "cpu":
+            self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _rows_on(sender: Sender | None, device: torch.device) -> tuple[str | None, torch.device]:
+    """Return why nothing can be sent, if so, and where rows lie."""
+    if sender is None:
+        return "no group", HOST
+    try:
+        return None, sender.rows_on(device)
+    except BackendError as error:
+        return str(error), HOST
+
+
+def _give_back(buckets: Iterable[Bucket], device: torch.device) -> None:
+    _settle(device)
+    for bucket in buckets:
+        bucket.give_back()
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for the copies out of buckets that a GPU has been asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> None:
@@ -137,8 +169,8 @@ class Streaming:
     def __init__(self, member: Membership, *, before: Streaming | None = None) -> None:
         if before is not None:
             before.abandon()
-        self._timeout_s, pinned = member.timeout_s, member.device.type == "cuda"
-        self._rows = [Bucket(pinned), Bucket(pinned)]
+        self._timeout_s, self._device = member.timeout_s, member.device
+        self._rows = [Bucket(member.device), Bucket(member.device)]
         self._joined: Future[Receiver] = Future()
         self._abandoned = False
 
@@ -183,10 +215,13 @@ class Streaming:
                     for item in tensors.items():
                         yield item
                         if num_missing and coming is None and not self._rows[turn].seen:
+                            _settle(self._device)
                             coming = thread.submit(_take, receiver, version, self._rows[turn])
             except BaseException:  # whoever loads has failed, too: the thread must not wait for what comes next
                 receiver.close()
                 raise
+            finally:
+                _give_back(self._rows, self._device)
 
 
 def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -196,7 +231,7 @@ def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.T
         if notice["version"] != version:
             raise BackendError(f"version {notice['version']} comes, not {version}")
         places = layout([receiver.parameters[part] for part in notice["parts"]])
-        row = bucket.row(row_bytes(places))
+        row = bucket.row(row_bytes(places), receiver.rows_on)
         right = receiver.take(places, row) == notice["sums"]
         receiver.judge(right)
         if right:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backends.transfer.broadcast import Membership
+from backends.transfer.receiver import Membership
 from backends.transfer.staging import Staging
 from backends.transfer.weights_check import checkpoint_shapes
 from backends.vllm.verified_receiver import VerifiedTransferEngine

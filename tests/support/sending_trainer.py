@@ -25,8 +25,7 @@ class Trainer:
         await asyncio.to_thread(self.sender.meet)
 
     def weights(self, version: int, model: Any) -> Weights:
-        from backends.transfer.broadcast import label
-        from backends.transfer.layout import described, digest
+        from backends.transfer.layout import described, digest, label
 
         checksum = digest(described(dict(model.named_parameters())), self.sums(model))
         return Weights(version, f"broadcast:{label(version, checksum)}", {"all parameters": checksum})

@@ -39,9 +39,15 @@ from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensor
 from backends.deepspeed.rank import MAX_SKIPPED, torch_adamw_passes  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
 from backends.interface import TrainResult, Weights  # noqa: E402
-from backends.transfer.broadcast import Membership, Receiver, label  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.layout import described, digest, layout, seen_as  # noqa: E402
+from backends.transfer.layout import (  # noqa: E402
+    described,
+    digest,
+    label,
+    layout,
+    seen_as,
+)
+from backends.transfer.receiver import Membership, Receiver  # noqa: E402
 from backends.transfer.streaming import Streaming  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from backends.transfer.weights_file import read_verified  # noqa: E402

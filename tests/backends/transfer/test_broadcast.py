@@ -15,10 +15,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.broadcast  # noqa: E402
-from backends.transfer.broadcast import Membership, Receiver, Sender, label  # noqa: E402
+import backends.transfer.receiver  # noqa: E402
+from backends.transfer.broadcast import Sender  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
+from backends.transfer.layout import (  # noqa: E402
+    described,
+    digest,
+    label,
+    layout,
+    row_bytes,
+    seen_as,
+)
 from backends.transfer.lines import Door, come_in, fill  # noqa: E402
+from backends.transfer.receiver import Membership, Receiver  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -117,7 +126,8 @@ def held_by(receiver: Receiver) -> Tensors:
 def test_all_machines_get_the_weights_and_one_wrong_bit_is_refused_by_all(
     meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(backends.transfer.broadcast, "BUCKET_BYTES", 100)
+    for end in (backends.transfer.broadcast, backends.transfer.receiver):
+        monkeypatch.setattr(end, "BUCKET_BYTES", 100)
     meeting = meet(3)
     sent, row = meeting.tensors, row_of(meeting.tensors)
     wrong = row.clone()

@@ -11,12 +11,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import backends.transfer.broadcast  # noqa: E402
+import backends.transfer.receiver  # noqa: E402
 import backends.transfer.staging  # noqa: E402
-from backends.transfer.broadcast import Membership, Sender, label  # noqa: E402
+from backends.transfer.broadcast import Sender  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
-from backends.transfer.layout import described, digest, layout, row_bytes, seen_as  # noqa: E402
+from backends.transfer.layout import (  # noqa: E402
+    described,
+    digest,
+    label,
+    layout,
+    row_bytes,
+    seen_as,
+)
 from backends.transfer.lines import Door  # noqa: E402
+from backends.transfer.receiver import Membership  # noqa: E402
 from backends.transfer.staging import NICER, Staging  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
@@ -134,13 +142,13 @@ def test_the_thread_and_what_it_starts_are_nicer_than_the_rest_of_the_process(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, seen = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
-    checksum = backends.transfer.broadcast.checksum64
+    checksum = backends.transfer.receiver.checksum64
 
     def noted(tensor: Any) -> int:
         seen.append(os.getpriority(os.PRIO_PROCESS, 0))
         return checksum(tensor)
 
-    monkeypatch.setattr(backends.transfer.broadcast, "checksum64", noted)
+    monkeypatch.setattr(backends.transfer.receiver, "checksum64", noted)
     one = staging(trainer)
     trainer.join()
     assert trainer.send(1)[0] == 0

@@ -14,9 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.streaming as module  # noqa: E402
-from backends.transfer.broadcast import Membership, Sender  # noqa: E402
+from backends.transfer.broadcast import Sender  # noqa: E402
 from backends.transfer.layout import described, layout, row_bytes  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
+from backends.transfer.receiver import Membership  # noqa: E402
 from backends.transfer.streaming import Bucket, Streaming, StreamSender  # noqa: E402
 from backends.vllm.version.client import STREAMED_ENVIRONMENT  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
@@ -60,7 +61,7 @@ class Meeting:
         names = ["trainer", *(f"engine {n}" for n in range(num_workers))]
         self.group = Sender(door, names=names, parameters=PARAMETERS, timeout_s=timeout_s)
         self.group.meet()
-        self.sender = StreamSender(PARAMETERS, pinned=False)
+        self.sender = StreamSender(PARAMETERS, CPU)
 
     def end(self) -> None:
         self.group.leave()
@@ -234,7 +235,7 @@ def test_a_worker_needs_two_buckets_and_a_layer(monkeypatch: pytest.MonkeyPatch)
                 {name: tensors[name] for name in sorted(tensors) if name.startswith(part)}
                 for part in [("head", *parts[0]), *parts[1:]]
             )
-            assert StreamSender(LARGE, pinned=False).send(group, version, gathered) is None
+            assert StreamSender(LARGE, CPU).send(group, version, gathered) is None
         most, in_buckets = results.get(timeout=600)
         group.leave()
         process.join(timeout=600)
@@ -247,16 +248,16 @@ def test_a_worker_needs_two_buckets_and_a_layer(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_is_used_again_unless_something_of_it_is_seen() -> None:
-    bucket = Bucket(pinned=False)
-    row = bucket.row(16)
+    bucket = Bucket(CPU)
+    row = bucket.row(16, CPU)
     first, part = row.data_ptr(), row.view(torch.float32)[1:2].fill_(5.0)
     del row
-    row = bucket.row(16).zero_()
+    row = bucket.row(16, CPU).zero_()
     second = row.data_ptr()
     assert second != first
     assert part.tolist() == [5.0]
     del row, part
-    assert bucket.row(8).data_ptr() == second
+    assert bucket.row(8, CPU).data_ptr() == second
 
 
 def test_a_parameter_that_is_kept_stays_as_it_is_when_its_bucket_is_needed(

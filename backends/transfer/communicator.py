@@ -1,0 +1,170 @@
+"""How the members of a group come to send bytes from device to device, where all of them can.
+
+Theory of operation. The sender asks all workers to make a communicator with it. Everybody makes one, tries it with 16
+MB, and says what went wrong, if something did; the sender tells all whether it is used. So a GPU that two members
+share, or a network that NCCL cannot cross, costs a line in the log and not the run: bytes go through the host's memory.
+Messages cross the lines of the group all the same, and a line that is closed ends the wait for bytes, too.
+
+It is done while all stand still: on a GPU it waits for others, as decode's own communication does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+import torch
+
+from backends.transfer.lines import Line
+from backends.transfer.nccl import Nccl
+from pipelinerl.errors import BackendError
+
+PROBE_BYTES, PROBE = 2**24, 0x5A
+"""Size of what a new communicator is tried with (bytes), and each of its bytes."""
+CHECK_S = 0.1
+"""Time between two looks at whether the others are there, while it is made (seconds)."""
+MAKE_TIMEOUT_S = 60.0
+"""Longest wait for all to have made it (seconds)."""
+HOST = torch.device("cpu")
+"""Where rows of bytes lie that cross by connections."""
+
+
+class Communicator(Protocol):
+    """What bytes cross by, from device to device."""
+
+    @staticmethod
+    def new_id() -> str:
+        """Return what its members have in common."""
+
+    def __init__(self, common: str, rank: int, size: int, device: torch.device) -> None:
+        """Return when all others have been made, too.
+
+        Raises:
+            BackendError: If it cannot be made.
+        """
+
+    def broadcast(self, row: torch.Tensor, *, check: Callable[[], None], timeout_s: float) -> None:
+        """Send what rank 0 has in a row of bytes to the rows of all others; returns when this one's is as it should be.
+
+        Args:
+            row: On its device.
+            check: Raises OSError if a member has gone, or the group has been left.
+            timeout_s: Longest wait for the others (seconds).
+
+        Raises:
+            OSError: If a member has gone, or it takes longer: it is of no use then.
+            BackendError: If it fails.
+        """
+
+    def close(self) -> None:
+        """Give back what it has; a second call does nothing."""
+
+
+COMMUNICATORS: dict[str, type[Communicator]] = {"cuda": Nccl}
+"""What bytes cross by, by kind of device. Any other: the host's memory and connections."""
+
+
+def agree(workers: Mapping[int, Line], device: torch.device, timeout_s: float) -> tuple[Communicator | None, str]:
+    """Have all members make a communicator; return it, or why one of them cannot (the sender's part).
+
+    Args:
+        workers: Line to each worker, by its rank: 1 and more.
+        device: Of the sender.
+        timeout_s: Longest wait for the others (seconds).
+
+    Raises:
+        OSError: If a member has gone, or does not say.
+    """
+    size = 1 + len(workers)
+    try:
+        common = COMMUNICATORS[device.type].new_id()
+    except (BackendError, OSError) as error:
+        return None, str(error)
+    for rank, line in workers.items():
+        line.tell(communicator=common, rank=rank, size=size)
+    made, fault = _tried((common, 0, size), device, list(workers.values()), timeout_s)
+    with _closed_on_error(made):
+        faults = [fault, *(line.hear()["fault"] for line in workers.values())]
+        fault = next(filter(None, faults), "")
+        for line in workers.values():
+            line.tell(use=not fault)
+    return _kept(made, use=not fault), fault
+
+
+def answer(sender: Line, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:
+    """Make a communicator as the sender has asked; return it, unless a member cannot (a worker's part).
+
+    Raises:
+        OSError: If the sender has gone.
+    """
+    made, fault = _tried((asked["communicator"], asked["rank"], asked["size"]), device, [sender], timeout_s)
+    with _closed_on_error(made):
+        sender.tell(fault=fault)
+        use: bool = sender.hear()["use"]
+    return _kept(made, use=use)
+
+
+@contextlib.contextmanager
+def _closed_on_error(made: Communicator | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _kept(made, use=False)
+        raise
+
+
+def _kept(made: Communicator | None, *, use: bool) -> Communicator | None:
+    if made is not None and not use:
+        made.close()
+    return made if use else None
+
+
+def _tried(
+    place: tuple[str, int, int], device: torch.device, others: Sequence[Line], timeout_s: float
+) -> tuple[Communicator | None, str]:
+    """Make a communicator and try it; return it, or what went wrong.
+
+    Args:
+        place: What its members have in common, rank and number of members.
+        device: Of this member.
+        others: Lines that are closed if a member has gone.
+        timeout_s: Longest wait for the others (seconds).
+    """
+
+    def check() -> None:
+        for line in others:
+            line.check_there()
+
+    made: Future[Communicator] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(COMMUNICATORS[device.type](*place, device))
+        except Exception as error:
+            made.set_exception(error)
+
+    # NCCL waits for all members as long as it takes. The thread of a call that is given up waits on.
+    threading.Thread(target=make, name="communicator", daemon=True).start()
+    limit_s = min(timeout_s, MAKE_TIMEOUT_S)
+    until_s = time.monotonic() + limit_s
+    try:
+        while not wait([made], CHECK_S).done:
+            check()
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"not all had made a communicator after {limit_s:g} s")
+        communicator = made.result()
+        row = torch.full((PROBE_BYTES,), PROBE if place[1] == 0 else 0, dtype=torch.uint8, device=device)
+        try:
+            communicator.broadcast(row, check=check, timeout_s=limit_s)
+            if not bool((row == PROBE).all()):
+                raise BackendError("what arrives is not what is sent")
+        except BaseException:
+            communicator.close()
+            raise
+    except (BackendError, OSError) as error:
+        return None, str(error) or type(error).__name__
+    return communicator, ""
