@@ -133,10 +133,12 @@ class Sender:
             began, self._tried = time.perf_counter(), True
             try:
                 workers = {worker: self._lines[worker] for worker in self._leaders}
-                self._communicator, fault = agree(workers, device, self._timeout_s)
+                self._communicator, faults = agree(workers, device, self._timeout_s)
             except Exception as error:
                 raise self._broken("connect", began, error, "") from error
-            LOG.info("weights go %s", f"through the host's memory: {fault}" if fault else "from GPU to GPU")
+            if faults:
+                why = "; ".join(f"{self._names[rank]}: {fault}" for rank, fault in faults.items())
+                LOG.warning("weights go through the host's memory, not from device to device: %s", why)
         return HOST if self._communicator is None else device
 
     def leave(self, why: str = "") -> None:

@@ -68,8 +68,10 @@ COMMUNICATORS: dict[str, type[Communicator]] = {"cuda": Nccl}
 """What bytes cross by, by kind of device. Any other: the host's memory and connections."""
 
 
-def agree(workers: Mapping[int, Line], device: torch.device, timeout_s: float) -> tuple[Communicator | None, str]:
-    """Have all members make a communicator; return it, or why one of them cannot (the sender's part).
+def agree(
+    workers: Mapping[int, Line], device: torch.device, timeout_s: float
+) -> tuple[Communicator | None, dict[int, str]]:
+    """Have all members make a communicator; return it, or why it cannot be, by rank (the sender's part).
 
     Args:
         workers: Line to each worker, by its rank: 1 and more.
@@ -83,16 +85,16 @@ def agree(workers: Mapping[int, Line], device: torch.device, timeout_s: float) -
     try:
         common = COMMUNICATORS[device.type].new_id()
     except (BackendError, OSError) as error:
-        return None, str(error)
+        return None, {0: str(error)}
     for rank, line in workers.items():
         line.tell(communicator=common, rank=rank, size=size)
     made, fault = _tried((common, 0, size), device, list(workers.values()), timeout_s)
     with _closed_on_error(made):
-        faults = [fault, *(line.hear()["fault"] for line in workers.values())]
-        fault = next(filter(None, faults), "")
+        said = {0: fault} | {rank: line.hear()["fault"] for rank, line in workers.items()}
+        faults = {rank: fault for rank, fault in said.items() if fault}
         for line in workers.values():
-            line.tell(use=not fault)
-    return _kept(made, use=not fault), fault
+            line.tell(use=not faults)
+    return _kept(made, use=not faults), faults
 
 
 def answer(sender: Line, asked: Mapping[str, Any], device: torch.device, timeout_s: float) -> Communicator | None:

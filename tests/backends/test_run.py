@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 need("vllm", "deepspeed", "ray", "tensorboard")
 psutil = pytest.importorskip("psutil")
 
+from gloo_communicator import IN_EVERY_PROCESS  # noqa: E402
 from ledger_check import check_ledger, records  # noqa: E402
 from probes import check_probes, probed, started_with, told  # noqa: E402
 from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
@@ -274,6 +275,7 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
     transport = "streamed" if kind == "pipeline" else "file"
     sets = [f"scheduler.kind={kind}", f"cluster.tensor_parallel={workers}", f"train.transport={transport}"]
     sets += [f"optimizer_steps={steps}", "train.optimizer.learning_rate=6e-4", "train.evaluation.every=30"]
+    (tmp_path / "sitecustomize.py").write_text(IN_EVERY_PROCESS)  # streamed weights cross as they do between GPUs
     run = Process(fitted_arithmetic, out, *sets, *probed(tmp_path), env={"PYTHONPATH": python_path(tmp_path)})
     run.wait_for_step(1)
     gives_back = [STREAMED_ENVIRONMENT.items() <= one.environ().items() for one in run.named("VLLM::Worker")]
@@ -299,6 +301,11 @@ def test_the_tiny_model_learns(fitted_arithmetic, tmp_path, kind):
     else:
         expected = started_with(out / "model", workers=workers)
     check_probes(told(tmp_path, "last"), expected)
+    rows = {path.name: path.read_text().split() for path in tmp_path.glob("rows-*")}
+    assert set(rows) == ({"rows-0", "rows-1"} if transport == "streamed" else set())
+    if transport == "streamed":  # a trial, and every version
+        assert rows["rows-0"] == rows["rows-1"]
+        assert len(rows["rows-0"]) > steps
     assert summary.mismatch.log_ratio_abs_max_at_lag_0 < 1e-3
     by_lag = summary.ess.by_lag
     if kind == "conventional":  # no answer of lag 0 was begun by older weights

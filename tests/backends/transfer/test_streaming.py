@@ -13,8 +13,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gloo_communicator import Gloo  # noqa: E402
+
+import backends.transfer.broadcast  # noqa: E402
 import backends.transfer.streaming as module  # noqa: E402
 from backends.transfer.broadcast import Sender  # noqa: E402
+from backends.transfer.communicator import COMMUNICATORS  # noqa: E402
 from backends.transfer.layout import described, layout, row_bytes  # noqa: E402
 from backends.transfer.lines import Door  # noqa: E402
 from backends.transfer.receiver import Membership  # noqa: E402
@@ -38,6 +42,15 @@ def parts(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The parameters bucket by bucket, as ranks put them together."""
     for names in BUCKETS:
         yield {name: tensors[name] for name in names}
+
+
+@pytest.fixture(params=["connections", "devices"])
+def way(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What bytes cross by."""
+    if request.param == "devices":
+        monkeypatch.setitem(COMMUNICATORS, "cpu", Gloo)
+        monkeypatch.setattr(backends.transfer.broadcast, "empty", None)  # nothing goes along the chain
+    return str(request.param)
 
 
 @pytest.fixture
@@ -70,7 +83,7 @@ class Meeting:
 
 
 @pytest.fixture
-def meet() -> Iterator[Any]:
+def meet(way: str) -> Iterator[Any]:
     made: list[Meeting] = []
 
     def meet(num_workers: int, **changed: Any) -> Meeting:

@@ -1,0 +1,192 @@
+"""Bytes from device to device: who agrees to it, what happens where one cannot, what the loss of a member leaves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gloo_communicator import Gloo  # noqa: E402
+
+import backends.transfer.communicator as module  # noqa: E402
+from backends.transfer.broadcast import Sender  # noqa: E402
+from backends.transfer.communicator import COMMUNICATORS, HOST  # noqa: E402
+from backends.transfer.layout import described  # noqa: E402
+from backends.transfer.lines import Door  # noqa: E402
+from backends.transfer.receiver import Membership, Receiver  # noqa: E402
+from backends.transfer.streaming import Streaming, StreamSender  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
+
+WEIGHTS = {"a": torch.arange(24.0).view(4, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
+PARAMETERS = described(WEIGHTS)
+SHAPES = {name: tuple(weight.shape) for name, weight in WEIGHTS.items()}
+NUM_WORKERS = 2
+TIMEOUT_S = 60.0
+made: list[Noted] = []
+
+
+class Noted(Gloo):
+    """It is known which there are."""
+
+    def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
+        self.rank, self.answered = rank, False
+        super().__init__(common, rank, size, device)
+        made.append(self)
+
+    def broadcast(self, row: Any, **options: Any) -> None:
+        self.answered = True  # it was made in time
+        super().broadcast(row, **options)
+
+
+class Group:
+    """A sender, and workers each of which has what passes to itself."""
+
+    def __init__(self, timeout_s: float) -> None:
+        door = Door.open("127.0.0.1")
+        members = [
+            Membership(meeting=door.meeting, worker=1 + n, shapes=SHAPES, device=HOST, timeout_s=timeout_s)
+            for n in range(NUM_WORKERS)
+        ]
+        self.workers = [Streaming(one) for one in members]
+        self.sender = Sender(
+            door, names=["trainer", "engine 0", "engine 1"], parameters=PARAMETERS, timeout_s=timeout_s
+        )
+        self.sender.meet()
+
+    def sends(self, version: int) -> str | None:
+        return StreamSender(PARAMETERS, HOST).send(self.sender, version, ({name: WEIGHTS[name]} for name in WEIGHTS))
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setitem(COMMUNICATORS, "cpu", Noted)
+    made.clear()
+    groups: list[Group] = []
+
+    def meet(timeout_s: float = TIMEOUT_S) -> Group:
+        groups.append(Group(timeout_s))
+        return groups[-1]
+
+    yield meet
+    for one in groups:
+        one.sender.leave()
+        for worker in one.workers:
+            worker.abandon()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def arrives(worker: Streaming, version: int) -> bool:
+    got = {name: tensor.clone() for name, tensor in worker.arriving(version)}
+    return list(got) == list(WEIGHTS) and all(torch.equal(got[name], weight) for name, weight in WEIGHTS.items())
+
+
+def test_all_agree_once_and_what_they_have_made_goes_with_the_group(group: Any, threads: ThreadPoolExecutor) -> None:
+    there = group()
+    for version in (1, 2):
+        loading = [threads.submit(arrives, worker, version) for worker in there.workers]
+        assert there.sends(version) is None
+        assert all(one.result(TIMEOUT_S) for one in loading)
+    assert sorted(one.rank for one in made) == [0, 1, 2]
+    assert not any(one.closed for one in made)
+    there.sender.leave()
+    for worker in there.workers:
+        worker.abandon()
+    assert all(one.closed for one in made)
+
+
+class NoId(Noted):
+    @staticmethod
+    def new_id() -> str:
+        raise OSError("no such library")
+
+
+class CannotBeMade(Noted):
+    def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
+        super().__init__(common, rank, size, device)
+        if rank == 2:
+            raise BackendError("invalid usage")
+
+
+class Wrong(Noted):
+    def broadcast(self, row: Any, **options: Any) -> None:
+        super().broadcast(row, **options)
+        row[-1] += self.rank == 1
+
+
+class NeverMade(Noted):
+    def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
+        if rank == 1:
+            threading.Event().wait(5.0)
+        super().__init__(common, rank, size, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_s", "reason"),
+    [
+        (NoId, TIMEOUT_S, "trainer: no such library"),
+        (CannotBeMade, 2.0, "engine 1: invalid usage"),
+        (Wrong, TIMEOUT_S, "engine 0: what arrives is not what is sent"),
+        (NeverMade, 1.0, "engine 0: not all had made a communicator after 1 s"),
+    ],
+)
+def test_where_one_cannot_all_take_the_way_through_the_host_and_a_line_says_why(
+    group: Any,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[Noted],
+    limit_s: float,
+    reason: str,
+) -> None:
+    monkeypatch.setitem(COMMUNICATORS, "cpu", kind)
+    monkeypatch.setattr(module, "MAKE_TIMEOUT_S", limit_s)
+    there = group()
+    with caplog.at_level(logging.WARNING, "pipelinerl"):
+        for version in (1, 2):  # it is tried once
+            loading = [threads.submit(arrives, worker, version) for worker in there.workers]
+            assert there.sends(version) is None
+            assert all(one.result(TIMEOUT_S) for one in loading)
+    said = [one.message for one in caplog.records if "host's memory" in one.message]
+    assert len(said) == 1
+    assert reason in said[0]
+    assert all(one.closed for one in made if one.answered)
+
+
+@pytest.mark.parametrize(("gone", "limit_s"), [(True, TIMEOUT_S), (False, 1.0)], ids=["gone", "silent"])
+def test_a_member_lost_while_all_wait_for_bytes_ends_it_for_all(
+    group: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, gone: bool, limit_s: float
+) -> None:
+    """One that has gone ends it at once, its connection being closed; one that is silent when the time is over."""
+    there = group(limit_s)
+    take, ended = Receiver.take, threading.Event()
+
+    def lost(receiver: Receiver, places: Any, row: Any) -> Any:
+        if receiver._communicator.rank != 2:
+            return take(receiver, places, row)
+        receiver._sender.tell(ready=True)
+        if gone:
+            receiver.close()
+        ended.wait(TIMEOUT_S)
+        raise ConnectionError("lost")
+
+    monkeypatch.setattr(Receiver, "take", lost)
+    loading = [threads.submit(arrives, worker, 1) for worker in there.workers]
+    fault = there.sends(1)
+    assert "phase=send at trainer" in str(fault)
+    assert ("gone" in str(fault)) == gone
+    assert isinstance(loading[0].exception(TIMEOUT_S), OSError)
+    ended.set()
+    assert isinstance(loading[1].exception(TIMEOUT_S), OSError)
+    assert all(one.closed for one in made if one.rank != 2)
+    assert there.sender.left

@@ -1,0 +1,178 @@
+"""What is asked of NCCL, on a stand-in for it and for the GPU: nothing here has either."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from backends.transfer import nccl  # noqa: E402
+from backends.transfer.nccl import Nccl  # noqa: E402
+from pipelinerl.errors import BackendError  # noqa: E402
+
+HANDLE, STREAM = 7, 5
+REMOTE_ERROR = 6
+GPU = torch.device("cuda", 3)
+
+
+class Library:
+    """Results are settings; what it is asked is kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.aborted: list[int] = []
+        self.made = self.sent = self.state = 0
+
+    def ncclGetUniqueId(self, common: Any) -> int:
+        common._obj.internal = bytes(range(1, 129))
+        return 0
+
+    def ncclCommInitRank(self, handle: Any, size: int, common: Any, rank: int) -> int:
+        self.asked.append((bytes(common), rank, size))
+        handle._obj.value = None if self.made else HANDLE
+        return self.made
+
+    def ncclBroadcast(self, *arguments: Any) -> int:
+        *plain, handle, stream = arguments
+        self.asked.append((*plain, handle.value, stream))
+        return self.sent
+
+    def ncclCommGetAsyncError(self, handle: Any, state: Any) -> int:
+        assert handle.value == HANDLE
+        state._obj.value = self.state
+        return 0
+
+    def ncclCommAbort(self, handle: Any) -> int:
+        self.aborted.append(handle.value)
+        return 0
+
+    def ncclGetErrorString(self, result: int) -> bytes:
+        return f"result {result}".encode()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library()
+    monkeypatch.setattr(nccl, "_library", lambda: made)
+    return made
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What is sent arrives after so many looks; None: never."""
+    state = SimpleNamespace(looks=0)
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            assert stream.cuda_stream == STREAM
+            self.left = state.looks
+
+        def query(self) -> bool:
+            if self.left is None:
+                return False
+            self.left -= 1
+            return bool(self.left < 0)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device.index))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(nccl, "_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    return state
+
+
+ROW = torch.zeros(48, dtype=torch.uint8)
+
+
+def all_there() -> None:
+    pass
+
+
+def test_members_have_one_id_and_send_from_rank_0_into_the_same_memory(library: Library, gpu: SimpleNamespace) -> None:
+    common = Nccl.new_id()
+    one = Nccl(common, 2, 4, GPU)
+    gpu.looks = 3
+    one.broadcast(ROW, check=all_there, timeout_s=60.0)
+    assert library.asked == [
+        (bytes(range(1, 129)), 2, 4),
+        (ROW.data_ptr(), ROW.data_ptr(), 48, nccl.BYTE, 0, HANDLE, STREAM),
+    ]
+    assert not library.aborted
+    one.close()
+    one.close()
+    assert library.aborted == [HANDLE]
+
+
+def test_what_cannot_be_made_says_why_in_a_line(library: Library, gpu: SimpleNamespace) -> None:
+    library.made = 5
+    with pytest.raises(BackendError, match=r"^NCCL: ncclCommInitRank: result 5$"):
+        Nccl("00" * nccl.ID_BYTES, 0, 2, GPU)
+
+
+def gone() -> None:
+    raise ConnectionError("the other end has gone")
+
+
+@pytest.mark.parametrize(
+    ("check", "settings", "timeout_s", "error", "says"),
+    [
+        (gone, {}, 60.0, ConnectionError, "the other end has gone"),
+        (all_there, {"state": REMOTE_ERROR}, 60.0, BackendError, "NCCL: asynchronously: result 6"),
+        (all_there, {"sent": 5}, 60.0, BackendError, "NCCL: ncclBroadcast: result 5"),
+        (all_there, {}, 0.05, TimeoutError, "timed out"),
+    ],
+    ids=["gone", "remote error", "refused", "silent"],
+)
+def test_what_goes_wrong_ends_the_kernel_and_the_communicator_once(
+    library: Library,
+    gpu: SimpleNamespace,
+    check: Any,
+    settings: dict[str, int],
+    timeout_s: float,
+    error: Any,
+    says: str,
+) -> None:
+    one = Nccl(Nccl.new_id(), 1, 2, GPU)
+    gpu.looks = None
+    for name, value in settings.items():
+        setattr(library, name, value)
+    with pytest.raises(error, match=f"^{says}$"):
+        one.broadcast(ROW, check=check, timeout_s=timeout_s)
+    assert library.aborted == [HANDLE]
+    with pytest.raises(ConnectionError):
+        one.broadcast(ROW, check=all_there, timeout_s=60.0)
+    one.close()
+    assert library.aborted == [HANDLE]
+
+
+def test_who_waits_ends_it_when_another_thread_leaves(library: Library, gpu: SimpleNamespace) -> None:
+    """NCCL does not say that two threads may use a communicator at a time; so one that leaves leaves it alone."""
+    one, gpu.looks = Nccl(Nccl.new_id(), 1, 2, GPU), None
+    looked, left = threading.Event(), threading.Event()
+
+    def check() -> None:
+        looked.set()
+        if left.is_set():
+            gone()
+
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            one.broadcast(ROW, check=check, timeout_s=60.0)
+        except ConnectionError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert looked.wait(60.0)
+    one.close()
+    assert not library.aborted
+    left.set()
+    waiting.join(60.0)
+    assert library.aborted == [HANDLE]
+    assert len(errors) == 1
