@@ -49,7 +49,7 @@ def _weight_rows(
 ) -> list[CheckRow]:
     way_s = loading_s(WeightTransferConfig.model_validate(weights))
     text = f"{weights_gb:.3g} GB in {way_s:.3g} s ({weights_gb / way_s if way_s else math.inf:.3g} GB/s)"
-    advice = "look at the network that leads to rank 0's address, and at train.transport"
+    advice = "look at the network that leads to rank 0's address, at train.transport, and at rank 0's log"
 
     times = {name: getattr(update, name) for name in ("pause_s", "transfer_s", "resume_s")}
     still = ", ".join(f"{name[:-2]} {seconds:.3g} s" for name, seconds in times.items())

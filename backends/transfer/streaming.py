@@ -1,7 +1,8 @@
 """Weights that pass through two buckets, for machines without memory for a second model.
 
 Theory of operation. Engines stand still meanwhile, and so does the trainer: its ranks put bucket i + 1 together while
-bucket i travels, and engines load bucket i - 1 (``broadcast.py`` says how a bucket travels, from worker to worker). A
+bucket i travels, and engines load bucket i - 1 (``broadcast.py`` says how a bucket travels, from worker to worker, and
+``communicator.py`` how from GPU to GPU: then buckets lie in the GPUs' memory, and go when a version is complete). A
 bucket is loaded when every parameter in it is verified; one that is refused is sent again, before the next. What is
 loaded is a mixture until the last bucket is: the engine does not go on before. Loaders read parameters where they have
 arrived. They are done with a bucket soon after they have begun the next, as buckets hold whole layers: then its memory

@@ -56,8 +56,9 @@ def derive_hardware(
     link = math.inf
     if engine[0].name != gpu.name:  # two kinds share no node
         link = min(ring_bytes_s(one, one_node=False) for one in (gpu, engine[0]))
-        stream = min(coefficients.stream_bandwidth, gpu.network, engine[0].network)
-        coefficients = coefficients.model_copy(update={"stream_bandwidth": stream})
+        network = min(gpu.network, engine[0].network)
+        slower = {name: min(getattr(coefficients, name), network) for name in ("stream_bandwidth", "nccl_bandwidth")}
+        coefficients = coefficients.model_copy(update=slower)
     fits = kv_cache_tokens(
         *engine, tensor_parallel=tensor_parallel, coefficients=coefficients, sequences=sequences, longest=longest
     )
@@ -246,7 +247,7 @@ def derive_transport(
     The trainer stands still for its snapshot: under ZeRO-3 the weights are gathered, and they cross to the host's
     memory. *Broadcast* sends and verifies them from there while all go on. *File* writes them while the trainer stands
     still, and engines stand still while they read and verify. Then each accelerator of an engine takes its share.
-    *Streamed* puts together, sends and loads at the same time, while all stand still.
+    *Streamed* gathers, sends from accelerator to accelerator and loads at the same time, while all stand still.
     """
     size, spread = BF16_BYTES * model.parameters, zero_stage == ZERO_STAGE and training_accelerators > 1
     one_node = training_accelerators <= gpu.gpus_per_node
@@ -257,7 +258,7 @@ def derive_transport(
         travel_s = size / coefficients.stream_bandwidth
         return WeightTransferConfig(publish_s=snapshot_s, transfer_s=snapshot_s + travel_s, pause_s=loaded_s)
     if transport == "streamed":
-        still_s = max(snapshot_s, size / coefficients.stream_bandwidth)  # loading is never the slowest of the three
+        still_s = max(gathered_s, size / coefficients.nccl_bandwidth)  # loading is never the slowest of the three
         return WeightTransferConfig(publish_s=still_s, pause_s=still_s + coefficients.pause_s)
     file_s = size / coefficients.file_bandwidth
     return WeightTransferConfig(

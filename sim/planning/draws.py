@@ -62,8 +62,9 @@ class Unknown(StrEnum):
 
 
 NOT_DRAWN = (
-    "sync_s_per_root_gb", "stream_bandwidth", "file_bandwidth", "host_bandwidth", "switch_to_training_s",
-    "switch_to_generation_s", "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
+    "sync_s_per_root_gb", "stream_bandwidth", "nccl_bandwidth", "file_bandwidth", "host_bandwidth",
+    "switch_to_training_s", "switch_to_generation_s",
+    "recomputation", "pack_tokens", "sequence_accelerators", "extra_forward_passes",
 )  # fmt: skip
 """Coefficients of times that have a factor of their own, and choices of the trainer, which its user knows."""
 
@@ -114,7 +115,7 @@ def _weights(config: RunConfig, measured: Measured) -> dict[Unknown, float]:
 
 BANDWIDTHS = {
     "broadcast": ("host_bandwidth", "stream_bandwidth"),
-    "streamed": ("host_bandwidth", "stream_bandwidth"),
+    "streamed": ("nccl_bandwidth",),
     "file": ("host_bandwidth", "file_bandwidth"),
 }
 """Coefficients that decide the seconds of a transport."""

@@ -46,8 +46,8 @@ class Patched:
 
 sys.meta_path.insert(0, Patched())
 """
-"""As ``sitecustomize.py`` on the path of modules, it has all processes of a run send with ``Gloo``, and write beside it how
-many bytes each rank has sent or received."""
+"""As ``sitecustomize.py`` on the path of modules, it has all processes of a run send with ``Gloo``, and write beside it
+how many bytes each rank has sent or received."""
 
 
 class Gloo:

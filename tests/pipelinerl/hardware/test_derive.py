@@ -209,15 +209,15 @@ def test_a_synchronization_lasts_as_the_root_of_its_bytes():
         pytest.param("broadcast", 16, 3, (1.561, 1.561 + 7.616, 0.762 + 0.02), id="staged"),
         pytest.param("broadcast", 16, 2, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nothing to gather"),
         pytest.param("broadcast", 1, 3, (1.523, 1.523 + 7.616, 0.762 + 0.02), id="nobody to gather from"),
-        # As one stream carries it, gathered and loaded meanwhile.
-        pytest.param("streamed", 16, 3, (7.616, 0.0, 7.616 + 0.02), id="standing still"),
+        # At 5 GB/s from GPU to GPU, gathered and loaded meanwhile.
+        pytest.param("streamed", 16, 3, (3.046, 0.0, 3.046 + 0.02), id="standing still"),
         # Written and read at 1 GB/s: 15.231 s each.
         pytest.param("file", 16, 3, (16.792, 16.792, 15.231 + 0.762 + 0.02), id="paused"),
     ],
 )
 def test_a_transport_lasts_as_its_bytes_over_its_bandwidths(transport, trainers, zero_stage, seconds):
     """15.231 GB. Staged, the trainer waits for its snapshot only and an engine for the load; paused, for all of it."""
-    values = plain(host_bandwidth=10e9, stream_bandwidth=2e9, file_bandwidth=1e9, pause_s=0.02)
+    values = plain(host_bandwidth=10e9, stream_bandwidth=2e9, nccl_bandwidth=5e9, file_bandwidth=1e9, pause_s=0.02)
     got = derive_transport(
         find_gpu("H100"),
         QWEN7B,
