@@ -116,12 +116,20 @@ class SpeedUpSummary(Report):
     """Median of the relative errors of the ratio (no unit)."""
     constant_median_error: float
     """The same of the naive rule ``constant`` (no unit)."""
+    error_difference_low: float
+    """5th percentile of ``median_error`` less ``constant_median_error``, families resampled (no unit)."""
+    error_difference_high: float
+    """95th percentile of that."""
     within_band: float
     """Share of the ratios inside their 80 % band, the mean of the families (no unit)."""
     brier: float
     """Squared distance of the probability from what happened, 0 or 1: mean of the means of the families (no unit)."""
     always_brier: float
     """The same of the naive rule "asynchronous is always faster" (no unit)."""
+    brier_difference_low: float
+    """5th percentile of ``brier`` less ``always_brier``, families resampled (no unit)."""
+    brier_difference_high: float
+    """95th percentile of that."""
     certain: int
     """Pairs with a probability of at least 0.95, of either order (count)."""
     certain_right: int

@@ -94,8 +94,10 @@ def _pairs_words(pairs: SpeedUpSummary) -> str:
     """Return how good the probabilities of the pairs are, beside the naive rules."""
     return (
         f"{pairs.pairs} asynchronous runs beside synchronous ones on equal GPUs, {pairs.families} systems "
-        f'({pairs.faster} faster): Brier score {pairs.brier:.2f} ({pairs.always_brier:.2f} by "always faster"), '
+        f'({pairs.faster} faster): Brier score {pairs.brier:.2f} ({pairs.always_brier:.2f} by "always faster"; '
+        f"difference {pairs.brier_difference_low:+.2f} to {pairs.brier_difference_high:+.2f}, families resampled), "
         f"{pairs.certain_right} of {pairs.certain} with P >= {CERTAIN:g} right; the ratio is off by "
-        f"{pairs.median_error:.0%} in the median ({pairs.constant_median_error:.0%} by the median of the others), "
+        f"{pairs.median_error:.0%} in the median ({pairs.constant_median_error:.0%} by the median of the others; "
+        f"difference {100 * pairs.error_difference_low:+.0f} to {100 * pairs.error_difference_high:+.0f} points), "
         f"{pairs.within_band:.0%} inside the 80 % band"
     )

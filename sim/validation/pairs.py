@@ -33,7 +33,7 @@ from pipelinerl.util.arrays import FloatArray
 from sim.validation.inference import STEP, SimulationGrid, across_nodes
 from sim.validation.reconstruct import LOG_MOST_MEAN, measured_seconds, same_run, switch_s, weights_s
 from sim.validation.records import Schedule
-from sim.validation.unseen import BAND_SDS, spread_of
+from sim.validation.unseen import BAND_SDS, family_interval, spread_of
 
 DRAWS = 4000
 """Draws of all factors (count)."""
@@ -102,26 +102,46 @@ def speed_up_summary(made: Sequence[SpeedUp]) -> SpeedUpSummary | None:
     faster = np.array([one.measured > 1 for one in made], dtype=float)
     probability = np.array([one.probability for one in made])
     sure = (probability >= CERTAIN) | (probability <= 1 - CERTAIN)
+    square, always = (probability - faster) ** 2, (1 - faster) ** 2
+    error = np.array([abs(one.predicted / one.measured - 1) for one in made])
+    constant = np.array([abs(one.constant / one.measured - 1) for one in made])
+    brier_ends = family_interval(_by_family(made, square - always), _mean_of_means)
+    error_ends = family_interval(_by_family(made, np.column_stack([error, constant])), _median_difference)
     return SpeedUpSummary(
         pairs=len(made),
         families=len({one.family for one in made}),
         faster=int(faster.sum()),
-        median_error=float(np.median([abs(one.predicted / one.measured - 1) for one in made])),
-        constant_median_error=float(np.median([abs(one.constant / one.measured - 1) for one in made])),
-        within_band=_family_mean(made, [float(one.low <= one.measured <= one.high) for one in made]),
-        brier=_family_mean(made, (probability - faster) ** 2),
-        always_brier=_family_mean(made, (1 - faster) ** 2),
+        median_error=float(np.median(error)),
+        constant_median_error=float(np.median(constant)),
+        error_difference_low=error_ends[0],
+        error_difference_high=error_ends[1],
+        within_band=_mean_of_means(_by_family(made, [float(one.low <= one.measured <= one.high) for one in made])),
+        brier=_mean_of_means(_by_family(made, square)),
+        always_brier=_mean_of_means(_by_family(made, always)),
+        brier_difference_low=brier_ends[0],
+        brier_difference_high=brier_ends[1],
         certain=int(sure.sum()),
         certain_right=int(((probability > 0.5) == (faster > 0.5))[sure].sum()),
     )
 
 
-def _family_mean(made: Sequence[SpeedUp], values: Iterable[float]) -> float:
+def _by_family(made: Sequence[SpeedUp], values: Sequence[float] | FloatArray) -> list[FloatArray]:
+    """Return what is known of each pair, pairs first, in an array for each family."""
+    families: dict[str, list[int]] = {}
+    for index, one in enumerate(made):
+        families.setdefault(one.family, []).append(index)
+    return [np.asarray(values, dtype=float)[indices] for indices in families.values()]
+
+
+def _mean_of_means(families: Sequence[FloatArray]) -> float:
     """Return a mean in which every family counts as much, however many pairs it has."""
-    families: dict[str, list[float]] = {}
-    for one, value in zip(made, values, strict=True):
-        families.setdefault(one.family, []).append(value)
-    return float(np.mean([np.mean(family) for family in families.values()]))
+    return float(np.mean([family.mean() for family in families]))
+
+
+def _median_difference(families: Sequence[FloatArray]) -> float:
+    """Return the median of the first column less that of the second, of all pairs together."""
+    first, second = np.median(np.concatenate(families), axis=0)
+    return float(first - second)
 
 
 def _pairs(grids: Sequence[SimulationGrid]) -> list[Pair]:

@@ -30,7 +30,7 @@ from sim.validation.words import precisions, unknown_words
 PROMPT_TOKENS = 150
 """Tokens of a prompt: what published tokens/s minus published answer lengths leave over in three systems (100-160)."""
 MEAN_OVER_LONGEST = 0.2
-"""Mean answer over the longest, where no mean is published; published runs have 0.25 to 0.77, long limits less."""
+"""Mean answer over the longest, where no mean is published; published runs have 0.10 to 0.78."""
 LARGEST_MEAN = 0.95
 """Mean answer over the longest, at most: more is no distribution."""
 DEFAULT_GPUS = 128

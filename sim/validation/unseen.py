@@ -12,13 +12,14 @@ A prediction of a family is the hardware model's divided by exp(c), with c and t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pipelinerl.errors import ConfigError
 from pipelinerl.hardware.coefficients import Level
+from pipelinerl.util.arrays import FloatArray
 from sim.validation.inference import Band, central_seconds
 from sim.validation.reconstruct import ReconstructedRun, measured_seconds, reconstruct_run, rest_s
 from sim.validation.records import PublishedRun
@@ -135,8 +136,18 @@ def median_interval(errors: Mapping[object, Sequence[float]]) -> tuple[float, fl
         errors: Relative errors by family, of one family at least.
     """
     families = [np.asarray(one, dtype=float) for one in errors.values()]
-    generator = np.random.default_rng(0)
-    picks = generator.integers(len(families), size=(RESAMPLES, len(families)))
-    medians = [float(np.median(np.concatenate([families[index] for index in pick]))) for pick in picks]
-    low, high = np.quantile(medians, [0.05, 0.95])
+    return family_interval(families, lambda sample: float(np.median(np.concatenate(sample))))
+
+
+def family_interval(
+    families: Sequence[FloatArray], statistic: Callable[[list[FloatArray]], float]
+) -> tuple[float, float]:
+    """Return the 90 % interval of a statistic; families are resampled, never rows.
+
+    Args:
+        families: What is known of the rows of each family, rows first; one family at least.
+        statistic: Of as many families, drawn with replacement.
+    """
+    picks = np.random.default_rng(0).integers(len(families), size=(RESAMPLES, len(families)))
+    low, high = np.quantile([statistic([families[index] for index in pick]) for pick in picks], [0.05, 0.95])
     return float(low), float(high)

@@ -7,6 +7,7 @@ import pytest
 from published import changed, row
 
 from pipelinerl.hardware.prior import RUN_SD, SYNC_ARM_SD, SYNC_SD
+from pipelinerl.records.validation_report import SpeedUp
 from pipelinerl.records.validation_table import speed_up_words
 from sim.validation.inference import SimulationGrid
 from sim.validation.pairs import speed_up_summary, speed_ups
@@ -78,6 +79,36 @@ def test_scores_by_hand():
     assert summary.brier == pytest.approx(0.5, abs=1e-3)
     assert (summary.always_brier, summary.certain, summary.certain_right, summary.faster) == (0.5, 2, 1, 1)
     assert speed_up_summary(()) is None
+
+
+def test_intervals_of_differences_to_the_naive_rules_by_hand():
+    """Nine pairs of a family with nothing wrong (the constant 0.5 off), one pair of another: P 0, ratio 0.9 off,
+    constant 0.4. Two families, drawn anew, are twice the first (1 in 4), both (1 in 2), or twice the second (1 in 4).
+    Differences of the Brier scores: 0, 1/2, 1. Of the medians of all pairs: 0 - 0.5, 0 - 0.5, 0.9 - 0.4. With rows
+    drawn in place of families the upper ends would be lower.
+    """
+    good = pair("good", probability=1.0, predicted=2.0, constant=3.0)
+    bad = pair("bad", probability=0.0, predicted=3.8, constant=2.8)
+    summary = speed_up_summary([*[good] * 9, bad])
+    assert (summary.brier_difference_low, summary.brier_difference_high) == (0.0, 1.0)
+    assert summary.error_difference_low == pytest.approx(-0.5)
+    assert summary.error_difference_high == pytest.approx(0.5)
+
+
+def pair(name, *, probability, predicted, constant):
+    """A pair that was measured twice as fast."""
+    return SpeedUp(
+        synchronous="s",
+        asynchronous="a",
+        family=name,
+        measured=2.0,
+        predicted=predicted,
+        low=1.0,
+        high=4.0,
+        probability=probability,
+        decided_by="weights",
+        constant=constant,
+    )
 
 
 @pytest.mark.parametrize(
