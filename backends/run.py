@@ -13,6 +13,7 @@ from typing import Any, assert_never
 
 from backends.checkpoint import Checkpoint, CheckpointKeeper, read_newest
 from backends.driver import Driver
+from backends.garbage import imports_left_alone
 from backends.interface import Backend, Parts
 from backends.metrics_log import MetricsLog
 from backends.preflight import check_run, evaluation_task, task_of
@@ -178,7 +179,7 @@ def train(
     checkpoint = read_newest(out, config) if resume else None
     if not resume:
         check_vacant(out)
-    with backend.open(config, logs=out / LOGS_FOLDER) as parts:
+    with backend.open(config, logs=out / LOGS_FOLDER) as parts, imports_left_alone():
         return drive(
             config,
             parts=parts,

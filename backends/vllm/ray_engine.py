@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from typing import Any
 
 import ray
@@ -64,6 +65,7 @@ class RayEngine:
             phase, limit_s = "start", self._settings.start_timeout_s
             async with asyncio.timeout(limit_s):
                 await self._call("start")
+                await self._call("__ray_call__", lambda _: gc.freeze())  # see backends/garbage.py; it ends with it
                 self._shared_memory = await self._call("shared_memory")
         except TimeoutError:
             raise EngineLostError(
