@@ -121,10 +121,14 @@ class Sender:
         except Exception as error:
             raise self._broken("send", began, error, "" if self.left else self._to_blame()) from error
 
-    def rows_on(self, device: torch.device) -> torch.device:
+    def rows_on(self, device: torch.device, room_bytes: int) -> torch.device:
         """Return where rows to be sent lie: on this device, if bytes can go from it to those of all workers.
 
         That is found out once, while all stand still and wait for a transfer; a line of the log says why not.
+
+        Args:
+            device: Of the sender; workers have one of the same kind each.
+            room_bytes: Memory of each that what is sent needs at a time (bytes).
 
         Raises:
             BackendError: If a worker does not say, or the group is left. It is of no use then.
@@ -133,7 +137,7 @@ class Sender:
             began, self._tried = time.perf_counter(), True
             try:
                 workers = {worker: self._lines[worker] for worker in self._leaders}
-                self._communicator, faults = agree(workers, device, self._timeout_s)
+                self._communicator, faults = agree(workers, device, room_bytes, self._timeout_s)
             except Exception as error:
                 raise self._broken("connect", began, error, "") from error
             if faults:
@@ -160,8 +164,6 @@ class Sender:
             for begin, end in cuts(row.numel(), BUCKET_BYTES):
                 empty(self._lines[CHAIN].connection, content[begin:end])
             return
-        for worker in self._leaders:  # each has room for it: from here on it is the device that waits
-            self._lines[worker].hear()
         self._communicator.broadcast(row, check=self._check_there, timeout_s=self._timeout_s)
 
     def _check_there(self) -> None:

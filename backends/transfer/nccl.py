@@ -6,7 +6,8 @@ while engines stand still, as every peer begins without waiting for anything of 
 
 The calling thread does not wait in CUDA. It looks whether the kernel has ended, and whether the others are still there
 (``check``); where somebody is not, it aborts the communicator, which ends the kernel, and raises. torch's own process
-groups have a watchdog instead, which ends the process.
+groups have a watchdog instead, which ends the process. Only making it, and its first row, for which connections are
+made, wait in NCCL: ``communicator.py`` does both in a thread that can be left.
 
 The library is torch's. Only what is used of it is bound here.
 """
@@ -95,7 +96,6 @@ class Nccl:
     def _broadcast(self, row: torch.Tensor, check: Callable[[], None], until_s: float) -> None:
         memory, state = row.data_ptr(), ctypes.c_int()
         with torch.cuda.device(self._device):
-            torch.cuda.current_stream().synchronize()  # what is in the row has been computed there
             stream, arrived = _stream(self._device), torch.cuda.Event()
             handles = self._handle, stream.cuda_stream
             _checked("ncclBroadcast", _library().ncclBroadcast(memory, memory, row.numel(), BYTE, 0, *handles))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
@@ -139,11 +140,13 @@ class Receiver:
 
         Raises:
             OSError: If a member has gone or does not answer. The group is of no use then.
+            BackendError: If bytes cannot be received from device to device. Nor is it then.
         """
         try:
             return self._received(places, row)
-        except OSError as error:
-            self._sender.tell(error=str(error))
+        except (OSError, BackendError) as error:
+            with contextlib.suppress(OSError):
+                self._sender.tell(error=str(error))
             raise
 
     def judge(self, right: bool) -> None:
@@ -152,7 +155,6 @@ class Receiver:
 
     def _received(self, places: Sequence[Place], row: torch.Tensor) -> list[int]:
         if self._communicator is not None:
-            self._sender.tell(ready=True)
             self._communicator.broadcast(row, check=self._sender.check_there, timeout_s=self._timeout_s)
             return [self._sum(seen_as(row, place)) for place in places]
         content = memoryview(row.numpy())

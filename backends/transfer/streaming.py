@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backends.interface import TRANSFER_ATTEMPTS
 from backends.transfer.broadcast import Sender
 from backends.transfer.checksum64 import checksum64
-from backends.transfer.communicator import HOST
+from backends.transfer.communicator import HOST, settle
 from backends.transfer.layout import Parameters, layout, row_bytes, seen_as
 from backends.transfer.receiver import Membership, Receiver
 from backends.transfer.shared_row import machine
@@ -48,11 +48,12 @@ class StreamSender:
 
     Args:
         parameters: What will be sent, every time.
+        largest_bytes: Size of the largest bucket (bytes).
         device: Where they are put together.
     """
 
-    def __init__(self, parameters: Parameters, device: torch.device) -> None:
-        self._parameters, self._device = parameters, device
+    def __init__(self, parameters: Parameters, largest_bytes: int, device: torch.device) -> None:
+        self._parameters, self._largest_bytes, self._device = parameters, largest_bytes, device
         self._number = {name: number for number, (name, _, _) in enumerate(parameters)}
         self._rows = [Bucket(device), Bucket(device)]
 
@@ -68,7 +69,7 @@ class StreamSender:
         Returns:
             What went wrong, if something did. The group has been left then.
         """
-        fault, where = _rows_on(sender, self._device)
+        fault, where = self._rows_on(sender)
         travelling: Future[None] | None = None
         with ThreadPoolExecutor(1) as thread:
             for index, tensors in enumerate(gathered):
@@ -79,14 +80,26 @@ class StreamSender:
                     sent = tensors[place.name].detach()
                     seen_as(row, place).copy_(sent)
                     sums.append(checksum64(sent))
+                settle(where)
                 fault = fault or _fault_of(travelling)
                 if sender is not None and fault is None:
                     travelling = thread.submit(_send_bucket, sender, row, version, parts, sums)
             fault = fault or _fault_of(travelling)
-        _give_back(self._rows, self._device)
+        for row in self._rows:
+            row.give_back()
         if sender is not None and fault is not None:
             sender.leave(fault)
         return fault
+
+    def _rows_on(self, sender: Sender | None) -> tuple[str | None, torch.device]:
+        """Return why nothing can be sent, if so, and where rows lie. What could not be done once is not tried again."""
+        if sender is None:
+            return "no group", HOST
+        try:
+            self._device = sender.rows_on(self._device, len(self._rows) * self._largest_bytes)
+        except BackendError as error:
+            return str(error), HOST
+        return None, self._device
 
 
 class Bucket:
@@ -95,6 +108,9 @@ class Bucket:
     Args:
         device: What reads or writes it: memory of the host is pinned for a GPU.
     """
+
+    reader: torch.cuda.Stream | None = None
+    """Whose copies out of it are waited for before a GPU's memory is used for something else."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
@@ -108,41 +124,25 @@ class Bucket:
 
     def row(self, num_bytes: int, where: torch.device) -> torch.Tensor:
         """Return room for so many bytes; what was there is lost, unless it is still seen: then room is elsewhere."""
-        on_host = where.type == "cpu"
         if self._memory.numel() < num_bytes or self._memory.device.type != where.type or self.seen:
             self._memory = torch.empty(0, dtype=torch.uint8)
-            pinned = self._pinned and on_host
+            pinned = self._pinned and where.type == "cpu"
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=where, pin_memory=pinned)
-        whole = torch.from_numpy(self._memory.numpy()) if on_host else torch.from_dlpack(self._memory)
-        self._lent = StorageWeakRef(whole.untyped_storage())  # of its own: it lives as long as what is made of it
+            if self.reader is not None and where.type == "cuda":
+                self._memory.record_stream(self.reader)
+        whole = _lend(self._memory)
+        self._lent = StorageWeakRef(whole.untyped_storage())
         return whole[:num_bytes]
 
     def give_back(self) -> None:
-        """Give memory of a GPU back: model and KV cache need it between two versions. The host's is kept."""
-        if self._memory.device.type != "cpu":
+        """Give memory of a GPU back, which model and KV cache need between two versions. The host's is kept."""
+        if self._memory.device.type == "cuda":
             self._memory = torch.empty(0, dtype=torch.uint8)
 
 
-def _rows_on(sender: Sender | None, device: torch.device) -> tuple[str | None, torch.device]:
-    """Return why nothing can be sent, if so, and where rows lie."""
-    if sender is None:
-        return "no group", HOST
-    try:
-        return None, sender.rows_on(device)
-    except BackendError as error:
-        return str(error), HOST
-
-
-def _give_back(buckets: Iterable[Bucket], device: torch.device) -> None:
-    _settle(device)
-    for bucket in buckets:
-        bucket.give_back()
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for the copies out of buckets that a GPU has been asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _lend(memory: torch.Tensor) -> torch.Tensor:
+    """Return memory as a tensor with a storage of its own, which lives as long as what is made of it."""
+    return torch.from_numpy(memory.numpy()) if memory.device.type == "cpu" else torch.from_dlpack(memory)
 
 
 def _send_bucket(sender: Sender, row: torch.Tensor, version: int, parts: list[int], sums: list[int]) -> None:
@@ -205,7 +205,10 @@ class Streaming:
         """
         receiver = self._joined.result(self._timeout_s)
         num_missing = len(receiver.parameters)
-        with ThreadPoolExecutor(1, initializer=_everywhere) as thread:
+        if self._device.type == "cuda":
+            for row in self._rows:
+                row.reader = torch.cuda.current_stream(self._device)
+        with ThreadPoolExecutor(1, initializer=_begin, initargs=(self._device,)) as thread:
             try:
                 coming: Future[dict[str, torch.Tensor]] | None = None
                 turn = 0
@@ -216,13 +219,19 @@ class Streaming:
                     for item in tensors.items():
                         yield item
                         if num_missing and coming is None and not self._rows[turn].seen:
-                            _settle(self._device)
+                            settle(self._device)
                             coming = thread.submit(_take, receiver, version, self._rows[turn])
             except BaseException:  # whoever loads has failed, too: the thread must not wait for what comes next
                 receiver.close()
                 raise
-            finally:
-                _give_back(self._rows, self._device)
+
+    def give_back(self) -> None:
+        """Give the GPU's memory back when what has arrived is loaded."""
+        settle(self._device)
+        for row in self._rows:
+            row.give_back()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # else it is kept for the stream that it has arrived on
 
 
 def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -239,7 +248,9 @@ def _take(receiver: Receiver, version: int, bucket: Bucket) -> dict[str, torch.T
             return {place.name: seen_as(row, place) for place in places}
 
 
-def _everywhere() -> None:
-    """Have this thread run on all cores: a new one begins on those of decode, which stands still."""
+def _begin(device: torch.device) -> None:
+    """Have this thread use the worker's GPU, and all cores: a new one begins on those of decode, which stands still."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -60,6 +60,9 @@ class StreamTransferEngine(TransferEngine):  # type: ignore[misc]  # vLLM is Any
             self.fault = "" if next(arriving, None) is None else "more has come than was loaded"
         except Exception as error:
             self.fault = kind_and_line(error)
+        finally:
+            if self._streaming is not None:
+                self._streaming.give_back()
 
     def finish_weight_update(self) -> None:
         """Check that all has come.

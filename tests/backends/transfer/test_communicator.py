@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,7 @@ torch = pytest.importorskip("torch")
 from gloo_communicator import Gloo  # noqa: E402
 
 import backends.transfer.communicator as module  # noqa: E402
+from backends.transfer import streaming  # noqa: E402
 from backends.transfer.broadcast import Sender  # noqa: E402
 from backends.transfer.communicator import COMMUNICATORS, HOST  # noqa: E402
 from backends.transfer.layout import described  # noqa: E402
@@ -35,13 +37,8 @@ class Noted(Gloo):
     """It is known which there are."""
 
     def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
-        self.rank, self.answered = rank, False
         super().__init__(common, rank, size, device)
         made.append(self)
-
-    def broadcast(self, row: Any, **options: Any) -> None:
-        self.answered = True  # it was made in time
-        super().broadcast(row, **options)
 
 
 class Group:
@@ -60,7 +57,9 @@ class Group:
         self.sender.meet()
 
     def sends(self, version: int) -> str | None:
-        return StreamSender(PARAMETERS, HOST).send(self.sender, version, ({name: WEIGHTS[name]} for name in WEIGHTS))
+        return StreamSender(PARAMETERS, 1000, HOST).send(
+            self.sender, version, ({name: WEIGHTS[name]} for name in WEIGHTS)
+        )
 
 
 @pytest.fixture
@@ -115,6 +114,7 @@ class CannotBeMade(Noted):
     def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
         super().__init__(common, rank, size, device)
         if rank == 2:
+            made.remove(self)
             raise BackendError("invalid usage")
 
 
@@ -124,20 +124,39 @@ class Wrong(Noted):
         row[-1] += self.rank == 1
 
 
+class NoRoom(Noted):
+    def broadcast(self, row: Any, **options: Any) -> None:
+        if self.rank == 2:
+            raise torch.OutOfMemoryError("3 GiB")
+        super().broadcast(row, **options)
+
+
+LATE_S = 3.0
+
+
 class NeverMade(Noted):
     def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
         if rank == 1:
-            threading.Event().wait(5.0)
+            time.sleep(LATE_S)
         super().__init__(common, rank, size, device)
+
+
+class Hangs(Noted):
+    """As NCCL does in the first row, in which nobody is asked whether the others are there."""
+
+    def broadcast(self, row: Any, **options: Any) -> None:
+        time.sleep(LATE_S)
 
 
 @pytest.mark.parametrize(
     ("kind", "limit_s", "reason"),
     [
         (NoId, TIMEOUT_S, "trainer: no such library"),
-        (CannotBeMade, 2.0, "engine 1: invalid usage"),
-        (Wrong, TIMEOUT_S, "engine 0: what arrives is not what is sent"),
-        (NeverMade, 1.0, "engine 0: not all had made a communicator after 1 s"),
+        (CannotBeMade, 2.0, "engine 1: BackendError: invalid usage"),
+        (NoRoom, 2.0, "engine 1: OutOfMemoryError: 3 GiB"),
+        (Wrong, TIMEOUT_S, "engine 0: BackendError: what arrives is not what is sent"),
+        (NeverMade, 1.0, "engine 0: TimeoutError: no communicator of all after 1 s"),
+        (Hangs, 1.0, "engine 0: TimeoutError: no communicator of all after 1 s"),
     ],
 )
 def test_where_one_cannot_all_take_the_way_through_the_host_and_a_line_says_why(
@@ -160,7 +179,10 @@ def test_where_one_cannot_all_take_the_way_through_the_host_and_a_line_says_why(
     said = [one.message for one in caplog.records if "host's memory" in one.message]
     assert len(said) == 1
     assert reason in said[0]
-    assert all(one.closed for one in made if one.answered)
+    until_s = time.monotonic() + TIMEOUT_S  # who comes late is closed, too
+    while not all(one.closed for one in made) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert all(one.closed for one in made)
 
 
 @pytest.mark.parametrize(("gone", "limit_s"), [(True, TIMEOUT_S), (False, 1.0)], ids=["gone", "silent"])
@@ -174,7 +196,6 @@ def test_a_member_lost_while_all_wait_for_bytes_ends_it_for_all(
     def lost(receiver: Receiver, places: Any, row: Any) -> Any:
         if receiver._communicator.rank != 2:
             return take(receiver, places, row)
-        receiver._sender.tell(ready=True)
         if gone:
             receiver.close()
         ended.wait(TIMEOUT_S)
@@ -190,3 +211,39 @@ def test_a_member_lost_while_all_wait_for_bytes_ends_it_for_all(
     assert isinstance(loading[1].exception(TIMEOUT_S), OSError)
     assert all(one.closed for one in made if one.rank != 2)
     assert there.sender.left
+
+
+def test_a_member_lost_while_all_agree_ends_it_for_all_at_once(
+    group: Any, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the others wait for is 30 s away, and they do not wait for it."""
+    there = group()
+
+    class Leaves(Noted):
+        def __init__(self, common: str, rank: int, size: int, device: Any) -> None:
+            if rank == 2:
+                there.workers[1].abandon()
+            super().__init__(common, rank, size, device)
+
+        def broadcast(self, row: Any, *, check: Any, timeout_s: float) -> None:
+            while True:
+                check()
+                time.sleep(0.01)
+
+    monkeypatch.setitem(COMMUNICATORS, "cpu", Leaves)
+    loading = [threads.submit(arrives, worker, 1) for worker in there.workers]
+    begin_s = time.monotonic()
+    fault = there.sends(1)
+    assert "phase=connect at trainer" in str(fault)
+    assert all(isinstance(one.exception(TIMEOUT_S), OSError) for one in loading)
+    assert time.monotonic() - begin_s < TIMEOUT_S / 4
+    assert there.sender.left
+
+
+def test_a_worker_receives_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, where the memory of another worker cannot be handed over."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    streaming._begin(torch.device("cuda", 3))
+    streaming._begin(HOST)
+    assert chosen == [torch.device("cuda", 3)]

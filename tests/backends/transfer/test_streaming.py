@@ -74,7 +74,7 @@ class Meeting:
         names = ["trainer", *(f"engine {n}" for n in range(num_workers))]
         self.group = Sender(door, names=names, parameters=PARAMETERS, timeout_s=timeout_s)
         self.group.meet()
-        self.sender = StreamSender(PARAMETERS, CPU)
+        self.sender = StreamSender(PARAMETERS, 1000, CPU)
 
     def end(self) -> None:
         self.group.leave()
@@ -248,7 +248,7 @@ def test_a_worker_needs_two_buckets_and_a_layer(monkeypatch: pytest.MonkeyPatch)
                 {name: tensors[name] for name in sorted(tensors) if name.startswith(part)}
                 for part in [("head", *parts[0]), *parts[1:]]
             )
-            assert StreamSender(LARGE, CPU).send(group, version, gathered) is None
+            assert StreamSender(LARGE, 0, CPU).send(group, version, gathered) is None
         most, in_buckets = results.get(timeout=600)
         group.leave()
         process.join(timeout=600)
@@ -260,7 +260,9 @@ def test_a_worker_needs_two_buckets_and_a_layer(monkeypatch: pytest.MonkeyPatch)
     assert most < in_buckets + 2 * HEAD_BYTES + 10e6, (most, in_buckets)
 
 
-def test_memory_is_used_again_unless_something_of_it_is_seen() -> None:
+@pytest.mark.parametrize("lend", [module._lend, torch.from_dlpack], ids=["host", "device"])
+def test_memory_is_used_again_unless_something_of_it_is_seen(lend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_lend", lend)
     bucket = Bucket(CPU)
     row = bucket.row(16, CPU)
     first, part = row.data_ptr(), row.view(torch.float32)[1:2].fill_(5.0)
