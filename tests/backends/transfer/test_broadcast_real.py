@@ -190,29 +190,29 @@ def engine(model_path: Path, index: int) -> RayEngine:
 
 
 LEAVING = """
+import asyncio
 import contextlib
 import os
-from collections import Counter
 
 import psutil
 from backends.vllm.process import remove_shared_memory, shared_memory_of
 from backends.vllm.ray_engine import RayEngine
 from probing import Probed
 
-generate, update, in_progress = RayEngine.generate, RayEngine.update, Counter()
+generate, update, loaded = RayEngine.generate, RayEngine.update, set()
 
 
-async def generate_and_count(self, request):
-    in_progress[self] += 1
-    try:
-        return await generate(self, request)
-    finally:
-        in_progress[self] -= 1
-
-
-async def update_and_vanish(self, weights, kind):
+async def update_and_note(self, weights, kind):
     times = await update(self, weights, kind)
-    if weights.version >= 2 and in_progress[self] and self._node == os.environ["MACHINE"]:
+    if weights.version >= 2:
+        loaded.add(self)
+    return times
+
+
+async def generate_and_vanish(self, request):
+    answer = asyncio.ensure_future(generate(self, request))
+    if self in loaded and self._node == os.environ["MACHINE"]:
+        await asyncio.sleep(0)  # it is under way
         raylet = psutil.Process(int(os.environ["RAYLET"]))
         processes = [raylet, *raylet.children(recursive=True)]
         its_memory = shared_memory_of(processes[1:]) - shared_memory_of([])
@@ -221,10 +221,10 @@ async def update_and_vanish(self, weights, kind):
                 one.kill()
         remove_shared_memory(its_memory)  # goes with a machine, but this is none
         os.environ["MACHINE"] = "gone"
-    return times
+    return await answer
 
 
-RayEngine.generate, RayEngine.update = generate_and_count, update_and_vanish
+RayEngine.generate, RayEngine.update = generate_and_vanish, update_and_note
 """
 """A task in whose run a machine vanishes, with all that runs there: it has loaded weights, and goes on generating."""
 
