@@ -17,16 +17,11 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes() -> Iterator[None]:
-    """What processes that tests start write for a while, sockets included, goes with the session.
-
-    They run at the priority of the tests. Ray starts them at 15, where a process of another test file that is run at
-    the same time gets thirty times their share of a core: an engine then made no decode step for ten seconds.
-    """
+def files_of_processes() -> Iterator[None]:
+    """What processes that tests start write for a while, sockets included, goes with the session."""
     tempfile.gettempdir()  # this process keeps its own
     folder = tempfile.mkdtemp(dir="/tmp")  # short, for sockets
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")
         for name in ("TMPDIR", "VLLM_RPC_BASE_PATH"):
             patch.setenv(name, folder)
         yield
