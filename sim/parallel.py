@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import spawn
 from typing import TypeVar
 
 from pipelinerl.errors import ConfigError, RunFailedError
@@ -40,15 +41,11 @@ def run_all(
     if workers == 1:
         yield from map(function, jobs)
         return
+    _end_if_this_is_a_worker_that_imports_the_script()
     others = set(multiprocessing.active_children())
     executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_end_with_parent)
     with _interrupts_ignored():  # by the workers: Ctrl-C is for this process alone
-        try:
-            futures = [executor.submit(function, job) for job in jobs]
-        except RuntimeError:
-            if multiprocessing.current_process().name == "MainProcess":
-                raise
-            sys.exit(NO_MAIN_GUARD)  # this is a worker that has imported the script, and so come here itself
+        futures = [executor.submit(function, job) for job in jobs]
     processes = set(multiprocessing.active_children()) - others
     died = False
     try:
@@ -103,6 +100,17 @@ def run_all_on_ray(
             yield ray.get(done)
     finally:
         ray.shutdown()
+
+
+def _end_if_this_is_a_worker_that_imports_the_script() -> None:
+    """End a worker that came here by the script it imports, before it makes a semaphore.
+
+    The first of them breaks the pool, which kills the others: what they had made, Python would warn of at its end.
+    """
+    try:
+        spawn.get_preparation_data("worker")
+    except RuntimeError:  # no process may be started while the main module is imported
+        sys.exit(NO_MAIN_GUARD)
 
 
 def _end_with_parent() -> None:

@@ -151,6 +151,38 @@ def test_more_workers_say_that_the_script_lacks_a_main_guard(tmp_path: Path) -> 
     assert len([line for line in last if line.startswith("Traceback")]) == 1
 
 
+KILLED_WITH_A_POOL_OF_ITS_OWN = """
+import multiprocessing
+import time
+from pathlib import Path
+from sim import parallel
+
+class Pool(parallel.ProcessPoolExecutor):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        if multiprocessing.current_process().name != "MainProcess":
+            one, both = Path(__file__).with_suffix(".one"), Path(__file__).with_suffix(".both")
+            try:
+                one.mkdir()
+            except FileExistsError:
+                both.mkdir()
+                time.sleep(60.0)
+            while not both.exists():
+                time.sleep(0.01)
+
+parallel.ProcessPoolExecutor = Pool
+list(parallel.run_all(abs, [-1, -2], workers=2))
+"""
+
+
+def test_a_worker_killed_on_its_way_to_that_leaves_no_semaphore_to_be_warned_of(tmp_path: Path) -> None:
+    """The error would not be the last line: CI met that once."""
+    path = tmp_path / "plain.py"
+    path.write_text(KILLED_WITH_A_POOL_OF_ITS_OWN)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=600, check=False)
+    assert "ConfigError: worker processes import the script" in done.stderr.splitlines()[-1], done.stderr
+
+
 def test_ctrl_c_ends_all_runs_of_a_comparison_in_one_process(tmp_path: Path) -> None:
     """While the long run is under way, which comes last."""
     seen: list[str] = []
