@@ -41,8 +41,9 @@ from backends.transfer.layout import BUCKET_BYTES, Parameters, cuts
 from backends.transfer.lines import Door, Line, come_in, empty
 from pipelinerl.errors import BackendError
 
-JOIN_TIMEOUT_S = 60.0
-"""Longest wait for the workers of a group: they have been told of it (seconds)."""
+JOIN_TIMEOUT_S = 180.0
+"""Longest wait for the workers of a group: they have been told of it, but join in threads that let all others go first
+(seconds)."""
 CHAIN = 0
 """Stands for the sender where workers are counted from 1."""
 BLAME_TIMEOUT_S = 2.0

@@ -10,7 +10,7 @@ import select
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipelinerl.errors import BackendError
@@ -18,7 +18,9 @@ from pipelinerl.errors import BackendError
 HELLO_BYTES = 4096
 """Longest message of somebody who has not yet said the password (bytes)."""
 HELLO_TIMEOUT_S = 5.0
-"""Longest wait for it (seconds)."""
+"""Longest wait for the rest of it, once it has begun (seconds)."""
+LONGEST_QUEUE = 64
+"""Connections that may stand at a door and say nothing: with one more the first of them is closed (count)."""
 HOST_PERIOD_S = 0.5
 """Time between two looks at whether the host is there (seconds)."""
 CONNECT_TIMEOUT_S = 20.0
@@ -149,10 +151,12 @@ def empty(connection: socket.socket, memory: memoryview) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where others connect, if they know the password."""
+    """Where others connect, if they know the password. Whoever says nothing yet holds nobody else up."""
 
     listener: socket.socket
     password: str
+    silent: list[socket.socket] = field(default_factory=list)
+    """Those that have come and have said nothing yet: on a busy machine a member may need a while for it."""
 
     @classmethod
     def open(cls, address: str, password: str | None = None) -> Door:
@@ -180,22 +184,38 @@ class Door:
         while True:
             if host is not None:
                 host.check_there()
-            self.listener.settimeout(max(0.001, min(HOST_PERIOD_S, until_s - time.monotonic())))
-            try:
-                connection, _ = self.listener.accept()
-            except TimeoutError:
-                if time.monotonic() >= until_s:
-                    raise
-                continue
-            with contextlib.suppress(OSError, ValueError, BackendError):
-                hello = Line(connection, HELLO_TIMEOUT_S).hear(longest=HELLO_BYTES)
-                if hmac.compare_digest(str(hello.get("password")), self.password):
-                    return Line(connection, timeout_s), hello
-            connection.close()
+            for connection in self._who_speak(min(HOST_PERIOD_S, until_s - time.monotonic())):
+                self.silent.remove(connection)
+                with contextlib.suppress(OSError, ValueError, BackendError):
+                    hello = Line(connection, HELLO_TIMEOUT_S).hear(longest=HELLO_BYTES)
+                    if hmac.compare_digest(str(hello.get("password")), self.password):
+                        return Line(connection, timeout_s), hello
+                connection.close()
+            if time.monotonic() >= until_s:
+                raise TimeoutError("timed out")
+
+    def _who_speak(self, timeout_s: float) -> list[socket.socket]:
+        """Wait until somebody comes or says something; return those that have said something, or have gone."""
+        looking = select.poll()
+        try:
+            for one in (self.listener, *self.silent):
+                looking.register(one, select.POLLIN)
+        except ValueError:
+            raise ConnectionError("the door has been closed") from None
+        ready = {descriptor for descriptor, _ in looking.poll(max(1, round(timeout_s * 1e3)))}
+        speaking = [one for one in self.silent if one.fileno() in ready]
+        if self.listener.fileno() in ready:
+            self.listener.setblocking(False)  # who has come may have gone
+            with contextlib.suppress(BlockingIOError):
+                self.silent.append(self.listener.accept()[0])
+            if len(self.silent) > LONGEST_QUEUE and self.silent[0] not in speaking:
+                self.silent.pop(0).close()
+        return speaking
 
     def close(self) -> None:
         """Let nobody in any more, and end the wait of another thread for somebody; a second call does nothing."""
-        _shut(self.listener)
+        for one in (self.listener, *self.silent):
+            _shut(one)
 
 
 def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
@@ -212,7 +232,11 @@ def come_in(meeting: str, /, *, timeout_s: float, **said: Any) -> Line:
     address, port, password = meeting.split(":")
     connection = socket.create_connection((address, int(port)), timeout=min(timeout_s, CONNECT_TIMEOUT_S))
     line = Line(connection, timeout_s)
-    line.tell(password=password, **said)
+    try:
+        line.tell(password=password, **said)
+    except OSError:  # the door has been closed meanwhile
+        line.close()
+        raise
     return line
 
 

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import backends.transfer.broadcast  # noqa: E402
+import backends.transfer.lines  # noqa: E402
 import backends.transfer.receiver  # noqa: E402
 from backends.transfer.broadcast import Sender  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
@@ -26,7 +27,7 @@ from backends.transfer.layout import (  # noqa: E402
     row_bytes,
     seen_as,
 )
-from backends.transfer.lines import Door, come_in, fill  # noqa: E402
+from backends.transfer.lines import Door, Line, come_in, fill  # noqa: E402
 from backends.transfer.receiver import Membership, Receiver  # noqa: E402
 from pipelinerl.errors import BackendError  # noqa: E402
 
@@ -72,6 +73,7 @@ class Meeting:
         self.num_workers, self.timeout_s = num_workers, timeout_s
         self.tensors = weights() if tensors is None else tensors
         self.door = Door.open("127.0.0.1")
+        self.at = self.door.meeting
         self.made: list[Any] = [self.door]
 
     def sender(self) -> Sender:
@@ -84,7 +86,7 @@ class Meeting:
 
     def receiver(self, worker: int, place: str = "", *, reuse: Any = None, **changed: Any) -> Receiver:
         arguments = {"shapes": {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}, "device": CPU}
-        arguments |= {"meeting": self.door.meeting, "worker": worker, "timeout_s": self.timeout_s}
+        arguments |= {"meeting": self.at, "worker": worker, "timeout_s": self.timeout_s}
         member = Membership(**{**arguments, **changed})
         receiver = Receiver(member, place=place or f"machine {worker}", reuse=reuse)
         self.made.append(receiver)
@@ -265,7 +267,7 @@ def test_a_meeting_is_ended_by_whoever_knows_that_a_member_is_lost(meet: Meet, t
 
 def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: ThreadPoolExecutor) -> None:
     meeting = meet(1)
-    address, port, _ = meeting.door.meeting.split(":")
+    address, port, _ = meeting.at.split(":")
     strangers = [
         come_in(f"{address}:{port}:guess", timeout_s=600, worker=1, place="", meeting=""),
         come_in(f"{address}:{port}:", timeout_s=600),
@@ -285,6 +287,39 @@ def test_whoever_does_not_know_the_password_is_turned_away(meet: Meet, threads: 
         come_in(f"{address}:{port}:", timeout_s=5)
 
 
+def test_a_connection_that_breaks_at_the_first_word_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[Line] = []
+
+    def tell(line: Line, **_: Any) -> None:
+        lines.append(line)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Line, "tell", tell)
+    door = Door.open("127.0.0.1")
+    with pytest.raises(BrokenPipeError):
+        come_in(door.meeting, timeout_s=600)
+    door.close()
+    assert lines[0].connection.fileno() == -1
+
+
+def test_who_says_nothing_yet_holds_nobody_up_and_is_let_in_when_it_speaks(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
+) -> None:
+    """On a busy machine a thread that connects may wait long for a processor before it says a word."""
+    monkeypatch.setattr(backends.transfer.lines, "HELLO_TIMEOUT_S", 0.01)
+    meeting = meet(2)
+    address, port, password = meeting.at.split(":")
+    slow = Line(socket.create_connection((address, int(port))), 600)
+    joining, meets = threads.submit(meeting.receiver, 2), threads.submit(meeting.sender)
+    while not any(isinstance(one, Sender) and 2 in one._lines for one in meeting.made):
+        time.sleep(0.01)
+    slow.tell(password=password, worker=1, place="machine 1", meeting=f"{address}:{port}:{password}")
+    assert slow.hear()["leads"]
+    slow.close()
+    assert isinstance(meets.exception(timeout=600), BackendError)
+    assert isinstance(joining.exception(timeout=600), BackendError)
+
+
 def test_the_member_that_does_not_join_is_named(meet: Meet) -> None:
     with pytest.raises(BackendError, match=r"phase=join at trainer after \S+ s; engine 0 did not come; "):
         meet(1, timeout_s=0.5).sender()
@@ -302,8 +337,7 @@ def test_the_machine_that_does_not_answer_is_told_from_the_one_that_has_gone(
     joining = [threads.submit(meeting.receiver, worker) for worker in (1, 2, 3)]
     sender = meeting.sender()
     first, silent, gone = (one.result() for one in joining)
-    for line in sender._lines.values():
-        line._timeout_s = 1.0
+    sender._lines[2]._timeout_s = 1.0
     receiving = threads.submit(take, first)
     gone.close()
     pattern = r"^transfer failed: phase=send at trainer after \S+ s; engine 1: timed out; engine 2 has gone; "
@@ -331,11 +365,11 @@ def test_a_death_in_the_chain_is_noticed_at_once_by_all_and_a_new_group_can_be_m
     meet: Meet,
     threads: ThreadPoolExecutor,
 ) -> None:
-    meeting = meet(2)
+    meeting = meet(2, timeout_s=600.0)  # the process imports torch first
     row, sums = row_of(meeting.tensors), sums_of(meeting.tensors)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=_process, args=(meeting.door.meeting, results))
+    process = context.Process(target=_process, args=(meeting.at, results))
     process.start()
     joining = threads.submit(meeting.receiver, 2)
     try:

@@ -202,7 +202,7 @@ def _load(meeting: str, results: Any) -> None:
     model = {name: torch.zeros(shape) for name, shape in shapes.items()}
     model = {name: tensor + 1 for name, tensor in model.items()}  # packed when the engine starts
     worker = Streaming(Membership(meeting=meeting, worker=1, shapes=shapes, device=CPU, timeout_s=600))
-    worker._joined.result(60)
+    worker._joined.result(600)
     status, used, whole = Path("/proc/self/status"), [], dict[str, Any]()
 
     def own() -> int:
