@@ -45,7 +45,7 @@ from backends.facts import RankFacts
 from backends.interface import Weights
 from backends.process_log import log_to
 from backends.transfer.lines import address_towards
-from backends.transfer.meeting import MeetingStore, own_address
+from backends.transfer.meeting import MeetingStore, own_address, reserved_port
 from pipelinerl.errors import BackendError
 from pipelinerl.rl.losses import kl_to_reference, policy_loss, value_loss
 from pipelinerl.util.user_code import kind_and_line
@@ -67,13 +67,14 @@ class TrainerRank:
             folder=Path(settings.weights_folder),
             model_path=settings.model_path,
         )
+        self._reserved: socket.socket | None = None  # has the port until the ranks have met
         self._num_skipped = 0  # in a row
 
     def free_address(self) -> tuple[str, int]:
-        """Return this machine's address and a port that is free now, for the ranks to meet at."""
+        """Return this machine's address and a free port, for the ranks to meet at; nobody else is given it before."""
         address = own_address()
-        with socket.create_server((address, 0)) as probe:
-            return address, probe.getsockname()[1]
+        self._reserved = reserved_port(address)
+        return address, self._reserved.getsockname()[1]
 
     def address_towards(self, address: str) -> str:
         """Return the address that this rank comes from when it connects to another one."""
@@ -84,7 +85,7 @@ class TrainerRank:
 
         Args:
             master_address: Address of rank 0's machine.
-            master_port: A free port there.
+            master_port: A free port there; see ``free_address``.
             heard: Addresses that ranks connect from; see ``MeetingStore``.
         """
         settings = self._settings
@@ -101,7 +102,8 @@ class TrainerRank:
         if settings.device == "gpu":
             torch.cuda.set_device(self._device)
         _silence_libraries()
-        self._meet(master_address, master_port, heard)
+        with self._reserved or contextlib.nullcontext():
+            self._meet(master_address, master_port, heard)
         import deepspeed  # reads DS_ACCELERATOR when it is imported
 
         # On CPU DeepSpeed would compile a faster all-reduce at the first start, for a minute and with a C++ compiler;

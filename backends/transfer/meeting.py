@@ -70,6 +70,14 @@ def _hear_only(listener: socket.socket, addresses: Sequence[str]) -> None:
     listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", len(program), ctypes.addressof(code)))
 
 
+def reserved_port(address: str) -> socket.socket:
+    """Return a socket that keeps a free port of this machine: only a ``MeetingStore`` can have it meanwhile."""
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((address, 0))
+    return held
+
+
 def own_address() -> str:
     """Return the address that the others reach this machine at: the one that Ray uses; no packet is sent."""
     if ray.is_initialized():

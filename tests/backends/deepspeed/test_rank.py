@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ import backends.deepspeed.publisher  # noqa: E402
 from backends.check.machine_rows import taught  # noqa: E402
 from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import PolicyModel, load_policy, row_tensors  # noqa: E402
-from backends.deepspeed.rank import MAX_SKIPPED, torch_adamw_passes  # noqa: E402
+from backends.deepspeed.rank import MAX_SKIPPED, TrainerRank, torch_adamw_passes  # noqa: E402
 from backends.deepspeed.step_meter import PHASES  # noqa: E402
 from backends.interface import TrainResult, Weights  # noqa: E402
 from backends.transfer.checksum64 import checksum64  # noqa: E402
@@ -275,6 +276,14 @@ def test_without_zero_a_step_that_is_not_finite_is_skipped_too(model_path: Path)
     before = parameters(rank)
     assert rank.train(spoilt_rows(), completes_step=True)[1]["skipped"] == 1
     assert largest_difference(parameters(rank), before) == 0
+
+
+def test_the_port_that_ranks_meet_at_is_given_to_nobody_else_before_they_do(model_path: Path) -> None:
+    rank = TrainerRank(settings(model_path))
+    address, port = rank.free_address()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((address, port))
+    rank.start(address, port)
 
 
 def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(model_path: Path) -> None:

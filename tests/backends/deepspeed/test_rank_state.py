@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ports import port_taken
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
@@ -40,6 +39,7 @@ from backends.deepspeed.packing import pack  # noqa: E402
 from backends.deepspeed.policy_model import TRAINED_DTYPES, load_policy  # noqa: E402
 from backends.deepspeed.rank import TrainerRank  # noqa: E402
 from backends.deepspeed.rank_settings import deepspeed_config  # noqa: E402
+from backends.transfer.meeting import reserved_port  # noqa: E402
 from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from backends.transfer.weights_file import read_verified  # noqa: E402
 from pipelinerl.config.train import TrainerConfig  # noqa: E402
@@ -261,7 +261,8 @@ def of_two(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     for name, buffer in experts.named_buffers():
         buffer.data = torch.arange(8).float() if name.endswith("_bias") else buffer.data
     experts.save_pretrained(folder / "experts")
-    with pytest.MonkeyPatch.context() as patch, port_taken() as port:
+    with pytest.MonkeyPatch.context() as patch, reserved_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
         patch.setitem(TRAINED_DTYPES, "cpu", torch.bfloat16)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what is free is given back, so that it is not counted

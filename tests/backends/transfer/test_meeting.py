@@ -6,14 +6,13 @@ import socket
 from datetime import timedelta
 
 import pytest
-from ports import port_taken
 
 torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("ray")
 
 
-from backends.transfer.meeting import MeetingStore, own_address  # noqa: E402
+from backends.transfer.meeting import MeetingStore, own_address, reserved_port  # noqa: E402
 
 
 def listens_at(port: int) -> list[str]:
@@ -28,7 +27,8 @@ def test_a_store_listens_on_one_address_only() -> None:
 
 
 def test_a_store_can_have_the_port_that_was_asked_for() -> None:
-    with port_taken() as port:
+    with reserved_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
         assert MeetingStore("127.0.0.1", port, timeout_s=600).port == port
 
 
