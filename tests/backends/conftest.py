@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,17 @@ import pytest
 def out(tmp_path: Path) -> Path:
     """Where a run writes to; it is not there yet."""
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """What a trainer's rank in this process says to torch, and the like, is not said to what other modules start: which
+    of them come after it is chance."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,7 +61,7 @@ def test_a_run_that_is_killed_while_a_checkpoint_is_written_goes_on_from_the_one
         [sys.executable, __file__, out], stderr=subprocess.PIPE, env={"PYTHONPATH": ":".join(sys.path)}
     )
     try:
-        wait_for(lambda: has_rows(out / "steps.csv", 7), process)
+        wait_for(lambda: has_rows(out / "steps.csv", 7) and (out / FOLDER / "partial").exists(), process)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()

@@ -108,7 +108,7 @@ class Slow(FakeEngine):
         super().die()
 
     async def start(self):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while self.trainer.published < self.back_at:
                 await asyncio.sleep(0.001)
         await super().start()

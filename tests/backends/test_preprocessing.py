@@ -160,17 +160,18 @@ class Counting(FakeEngine):
 
 
 class Behind(FakeReference):
-    """Takes for its first batch until all engines have stood idle for a while, or have given so many answers."""
+    """Takes for its first batch until all answers wait for it and all engines have stood idle for a while, or until
+    they have given so many."""
 
     def __init__(self, engines, *, most):
         super().__init__()
-        self.engines, self.most, self.answers_before = engines, most, None
+        self.engines, self.most, self.answers_before, self.num_waiting = engines, most, None, 0
 
     async def logprobs(self, samples):
         idle = 0
         while not self.batches and idle < 100 and self.num_answers < self.most:
             await asyncio.sleep(0)
-            idle = idle + 1 if all(engine.idle for engine in self.engines) else 0
+            idle = idle + 1 if self.num_waiting == self.num_answers and all(one.idle for one in self.engines) else 0
         self.answers_before = self.answers_before or self.num_answers
         return await super().logprobs(samples)
 
@@ -179,17 +180,24 @@ class Behind(FakeReference):
         return sum(engine.num_answers for engine in self.engines)
 
 
-def behind(config, *, most):
+def behind(config, monkeypatch, *, most):
     parts = parts_of(config)
     parts.engines = [Counting(num_slots=config.scheduler.generation_batch_size) for _ in parts.engines]
     parts.reference = Behind(parts.engines, most=most)
+    logprobs = Preprocessing.reference_logprobs
+
+    async def counted(stage, data):
+        parts.reference.num_waiting += 1  # it has been rewarded, by a thread, in whatever time that took
+        return await logprobs(stage, data)
+
+    monkeypatch.setattr(Preprocessing, "reference_logprobs", counted)
     return parts
 
 
-def test_a_slow_reference_delays_readiness_and_not_generation(out):
+def test_a_slow_reference_delays_readiness_and_not_generation(out, monkeypatch):
     config = kl_config(steps=4, slots=6, ready_queue_size=1000)
     most = 5 * 6 * 2  # all slots of both engines, several times over
-    parts = behind(config, most=most)
+    parts = behind(config, monkeypatch, most=most)
     run(config, out, parts)
     assert parts.reference.answers_before >= most
     kinds = [type(row.event or row.command) for row in records(out)]
@@ -198,9 +206,9 @@ def test_a_slow_reference_delays_readiness_and_not_generation(out):
     assert StartTraining not in before
 
 
-def test_generation_waits_for_a_reference_that_falls_behind(out):
+def test_generation_waits_for_a_reference_that_falls_behind(out, monkeypatch):
     config = kl_config(steps=3, slots=6, ready_queue_size=8)
-    parts = behind(config, most=400)
+    parts = behind(config, monkeypatch, most=400)
     run_checked(config, out, parts)
     assert parts.reference.answers_before < 8 + 2 * 12  # the engines had nothing to do
     # The limit, what was in flight when it was reached, and what has taken its place while it was being rewarded.

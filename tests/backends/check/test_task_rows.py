@@ -23,7 +23,7 @@ def config(longest_answer: int = 50, max_prompt_tokens: int = 8) -> RunConfig:
     train = {
         "device": "cpu",
         "model": {"path": "nowhere"},
-        "task": {"name": "arithmetic", "max_prompt_tokens": max_prompt_tokens, "reward_timeout_s": 0.5},
+        "task": {"name": "arithmetic", "max_prompt_tokens": max_prompt_tokens, "reward_timeout_s": 600.0},
         "optimizer": {"learning_rate": 1e-3},
     }
     data = with_overrides(tomllib.loads(TINY) | {"train": train}, [f"workload.length.max={longest_answer}"])

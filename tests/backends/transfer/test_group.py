@@ -213,7 +213,8 @@ def test_when_no_start_is_left_the_run_ends_and_can_be_gone_on_with(out):
 
 
 def test_ctrl_c_does_not_wait_for_engines_to_drain(out):
-    config = config_of(weight_update="wait", longest=40, slots=16, steps=8)
+    # Without a limit of the lag the run may end before engines that are slow to drain have loaded a first version.
+    config = config_of(weight_update="wait", longest=40, slots=16, steps=8, max_lag=2)
     _, parts = wired(config)
     parts.trainer.when("publish", 2, interrupt)
     interrupted(config, out, parts)
