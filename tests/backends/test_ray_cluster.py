@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import program
@@ -54,9 +56,12 @@ class Run:
 
     def children(self) -> dict[str, psutil.Process]:
         """The processes it has started, by name."""
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        self.seen |= set(found)
-        return {one.name(): one for one in found if one.is_running()}
+        named = {}
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            self.seen.add(one)
+            with contextlib.suppress(psutil.NoSuchProcess):  # Ray starts some for a moment
+                named[one.name()] = one
+        return named
 
     def until(self, condition: Callable[[], bool]) -> None:
         over = time.monotonic() + LIMIT_S
@@ -87,11 +92,18 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     started = Run(tmp_path, *getattr(request, "param", ()))
     yield started
     for one in started.seen:
-        if one.is_running():
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
     started.process.kill()
     started.process.communicate()
     shutil.rmtree(started.temporary)
+
+
+def connections_of(process: psutil.Process) -> list[Any]:
+    """None, if it has ended meanwhile."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.net_connections("inet"))
+    return []
 
 
 def test_it_listens_on_loopback_and_wants_a_token_and_its_lost_head_ends_the_run(run: Run) -> None:
@@ -99,7 +111,7 @@ def test_it_listens_on_loopback_and_wants_a_token_and_its_lost_head_ends_the_run
     ports = {
         (one.laddr.ip.removeprefix("::ffff:"), one.laddr.port): name
         for name, process in [*run.children().items(), ("driver", psutil.Process(run.process.pid))]
-        for one in process.net_connections("inet")
+        for one in connections_of(process)
         if one.status == psutil.CONN_LISTEN
     }
     assert {ip for ip, _ in ports} == {"127.0.0.1"}, ports

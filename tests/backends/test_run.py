@@ -1,6 +1,7 @@
 """`pipelinerl train` with a real vLLM, a real DeepSpeed and a real Ray on CPU, as a user runs it: whole processes.
 
-One run takes about 45 seconds to start, so a test asks as much of it as it can.
+One run takes about 45 seconds to start, so a test asks as much of it as it can. Runs of which parts are killed are in
+``test_run_losses.py``: so that two workers of the tests have as much to do.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +25,6 @@ from ledger_check import check_ledger, records  # noqa: E402
 from probes import check_probes, probed, started_with, told  # noqa: E402
 from real_run import EXAMPLE, TOOLS, Process, python_path  # noqa: E402
 
-from backends.tiny_model import make_tiny_model  # noqa: E402
-from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
 from backends.vllm.version.client import STREAMED_ENVIRONMENT  # noqa: E402
 from pipelinerl.calibration.measured import of_its_arm  # noqa: E402
 from pipelinerl.cli.app import app  # noqa: E402
@@ -84,116 +82,6 @@ def fitted_calculator(fits):
     return fitted(fits, "calculator")
 
 
-@pytest.fixture(scope="module")
-def unfitted(tmp_path_factory):
-    """A mixture of four experts that knows nothing, in the place of the tiny model."""
-    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "unfitted"
-    make_tiny_model(folder, fit_steps=0)
-    dense = AutoConfig.from_pretrained(folder).to_dict()
-    same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id",
-    )  # fmt: skip
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: dense[key] for key in same}, **experts)).save_pretrained(folder)
-    return folder
-
-
-RAISES = """
-import itertools
-import os
-import threading
-import time
-from pathlib import Path
-
-import psutil
-
-from pipelinerl.rl.sums import Arithmetic
-
-NUMBER, ONE_AT_A_TIME = itertools.count(), threading.Lock()
-FIRST_RUN = "KILLS" in os.environ
-KILLS = {2 * 256: "ReferenceModel", 4 * 256: "VLLM::EngineCore"} if FIRST_RUN else {}
-MOST = (12 if FIRST_RUN else 8) * 256
-
-
-def kill(name):
-    while True:
-        for one in psutil.Process().children(recursive=True):
-            try:
-                if name in " ".join((one.name(), *one.cmdline())):
-                    one.kill()
-                    return
-            except psutil.Error:
-                continue
-        time.sleep(0.05)
-
-
-class Moody(Arithmetic):
-    def reward(self, problem, answer):
-        with ONE_AT_A_TIME:
-            number = next(NUMBER)
-            if number in KILLS:
-                kill(KILLS[number])
-        while number >= MOST and not Path(__file__).with_name("go on").exists():
-            time.sleep(0.05)
-        if problem.prompt.startswith("4"):
-            raise RuntimeError("no reward today")
-        return super().reward(problem, answer)
-"""
-
-
-def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ctrl_c(unfitted, tmp_path):
-    """First the reference and the engine are killed, in the run that goes on the trainer.
-
-    No run ends before it has shown what it is to show: after ``MOST`` rewards it has to wait. Of problems 11 in 50
-    begin with a 4. With ``max_lag=2`` there are at most 7 batches of answers when the engine is lost, so the eighth has
-    some of the new one.
-    """
-    (tmp_path / "moody.py").write_text(RAISES)
-    out, env = tmp_path / "run", {"PYTHONPATH": python_path(tmp_path)}
-    sets = ["optimizer_steps=22", "train.checkpoint.every=10", "train.evaluation.problems=0", "scheduler.max_lag=2"]
-    given = [*sets, "train.transport=broadcast", "train.loss.kl_coefficient=0.01", "train.task.name=moody:Moody"]
-    given += ["train.task.reward_timeout_s=1000"]
-    run = Process(unfitted, out, *given, env=env | {"KILLS": "yes"})
-    for line in ("no reward today", "reference model died: phase=logprobs replica=0", "engine 0 lost"):
-        run.wait_for_line(line)
-    run.wait_for_step(5, **{"restarts/engines": 1})
-    run.process.send_signal(signal.SIGINT)
-    status, _, stderr = run.end()
-    assert status == 1
-    assert stderr.splitlines()[-1].startswith("pipelinerl: interrupted; what was finished is kept")
-    assert (out / "logs" / "reference-0.log").is_file()
-    assert run.left_over() == []
-    done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
-    assert done >= 5
-
-    run = Process(unfitted, out, *given, resume=True, env=env)
-    run.wait_for_step(done + 4)
-    run.kill("TrainerRank")
-    run.wait_for_line("trainer died: ")
-    (tmp_path / "go on").touch()
-    status, stdout, stderr = run.end()
-    assert status == 0, stderr
-    (line,) = re.findall(r"trainer died: phase=\w+ rank=0 .*", stderr)  # in whatever phase it was
-    assert int(line.rpartition("the run goes on from step ")[2]) in {done, done + 1, 10 * (done // 10 + 1)}
-    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
-    assert summary.trainer_restarts == summary.engine_restarts == 1
-    check_ledger(out, load_run(EXAMPLE, sets), summary)
-    assert summary.rollouts.failed > 0
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
-    assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
-    # What the engine has loaded is what was trained; a router that is undecided between two experts may differ.
-    assert summary.mismatch.kl_at_lag_0 < 1e-5
-    assert checkpoint_shapes(out / "model") == checkpoint_shapes(unfitted)
-    assert run.left_over() == []
-
-
-# ------------------------------------------------------------------- runs of models that are fitted meanwhile
-
-
 def fewest_waiting_for_the_trainer(out, *, batch):
     """The fewest finished rollouts that were not trained on while the engine had none in progress; inf: it always had.
 
@@ -221,7 +109,11 @@ def fewest_waiting_for_the_trainer(out, *, batch):
 
 
 def check_that_vllm_loads_what_was_trained(model, folder):
-    """`train --check` of the exported model finds nothing wrong, and its first answers are right; return the probes."""
+    """`train --check` of the exported model finds nothing wrong, and its first answers are right; return the probes.
+
+    Of eight answers each to 32 problems 98 and 99 % were right in recorded runs, and at most 45 % are without what was
+    trained. If all eight are alike the standard deviation is 2 to 4 %, with 2.5 % from run to run as below: four away.
+    """
     folder.mkdir()
     out, env = folder / "run", {"PYTHONPATH": python_path(folder)}
     run = Process(model, out, "train.transport=broadcast", *probed(folder), check=True, env=env)
@@ -237,7 +129,7 @@ def check_that_vllm_loads_what_was_trained(model, folder):
     assert whats <= found.keys()
     assert {found[what].finding for what in whats} == {Finding.OK}
     assert found["all-reduce"].finding is Finding.UNCHECKED  # of one rank
-    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"] >= 0.90
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"] >= 0.80
     given = load_run(EXAMPLE)
     assert of_its_arm(given, [out / "hardware.toml"]).hardware.weights != given.hardware.weights
     assert not (out / "model").exists()

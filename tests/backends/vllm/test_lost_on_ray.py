@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,13 @@ def test_a_process_that_hangs_ends_every_call_and_can_be_started_again(
 ) -> None:
     monkeypatch.setattr(backends.vllm.ray_engine, "VLLMEngine", stand_in())
     monkeypatch.setattr(backends.vllm.ray_engine, "BEAT_S", 0.1)
-    engine = RayEngine(settings(tmp_path, generate_timeout_s=5.0), {"num_cpus": 2})
+    engine = RayEngine(settings(tmp_path, generate_timeout_s=600.0), {"num_cpus": 2})
 
     async def scenario() -> None:
         await engine.start()
         # Looking through what it had imported took its process 0.5 s every four seconds, and all requests with it.
         assert await engine._call("__ray_call__", lambda _: gc.get_freeze_count() > len(gc.get_objects()))
+        engine._settings = replace(engine._settings, generate_timeout_s=5.0)  # not before: it may be slow to answer
         generating = asyncio.create_task(engine.generate(REQUEST))
         while not (tmp_path / "hangs").exists():
             await asyncio.sleep(0.01)

@@ -1,0 +1,132 @@
+"""`pipelinerl train` as a user runs it, of which parts are killed: what the run says, and that it goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+
+import pytest
+from needs import need
+
+need("vllm", "deepspeed", "ray", "tensorboard")
+pytest.importorskip("psutil")
+
+from ledger_check import check_ledger  # noqa: E402
+from real_run import EXAMPLE, Process, python_path  # noqa: E402
+
+from backends.tiny_model import make_tiny_model  # noqa: E402
+from backends.transfer.weights_check import checkpoint_shapes  # noqa: E402
+from pipelinerl.config.run_file import load_run  # noqa: E402
+from pipelinerl.records.reports import RunReport  # noqa: E402
+
+pytestmark = [pytest.mark.real(seconds=90), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def unfitted(tmp_path_factory):
+    """A mixture of four experts that knows nothing, in the place of the tiny model."""
+    from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "unfitted"
+    make_tiny_model(folder, fit_steps=0)
+    dense = AutoConfig.from_pretrained(folder).to_dict()
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id",
+    )  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**{key: dense[key] for key in same}, **experts)).save_pretrained(folder)
+    return folder
+
+
+RAISES = """
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from pipelinerl.rl.sums import Arithmetic
+
+NUMBER, ONE_AT_A_TIME = itertools.count(), threading.Lock()
+FIRST_RUN = "KILLS" in os.environ
+BATCH = 64
+KILLS = {2 * BATCH: "ReferenceModel", 4 * BATCH: "VLLM::EngineCore"} if FIRST_RUN else {}
+MOST = (14 if FIRST_RUN else 8) * BATCH
+
+
+def kill(name):
+    while True:
+        for one in psutil.Process().children(recursive=True):
+            try:
+                if name in " ".join((one.name(), *one.cmdline())):
+                    one.kill()
+                    return
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
+
+
+class Moody(Arithmetic):
+    def reward(self, problem, answer):
+        with ONE_AT_A_TIME:
+            number = next(NUMBER)
+            if number in KILLS:
+                kill(KILLS[number])
+        while number >= MOST and not Path(__file__).with_name("go on").exists():
+            time.sleep(0.05)
+        if problem.prompt.startswith("4"):
+            raise RuntimeError("no reward today")
+        return super().reward(problem, answer)
+"""
+
+
+def test_a_run_survives_killed_parts_and_rewards_that_raise_and_goes_on_after_ctrl_c(unfitted, tmp_path):
+    """First the reference and the engine are killed, in the run that goes on the trainer.
+
+    No run ends before it has shown what it is to show: after ``MOST`` rewards it has to wait. Of problems 11 in 50
+    begin with a 4. With ``max_lag=2`` there are at most 7 batches of answers when the engine is lost, so the eighth has
+    some of the new one.
+    """
+    (tmp_path / "moody.py").write_text(RAISES)
+    out, env = tmp_path / "run", {"PYTHONPATH": python_path(tmp_path)}
+    sets = ["optimizer_steps=22", "train.checkpoint.every=10", "train.evaluation.problems=0", "scheduler.max_lag=2"]
+    sets += ["scheduler.train_batch_size=64", "scheduler.generation_batch_size=32"]
+    given = [*sets, "train.transport=broadcast", "train.loss.kl_coefficient=0.01", "train.task.name=moody:Moody"]
+    given += ["train.task.reward_timeout_s=1000"]
+    run = Process(unfitted, out, *given, env=env | {"KILLS": "yes"})
+    for line in ("no reward today", "reference model died: phase=logprobs replica=0", "engine 0 lost"):
+        run.wait_for_line(line)
+    run.wait_for_step(5, **{"restarts/engines": 1})
+    run.process.send_signal(signal.SIGINT)
+    status, _, stderr = run.end()
+    assert status == 1
+    assert stderr.splitlines()[-1].startswith("pipelinerl: interrupted; what was finished is kept")
+    assert (out / "logs" / "reference-0.log").is_file()
+    assert run.left_over() == []
+    done = json.loads((out / "summary.json").read_text())["optimizer_steps"]
+    assert done >= 5
+
+    run = Process(unfitted, out, *given, resume=True, env=env)
+    run.wait_for_step(done + 4)
+    run.kill("TrainerRank")
+    run.wait_for_line("trainer died: ")
+    (tmp_path / "go on").touch()
+    status, stdout, stderr = run.end()
+    assert status == 0, stderr
+    (line,) = re.findall(r"trainer died: phase=\w+ rank=0 .*", stderr)  # in whatever phase it was
+    assert int(line.rpartition("the run goes on from step ")[2]) in {done, done + 1, 10 * (done // 10 + 1)}
+    summary = RunReport.from_dict(json.loads(stdout), name="stdout")
+    assert summary.trainer_restarts == summary.engine_restarts == 1
+    check_ledger(out, load_run(EXAMPLE, sets), summary)
+    assert summary.rollouts.failed > 0
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)  # the policy is still the reference
+    assert metrics[-1]["train/kl_loss"] > metrics[0]["train/kl_loss"]
+    # What the engine has loaded is what was trained; a router that is undecided between two experts may differ.
+    assert summary.mismatch.kl_at_lag_0 < 1e-5
+    assert checkpoint_shapes(out / "model") == checkpoint_shapes(unfitted)
+    assert run.left_over() == []
