@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from backends.deepspeed.footprint import on_meta
-from backends.deepspeed.policy_model import PolicyModel, buckets, policy_weights, saved_shapes
+from backends.deepspeed.policy_model import PolicyModel, largest_bucket_bytes, policy_weights, saved_shapes
 from backends.deepspeed.publisher import KEPT_FILES
 from backends.place_facts import SHARED_MEMORY
 from backends.preflight import trainer_ranks
@@ -97,8 +97,7 @@ def host_memory(config: RunConfig, model: PolicyModel, share: Share) -> HostMemo
 
 def _bucket_bytes(model: PolicyModel) -> int:
     """Return the size of the largest bucket, often the embedding: pinned memory has a power of two (bytes)."""
-    sizes = [sum(one.nbytes for one in bucket.values()) for bucket in buckets(policy_weights(model), STREAM_BYTES)]
-    largest: int = max(STREAM_BYTES, *sizes)
+    largest = max(STREAM_BYTES, largest_bucket_bytes(policy_weights(model), STREAM_BYTES))
     return 1 << (largest - 1).bit_length()
 
 

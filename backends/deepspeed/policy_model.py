@@ -253,6 +253,12 @@ def buckets(weights: dict[str, Any], bucket_bytes: int) -> Iterator[dict[str, An
     yield bucket
 
 
+def largest_bucket_bytes(weights: dict[str, Any], bucket_bytes: int) -> int:
+    """Return the size of the largest of their ``buckets`` (bytes); none of the weights is partitioned."""
+    largest: int = max(sum(weight.nbytes for weight in bucket.values()) for bucket in buckets(weights, bucket_bytes))
+    return largest
+
+
 def save_policy(model: PolicyModel, copies: dict[str, torch.Tensor], folder: Path) -> None:
     """Write the language model in Hugging Face format, without tokenizer.
 

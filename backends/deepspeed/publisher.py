@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from backends.deepspeed.policy_model import PolicyModel, buckets, copy_policy, gathered, saved_shapes
+from backends.deepspeed.policy_model import PolicyModel, copy_policy, gathered, largest_bucket_bytes, saved_shapes
 from backends.interface import TRANSFER_ATTEMPTS, Weights
 from backends.transfer.broadcast import Sender
 from backends.transfer.checksum64 import checksum64
@@ -232,8 +232,7 @@ class Publisher:
                 pass
             return None
         if self._stream is None:
-            shapes = buckets(saved_shapes(model), STREAM_BYTES)
-            sizes = [sum(weight.nbytes for weight in bucket.values()) for bucket in shapes]
+            largest_bytes = largest_bucket_bytes(saved_shapes(model), STREAM_BYTES)
             device = torch.device("cuda:0" if self._device == "gpu" else "cpu")
-            self._stream = StreamSender(self._parameters, max(sizes), device)
+            self._stream = StreamSender(self._parameters, largest_bytes, device)
         return self._stream.send(self._sender, version, parts)
