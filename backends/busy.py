@@ -1,4 +1,7 @@
-"""How long a thread has been busy: what an event loop has no time for in the meantime."""
+"""How long threads and processes have worked, and how long a thread has been busy.
+
+An event loop has no time for anything else while its thread works or waits for a processor: it is busy.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +22,12 @@ def busy_s() -> float:
     except (OSError, ValueError):
         return time.thread_time()
     return (run_ns + wait_ns) / 1e9
+
+
+def worked_s(pid: int) -> float:
+    """Return the seconds that all threads of a process have worked since it began.
+
+    Raises:
+        OSError: If there is no such process.
+    """
+    return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) makes of it

@@ -40,6 +40,11 @@ def trainer_cores(config: RunConfig) -> frozenset[int] | None:
     return cores_for(config, range(first, config.cluster.accelerators))
 
 
+def has_one_core() -> bool:
+    """Return whether this process, and what it starts, keeps to one core."""
+    return sys.platform == "linux" and len(os.sched_getaffinity(0)) == 1
+
+
 def keep_to(cores: frozenset[int] | None) -> None:
     """Have this process and what it starts run on these cores only. None: on those that it has."""
     if cores is not None:

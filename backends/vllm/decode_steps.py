@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pipelinerl.records.reports import DecodeSteps
+
+
+class Worked(NamedTuple):
+    """Processor time since the start (seconds)."""
+
+    engine_s: float = 0.0
+    """Of the engine's processes."""
+    front_end_s: float = 0.0
+    """Of the process that the calls come from."""
+
+
+NO_WORK = Worked()
 
 
 class StepMeter:
@@ -17,6 +31,7 @@ class StepMeter:
         self._end_s, self._num, self._num_ended = 0.0, 0, 0  # of the last step, whose outputs may come in parts
         self._had = self._had_unread = 0  # tokens that it had of contexts, and of prompts
         self._began_s: float | None = None
+        self._began = self._worked = NO_WORK  # when the last step began, and ended
         self._left = 0
         self._context = self._unread = 0  # tokens of all requests; of prompts that no step has had yet
 
@@ -29,16 +44,18 @@ class StepMeter:
         """Note that a request has ended, with so many tokens, prompt included."""
         self._context -= tokens
 
-    def output(self, end_s: float, num: int, num_ended: int) -> None:
+    def output(self, end_s: float, num: int, num_ended: int, worked: Worked = NO_WORK) -> None:
         """Note outputs of a step.
 
         Args:
             end_s: When the step ended, which tells steps apart.
             num: Sequences that got a token.
             num_ended: Those of them that ended with it.
+            worked: Processor time up to now.
         """
         if end_s != self._end_s:
             self._close()
+            self._worked = worked
             self._end_s, self._had, self._had_unread = end_s, self._context, self._unread
             self._unread = 0
         self._context += num
@@ -67,7 +84,9 @@ class StepMeter:
                 started=max(0, self._num - self._left),
                 read_tokens=self._had_unread,
                 seconds=self._end_s - self._began_s,
+                engine_worked_s=self._worked.engine_s - self._began.engine_s,
+                front_end_worked_s=self._worked.front_end_s - self._began.front_end_s,
             )
         self._left = self._num - self._num_ended
-        self._began_s = self._end_s if self._left else None
+        self._began_s, self._began = self._end_s if self._left else None, self._worked
         self._num = self._num_ended = 0

@@ -25,6 +25,8 @@ from pipelinerl.util.arrays import FloatArray
 
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
+SHARED = 0.1
+"""Share of the decode steps' seconds from which on the front end's work in them is worth a note (no unit)."""
 QUIET = 0.02
 """Mean error up to which single lives of rollouts count as free of noise (no unit)."""
 
@@ -49,6 +51,7 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     report = RunReport.read(source / SUMMARY_FILE) if (source / SUMMARY_FILE).is_file() else None
     if report is not None and report.decode_steps and times.config.environment is None:
         times.windows = _measured(report.decode_steps)
+        result.notes += _shared_cores(report.decode_steps)
     half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config))
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
@@ -58,11 +61,24 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
 
 def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
     """Return what a real run has measured of its decode steps; a size that has more of them has more rows."""
-    some = np.array([tuple(dict(one).values()) for one in sums], dtype=np.float64)
+    columns = ("steps", "sequences", "context", "started", "read_tokens", "seconds")
+    some = np.array([[getattr(one, name) for name in columns] for one in sums], dtype=np.float64)
     some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
     steps, sequences, context, started, read_tokens, seconds = some.T
     squares = np.divide(read_tokens**2, started, out=np.zeros(len(some)), where=started > 0)
     return DecodeTimes(steps, sequences, context, started, read_tokens, squares, seconds, *np.zeros((2, len(some))))
+
+
+def _shared_cores(sums: list[DecodeSteps]) -> list[str]:
+    """Say, if engines have their cores together with their front ends, that the seconds of their steps hold both."""
+    total = sum(sums, DecodeSteps())
+    share = total.front_end_worked_s / total.seconds if total.seconds else 0.0
+    if share < SHARED:
+        return []
+    return [
+        f"decode: an engine has its core together with its front end, whose work took {share:.0%} of the decode steps' "
+        "seconds: with another generation_batch_size that is another share"
+    ]
 
 
 def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:

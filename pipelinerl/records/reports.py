@@ -310,6 +310,10 @@ class DecodeSteps(Report):
     """Tokens of these prompts."""
     seconds: float = 0.0
     """Duration (s)."""
+    engine_worked_s: float = 0.0
+    """Processor time of the engine's processes meanwhile, where all of an engine has one core; else 0 (s)."""
+    front_end_worked_s: float = 0.0
+    """The same of its front end's process (s)."""
 
     def __add__(self, other: DecodeSteps) -> DecodeSteps:
         return DecodeSteps(**{name: value + getattr(other, name) for name, value in self})

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from backends.busy import busy_s
+from backends.busy import busy_s, worked_s
+from backends.cores import has_one_core
 from backends.interface import Generated, GenerateRequest
-from backends.vllm.decode_steps import StepMeter
-from backends.vllm.process import VLLMSettings
+from backends.vllm.decode_steps import NO_WORK, StepMeter, Worked
+from backends.vllm.process import VLLMSettings, process_tree
 from backends.vllm.request_times import RequestTimes
 from backends.vllm.spawned import main_of_children
 from backends.vllm.version.answers import as_generated, sampling_parameters
@@ -37,6 +39,14 @@ Else it keeps those of the weights before when others come in their place, a thi
 """
 SHUTDOWN_S = 1.0
 """Time that vLLM's processes have to end before it kills them: workers heed nothing else (seconds)."""
+
+
+def worked(pids: Sequence[int]) -> Worked:
+    """Return what processes and this one have worked; nothing, where there are none or one has ended."""
+    try:
+        return Worked(sum(map(worked_s, pids)), time.process_time()) if pids else NO_WORK
+    except OSError:
+        return NO_WORK
 
 
 class EngineDiedError(Exception):
@@ -73,7 +83,10 @@ def start_client(settings: VLLMSettings) -> Client:
         transfer = WeightTransferConfig(backend=f"pipelinerl_{settings.transport}")
         arguments = AsyncEngineArgs(**engine_arguments(settings), weight_transfer_config=transfer)
         loggers = [no_logger()] if settings.request_times else None
-        return Client(AsyncLLM.from_engine_args(arguments, stat_loggers=loggers))
+        before = set(multiprocessing.active_children())
+        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+    one_core = settings.device == "cpu" and has_one_core()
+    return Client(llm, [process.pid for process in process_tree(before)] if one_core else [])
 
 
 def no_logger() -> Any:
@@ -100,9 +113,10 @@ class Client:
 
     Args:
         llm: vLLM's ``AsyncLLM``; its processes run.
+        pids: Its processes, where they have one core together with this one.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, pids: Sequence[int] = ()) -> None:
         self.llm = llm
         self._times = RequestTimes()
         self._steps = StepMeter()
@@ -116,7 +130,8 @@ class Client:
         def timed(*arguments: Any, **keywords: Any) -> Any:
             begin_s, self.last_output_s = busy_s(), time.monotonic()
             outputs, end_s, *_ = arguments
-            self._steps.output(end_s, len(outputs), sum(one.finish_reason is not None for one in outputs))
+            num_ended = sum(one.finish_reason is not None for one in outputs)
+            self._steps.output(end_s, len(outputs), num_ended, worked(pids))
             processed = process(*arguments, **keywords)
             self.outputs_s += busy_s() - begin_s
             return processed

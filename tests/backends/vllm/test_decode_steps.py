@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.vllm.decode_steps import StepMeter
+from backends.vllm.decode_steps import StepMeter, Worked
 from pipelinerl.records.reports import DecodeSteps
 
 
@@ -47,3 +47,17 @@ def test_neither_a_pause_nor_idle_time_is_a_step() -> None:
 
 def test_sums_add_up() -> None:
     assert sums(1, 2, 3, 4, 5, 6.0) + sums(10, 20, 30, 40, 50, 60.0) == sums(11, 22, 33, 44, 55, 66.0)
+
+
+def test_processor_time_is_that_from_the_end_of_one_step_to_the_end_of_the_next() -> None:
+    """Two steps of one sequence, and one after a pause that counts for nothing."""
+    meter = StepMeter()
+    meter.begins(4)
+    for end_s, worked in ((1.0, (0.5, 0.25)), (2.0, (1.0, 0.5)), (4.0, (2.5, 0.75))):
+        meter.output(end_s, 1, 0, Worked(*worked))
+    meter.stop()
+    for end_s, worked in ((50.0, (9.0, 9.0)), (51.0, (10.0, 9.125))):
+        meter.output(end_s, 1, 0, Worked(*worked))
+    meter.stop()
+    taken = meter.take()
+    assert (taken.engine_worked_s, taken.front_end_worked_s) == (0.5 + 1.5 + 1.0, 0.25 + 0.25 + 0.125)

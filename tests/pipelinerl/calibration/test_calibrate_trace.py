@@ -162,6 +162,19 @@ def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_costs(tmp_pa
     assert numbers_of(decode) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.parametrize(("front_end_worked_s", "noted"), [(0.0, None), (0.09, None), (0.45, "45%")])
+def test_steps_that_hold_the_work_of_the_front_end_are_noted(
+    tmp_path: Path, front_end_worked_s: float, noted: str | None
+) -> None:
+    folder = traced(tmp_path / "run", run_of(RUN))
+    summary = folder / "summary.json"
+    sums = {"steps": 50, "sequences": 100, "context": 1000, "started": 0, "read_tokens": 0, "seconds": 1.0}
+    steps = [{**sums, "engine_worked_s": 0.5, "front_end_worked_s": front_end_worked_s}]
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
+    notes = [note for note in calibrate_trace(folder, run_of(RUN, BLANK)).notes if "front end" in note]
+    assert [noted in note for note in notes] == ([] if noted is None else [True])
+
+
 def test_the_way_back_comes_back(tmp_path: Path) -> None:
     folder = traced(tmp_path / "run", run_of(RUN, "hardware.latency.report_s=0.4"))
     latency = calibrate_trace(folder, run_of(RUN, BLANK)).table["latency"]
