@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -89,12 +90,14 @@ def records_of(path):
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record = path.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
+    assert data[:4] in {b"", b":W&B"}
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
         length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + length > len(data):
+            return  # it is being written
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in {1, 4}:  # whole, or the last part
@@ -102,11 +105,20 @@ def records_of(path):
             record = b""
 
 
+def all_records_of(path):
+    """Wandb's process writes on for a moment when ``finish`` has returned."""
+    over_s = time.monotonic() + 300
+    while not (records := list(records_of(path))) or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < over_s, records
+        time.sleep(0.02)
+    return records
+
+
 def offline_runs(folder):
     """Project, id and history of each offline run, in order of their start."""
     runs = []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        records = list(records_of(path))
+        records = all_records_of(path)
         (run,) = (one.run for one in records if one.WhichOneof("record_type") == "run")
         rows = [one.history.item for one in records if one.WhichOneof("record_type") == "history"]
         named = [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
