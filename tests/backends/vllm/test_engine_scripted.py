@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import subprocess
+import sys
 import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -18,10 +21,11 @@ from vllm_engine import real, settings
 
 import backends.vllm.engine
 from backends.interface import Generated, GenerateRequest, Weights
+from backends.vllm.decode_steps import NO_WORK
 from backends.vllm.engine import VLLMEngine
 from backends.vllm.process import check_model
 from backends.vllm.version.answers import version_spans
-from backends.vllm.version.client import Client
+from backends.vllm.version.client import Client, worked
 from pipelinerl.errors import BackendError, ConfigError, EngineLostError, TransferError, WeightsRefusedError
 from pipelinerl.scheduler.events import VersionSpans, WeightUpdate
 
@@ -53,6 +57,17 @@ def test_tied_embeddings_are_refused_on_cpu_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="without tied embeddings on CPU"):
         check_model(settings(tmp_path))
     check_model(settings(tmp_path, device="gpu"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the clock of another process is Linux's")
+def test_the_work_of_an_engine_is_known_while_all_its_processes_live() -> None:
+    assert worked([]) == NO_WORK
+    before_s, both, after_s = time.process_time(), worked([os.getpid()] * 2), time.process_time()
+    assert 2 * before_s <= both.engine_s <= 2 * after_s
+    assert before_s <= both.front_end_s <= after_s
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    assert worked([os.getpid(), process.pid]) == NO_WORK
 
 
 class Salted:
