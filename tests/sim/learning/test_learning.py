@@ -181,10 +181,12 @@ def test_micro_batches_add_up_to_the_same_step(monkeypatch):
     def step(optimizer):
         seen.append([one.grad.clone() for group in optimizer.param_groups for one in group["params"]])
 
-    monkeypatch.setattr(torch.optim.Adam, "step", step)
     with one_thread():
-        for size in (16, 4):
-            learner = Learner(config_with("scheduler.kind=conventional", "policy.gradient_clip=1e9"))
+        learners = {
+            size: Learner(config_with("scheduler.kind=conventional", "policy.gradient_clip=1e9")) for size in (16, 4)
+        }
+        monkeypatch.setattr(torch.optim.Adam, "step", step)  # not before the base model is there, which takes steps too
+        for size, learner in learners.items():
             for number in range(16):
                 learner.answers.ask(number, number // 4)
                 request = Request(number, learner.prompt_tokens, MAX)
