@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import needs_browser, opened
+from browser import needs_browser, opened, wait_until
 from needs import need
 
 need("playwright")
@@ -60,10 +60,19 @@ def path(tmp_path_factory: pytest.TempPathFactory, runs: list[Run], comparison: 
 
 
 @pytest.fixture(scope="module")
-def tab(path: Path) -> Iterator[Tab]:
+def page(path: Path) -> Iterator[Tab]:
     """The page, open."""
     with opened(path) as tab:
         yield tab
+
+
+@pytest.fixture
+def tab(page: Tab) -> Tab:
+    """The page in the window and the light that it was opened in, whichever test had it before."""
+    page.emulate_media(media="screen", color_scheme="light")
+    page.set_viewport_size({"width": 1000, "height": 900})
+    wait_until(lambda: page.evaluate("innerWidth"), 1000)
+    return page
 
 
 def test_what_a_name_holds_is_text_wherever_it_stands(tab: Tab, path: Path) -> None:
@@ -78,10 +87,10 @@ def test_a_name_in_a_legend_switches_a_run_off_in_every_figure(tab: Tab) -> None
     assert all(other + name)
     entry = tab.locator(".bk-Legend:visible").first.get_by_text("conventional G=8")
     entry.click()
-    assert not any(tab.evaluate(VISIBLE, "conventional G=8"))
+    wait_until(lambda: any(tab.evaluate(VISIBLE, "conventional G=8")), False)
     assert all(tab.evaluate(VISIBLE, "pipeline"))
     entry.click()
-    assert all(tab.evaluate(VISIBLE, "conventional G=8"))
+    wait_until(lambda: all(tab.evaluate(VISIBLE, "conventional G=8")), True)
 
 
 def test_the_mouse_over_a_point_shows_its_numbers(tab: Tab, runs: list[Run]) -> None:
@@ -102,18 +111,19 @@ def test_a_box_drawn_with_the_mouse_is_zoomed_to_and_reset_goes_back(tab: Tab) -
     tab.mouse.move(*tab.evaluate(PLACE, middle[1]), steps=3)
     tab.mouse.up()
     wanted = [list(one) for one in zip(*middle, strict=True)]
+    wait_until(lambda: tab.evaluate(RANGES) != before, True)
     zoomed = tab.evaluate(RANGES)
     for (first, last), (start, end), whole in zip(zoomed, wanted, before, strict=True):
         pixel = 0.01 * (whole[1] - whole[0])
         assert (first, last) == (pytest.approx(start, abs=pixel), pytest.approx(end, abs=pixel))
     tab.locator(".bk-tool-icon-reset:visible").first.click()
-    assert tab.evaluate(RANGES) == before
+    wait_until(lambda: tab.evaluate(RANGES), before)
 
 
 def test_a_figure_has_a_linear_and_a_logarithmic_scale(tab: Tab) -> None:
     for name, scale in (("logarithmic", "LogScale"), ("linear", "LinearScale")):
         tab.get_by_text(name, exact=True).first.click()
-        assert tab.evaluate(SCALE) == scale
+        wait_until(lambda: tab.evaluate(SCALE), scale)
 
 
 def test_a_click_on_a_column_sorts_by_its_numbers(tab: Tab) -> None:
@@ -124,19 +134,19 @@ def test_a_click_on_a_column_sorts_by_its_numbers(tab: Tab) -> None:
     assert first_column() == [row[0] for row in ROWS]
     header = tab.locator(".slick-header-column", has_text="tok/s")
     header.click()
-    assert first_column() == ["conventional G=8", "conventional G=32", "pipeline"]
+    wait_until(first_column, ["conventional G=8", "conventional G=32", "pipeline"])
     header.click()
-    assert first_column() == ["pipeline", "conventional G=32", "conventional G=8"]
+    wait_until(first_column, ["pipeline", "conventional G=32", "conventional G=8"])
 
 
 def test_it_is_dark_where_the_reader_wants_it_and_fits_a_phone(tab: Tab) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
-    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
+    wait_until(lambda: tab.evaluate(paper), "rgb(255, 255, 255)")
     tab.emulate_media(color_scheme="dark")
-    assert tab.evaluate(paper) == "rgb(22, 24, 28)"
+    wait_until(lambda: tab.evaluate(paper), "rgb(22, 24, 28)")
     tab.emulate_media(media="print", color_scheme="dark")
-    assert tab.evaluate(paper) == "rgb(255, 255, 255)"
+    wait_until(lambda: tab.evaluate(paper), "rgb(255, 255, 255)")
     tab.emulate_media(media="screen", color_scheme="light")
     tab.set_viewport_size({"width": 390, "height": 800})
-    tab.wait_for_function("document.querySelector('.bk-Tabs').getBoundingClientRect().width <= 390")
-    assert tab.evaluate("document.documentElement.scrollWidth") == 390
+    wait_until(lambda: tab.evaluate("document.querySelector('.bk-Tabs').getBoundingClientRect().width <= 390"), True)
+    wait_until(lambda: tab.evaluate("document.documentElement.scrollWidth"), 390)

