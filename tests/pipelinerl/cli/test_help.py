@@ -1,11 +1,13 @@
 """Help, installation, and what is missing without extras."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import pty
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,19 +114,28 @@ def on_a_terminal(*words: object) -> tuple[int, str, bytes]:
     """Return status, stdout, and what a terminal as stderr shows."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(
-        [*program(), *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True
-    ) as process:
+    with (
+        ThreadPoolExecutor(1) as thread,
+        subprocess.Popen(
+            [*program(), *map(str, words)], stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True
+        ) as process,
+    ):
         os.close(theirs)
-        assert process.stdout is not None
-        out, shown = process.stdout.read(), b""
-        try:
-            while chunk := os.read(ours, 4096):
-                shown += chunk
-        except OSError:  # Linux: the other end of the terminal is closed
-            pass
-        os.close(ours)
-    return process.returncode, out, shown
+        shown = thread.submit(
+            all_of, ours
+        )  # meanwhile: a terminal that nobody reads holds the program up once it is full
+        out, _ = process.communicate()
+    return process.returncode, out, shown.result()
+
+
+def all_of(terminal: int) -> bytes:
+    """Return what a terminal shows until its other end is closed."""
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux: the other end is closed
+        while chunk := os.read(terminal, 4096):
+            shown += chunk
+    os.close(terminal)
+    return shown
 
 
 def test_progress_goes_to_the_terminal_on_stderr_and_the_results_to_stdout(tmp_path: Path, tiny: Path) -> None:
