@@ -10,6 +10,8 @@ from nbclient import NotebookClient
 from pages import ENVIRONMENT, EXAMPLES
 
 NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.ipynb"))
+PATIENT = {"timeout": 900, "startup_timeout": 300, "iopub_timeout": 300, "raise_on_iopub_timeout": True}
+"""Limits (s): a kernel has 60 s to start otherwise, and what it shows more than 4 s after its answer is left out."""
 
 
 @pytest.mark.slow  # a kernel each
@@ -20,7 +22,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     book = nbformat.read(path, as_version=4)
-    NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(book, resources={"metadata": {"path": str(tmp_path)}}, **PATIENT).execute()
     shown = [one for cell in book.cells if cell.cell_type == "code" for one in cell.outputs]
     assert any("text/html" in one.get("data", {}) for one in shown)  # a report showed itself
 
