@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import importlib
 import signal
 
 import pytest
@@ -13,12 +14,18 @@ from pipelinerl.cli import app as cli
 # Failures of the shipped contract suite then show values, as those of test modules do.
 pytest.register_assert_rewrite("backends.contract")
 
-# Machines are noisy, and tests do not time: an example may take as long as it takes.
-settings.register_profile("pipelinerl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Machines are noisy, and tests do not time: an example may take as long as it takes. Every run has the same examples.
+settings.register_profile("pipelinerl", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pipelinerl")
 
 # Tests press Ctrl-C, which a process started in the background of a script ignores, with all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make matplotlib's list of fonts before any test: who makes it says so on stderr if that takes more than 5 s."""
+    if not hasattr(config, "workerinput"):  # once, before the processes that run the tests are started
+        importlib.import_module("matplotlib.font_manager")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
