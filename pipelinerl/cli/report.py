@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from analysis.interactive import Interactive
     from pipelinerl.records.page import Page
 
+LEAST_MB = 100_000
+"""Size from which on it is told in MB, and below in kB (bytes)."""
+
 
 def report(
     folders: Annotated[
@@ -56,7 +59,8 @@ def report(
         out.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out must be a file that can be written, got {out}: {error.strerror}") from None
-    typer.echo(f"{out}: {len(text.encode()) / 1e6:.2f} MB")
+    size = len(text.encode())
+    typer.echo(f"{out}: {size / 1e6:.2f} MB" if size >= LEAST_MB else f"{out}: {size / 1e3:.1f} kB")
     if show:
         webbrowser.open(out.resolve().as_uri())
 

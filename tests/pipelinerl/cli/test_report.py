@@ -204,13 +204,15 @@ def test_the_page_of_numbers_of_environments_has_the_verdict_and_the_run_of_the_
     write_json(finished.parent / "environments.json", report.to_dict())
     (finished.parent / "comparison.json").write_text("{}")  # it lies beside, and is not what was asked
     out = tmp_path / "page.md"
-    assert command("report", finished.parent, "--out", out).status == 0
+    told = command("report", finished.parent, "--out", out).out
     text = out.read_text()
+    assert told == f"{out}: {out.stat().st_size / 1e3:.1f} kB\n"
     assert answer(text) == "The knee is at 16."
     assert "| 8 | 50 | 8 | 50% | 10% | 1.00 | 3 | environment |" in text
     assert (finished / "run.toml").read_text().rstrip() in text
-    assert command("report", finished.parent, "--out", tmp_path / "page.html").status == 0
-    assert "Cost against environments" in (tmp_path / "page.html").read_text()
+    page = tmp_path / "page.html"
+    assert command("report", finished.parent, "--out", page).out == f"{page}: {page.stat().st_size / 1e6:.2f} MB\n"
+    assert "Cost against environments" in page.read_text()
 
 
 def test_the_page_of_a_validation_has_a_row_per_published_run(command: Command, tmp_path: Path) -> None:
