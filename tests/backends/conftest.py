@@ -18,14 +18,14 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def environment_as_it_was() -> Iterator[None]:
-    """What a trainer's rank in this process says to torch, and the like, is not said to what other modules start: which
-    of them come after it is chance."""
-    before = dict(os.environ)
+def no_rank() -> Iterator[None]:
+    """What a rank in this process says of itself is not said to what other modules start, which come by chance.
+
+    What Ray says stays: once this process has asked for a token, it does so of every Ray.
+    """
     yield
-    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
-        del os.environ[name]
-    os.environ.update(before)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)
