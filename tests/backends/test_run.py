@@ -113,7 +113,8 @@ def check_that_vllm_loads_what_was_trained(model, folder):
     """`train --check` of the exported model finds nothing wrong, and its first answers are right; return the probes.
 
     Of eight answers each to 32 problems 98 and 99 % were right in recorded runs, and at most 45 % are without what was
-    trained. If all eight are alike the standard deviation is 2 to 4 %, with 2.5 % from run to run as below: four away.
+    trained. If all eight are alike the standard deviation is 2.1 %, and 3.3 % with 2.5 % from run to run as below: a
+    false alarm in 200 runs at the worst, fewer as the eight differ.
     """
     folder.mkdir()
     out, env = folder / "run", {"PYTHONPATH": python_path(folder)}
@@ -130,7 +131,7 @@ def check_that_vllm_loads_what_was_trained(model, folder):
     assert whats <= found.keys()
     assert {found[what].finding for what in whats} == {Finding.OK}
     assert found["all-reduce"].finding is Finding.UNCHECKED  # of one rank
-    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"] >= 0.80
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["reward/mean"] >= 0.90
     given = load_run(EXAMPLE)
     assert of_its_arm(given, [out / "hardware.toml"]).hardware.weights != given.hardware.weights
     assert not (out / "model").exists()

@@ -121,9 +121,7 @@ def on_a_terminal(*words: object) -> tuple[int, str, bytes]:
         ) as process,
     ):
         os.close(theirs)
-        shown = thread.submit(
-            all_of, ours
-        )  # meanwhile: a terminal that nobody reads holds the program up once it is full
+        shown = thread.submit(all_of, ours)  # meanwhile: one that nobody reads holds the program up once it is full
         out, _ = process.communicate()
     return process.returncode, out, shown.result()
 
