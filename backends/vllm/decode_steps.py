@@ -34,11 +34,13 @@ class StepMeter:
         self._began = self._worked = NO_WORK  # when the last step began, and ended
         self._left = 0
         self._context = self._unread = 0  # tokens of all requests; of prompts that no step has had yet
+        self._sent = self._had_sent = 0  # requests sent since the last step ended, and in it
 
     def begins(self, prompt_tokens: int) -> None:
         """Note that a request is sent to the engine."""
         self._context += prompt_tokens
         self._unread += prompt_tokens
+        self._sent += 1
 
     def ends(self, tokens: int) -> None:
         """Note that a request has ended, with so many tokens, prompt included."""
@@ -57,6 +59,7 @@ class StepMeter:
             self._close()
             self._worked = worked
             self._end_s, self._had, self._had_unread = end_s, self._context, self._unread
+            self._had_sent, self._sent = self._sent, 0
             self._unread = 0
         self._context += num
         self._num += num
@@ -83,6 +86,7 @@ class StepMeter:
                 context=self._had,
                 started=max(0, self._num - self._left),
                 read_tokens=self._had_unread,
+                sent=self._had_sent,
                 seconds=self._end_s - self._began_s,
                 engine_worked_s=self._worked.engine_s - self._began.engine_s,
                 front_end_worked_s=self._worked.front_end_s - self._began.front_end_s,

@@ -26,7 +26,7 @@ from pipelinerl.util.arrays import FloatArray
 ROWS = 200
 """Rows of measured decode steps, about (count)."""
 SHARED = 0.1
-"""Share of the decode steps' seconds from which on the front end's work in them is worth a note (no unit)."""
+"""Share of the decode steps' seconds from which on the front end's work counts as part of them (no unit)."""
 QUIET = 0.02
 """Mean error up to which single lives of rollouts count as free of noise (no unit)."""
 
@@ -50,8 +50,13 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     result = HardwareFit(run.hardware, fixed_coefficients(run))
     report = RunReport.read(source / SUMMARY_FILE) if (source / SUMMARY_FILE).is_file() else None
     if report is not None and report.decode_steps and times.config.environment is None:
-        times.windows = _measured(report.decode_steps)
-        result.notes += _shared_cores(report.decode_steps)
+        shared = _front_end_share(report.decode_steps)
+        times.windows = _measured(report.decode_steps, with_front_end=shared >= SHARED)
+        if shared >= SHARED:
+            result.notes.append(
+                f"decode: an engine shares its core with its front end, whose work took {shared:.0%} of the steps' "
+                "seconds: prefill.sequence_s holds it, too"
+            )
     half_step_s = fit_decode(result, times, front_end_s=_front_end_s(report, times.config))
     accelerators = np.full(num_batches, float(times.config.training_accelerators))
     result.training(times.training, accelerators, f"{num_batches} micro-batches")
@@ -59,26 +64,28 @@ def calibrate_trace(source: Path, run: RunConfig | None = None) -> HardwareFit:
     return result
 
 
-def _measured(sums: list[DecodeSteps]) -> DecodeTimes:
-    """Return what a real run has measured of its decode steps; a size that has more of them has more rows."""
-    columns = ("steps", "sequences", "context", "started", "read_tokens", "seconds")
+def _measured(sums: list[DecodeSteps], *, with_front_end: bool) -> DecodeTimes:
+    """Return what a real run has measured of its decode steps; a size that has more of them has more rows.
+
+    Args:
+        sums: The steps.
+        with_front_end: Whether they last as long as the front end's work besides. It works for requests that are sent
+            meanwhile, not for those in the step, so that these are what the rows count.
+    """
+    columns = ("steps", "sequences", "context", "sent" if with_front_end else "started", "read_tokens", "seconds")
     some = np.array([[getattr(one, name) for name in columns] for one in sums], dtype=np.float64)
     some = np.repeat(some, np.ceil(ROWS * some[:, 0] / some[:, 0].sum()).astype(int), axis=0)
-    steps, sequences, context, started, read_tokens, seconds = some.T
-    squares = np.divide(read_tokens**2, started, out=np.zeros(len(some)), where=started > 0)
-    return DecodeTimes(steps, sequences, context, started, read_tokens, squares, seconds, *np.zeros((2, len(some))))
+    steps, sequences, context, requests, read_tokens, seconds = some.T
+    if with_front_end:
+        read_tokens = np.zeros(len(some))
+    squares = np.divide(read_tokens**2, requests, out=np.zeros(len(some)), where=requests > 0)
+    return DecodeTimes(steps, sequences, context, requests, read_tokens, squares, seconds, *np.zeros((2, len(some))))
 
 
-def _shared_cores(sums: list[DecodeSteps]) -> list[str]:
-    """Say, if engines have their cores together with their front ends, that the seconds of their steps hold both."""
+def _front_end_share(sums: list[DecodeSteps]) -> float:
+    """Return the share of the steps' seconds in which the front ends worked on the cores of their engines."""
     total = sum(sums, DecodeSteps())
-    share = total.front_end_worked_s / total.seconds if total.seconds else 0.0
-    if share < SHARED:
-        return []
-    return [
-        f"decode: an engine has its core together with its front end, whose work took {share:.0%} of the decode steps' "
-        "seconds: with another generation_batch_size that is another share"
-    ]
+    return total.front_end_worked_s / total.seconds if total.sent and total.seconds else 0.0
 
 
 def _front_end_s(report: RunReport | None, config: RunConfig) -> float | None:

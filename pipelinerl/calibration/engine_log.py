@@ -151,14 +151,15 @@ class EngineLog:
                 step_I = np.maximum(step_s(np.maximum(batch_I, 1), context_I), 1e-9)
                 clock_T = np.concatenate([[0.0], np.cumsum(np.where(batch_I > 0, second_I / step_I, 0.0))])
         until_L, cached_L = np.array([(life.read + life.kept, life.cached) for life in lived], dtype=np.float64).T
-        order = np.argsort(join_L, kind="stable")
-        joins_L = join_L[order]
+        filled_L = np.minimum(_after_pauses(join_L, pauses), end_L - 1e-9)
+        order = np.argsort(filled_L, kind="stable")
+        fills_L = filled_L[order]
         sums = [
-            np.concatenate([[0.0], np.cumsum(filled_L[order])])
-            for filled_L in (until_L > cached_L, until_L - cached_L, until_L**2 - cached_L**2)
+            np.concatenate([[0.0], np.cumsum(size_L[order])])
+            for size_L in (until_L > cached_L, until_L - cached_L, until_L**2 - cached_L**2)
         ]
-        before_L = np.searchsorted(joins_L, join_L, side="left")
-        after_L = np.searchsorted(joins_L, end_L, side="left")
+        before_L = np.searchsorted(fills_L, filled_L, side="left")
+        after_L = np.searchsorted(fills_L, end_L, side="left")
         waits_L = (first_L > 0) & (batch_I[first_L - 1] > 0)
         steps_L = np.array([life.tokens for life in lived], dtype=np.float64)
         # A rollout that meets a busy engine waits for its running step to end: half a step in the mean.
@@ -182,6 +183,13 @@ def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatAr
         begin, end = np.searchsorted(time_T, [begin_s, end_s])
         paused_I[begin:end] = np.diff(time_T[begin : end + 1])
     return np.concatenate([[0.0], np.cumsum(paused_I)])
+
+
+def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
+    """Return the times, each that is in a pause moved to its end: who comes in a pause joins when it is over."""
+    begin_P, end_P = np.array([(-math.inf, -math.inf), *sorted(pauses)]).T
+    last_L = np.searchsorted(begin_P, time_L, side="right") - 1
+    return np.array(np.maximum(time_L, end_P[last_L]))
 
 
 def _overlaps(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp]) -> FloatArray:

@@ -148,6 +148,9 @@ class HardwareFit:
         base = prefill.sequence_s * times.prefills + prefill.token_squared_s * times.prefill_squares + times.front_end
         if times.prefill_tokens.any():
             columns.append(Column("prefill.token_s", times.prefill_tokens, prefill.token_s))
+        elif times.prefills.any():
+            columns.append(Column("prefill.sequence_s", times.prefills, prefill.sequence_s))
+            base = base - prefill.sequence_s * times.prefills
         found = fit(columns, times.seconds, base)
         if with_dispatch:
             known = base + sum(column.kept * column.factors for column in columns[2:])
@@ -162,8 +165,8 @@ class HardwareFit:
             "sequence_s": values["sequence_s"],
             "context_token_s": values["context_token_s"],
         }
-        if "prefill.token_s" in values:
-            self.table["prefill"] = {**prefill.model_dump(), "token_s": values["prefill.token_s"]}
+        if fitted := {name.removeprefix("prefill."): value for name, value in values.items() if "prefill" in name}:
+            self.table["prefill"] = {**prefill.model_dump(), **fitted}
         self.parts.append(Part("decode", data, found))
         return found.values.get("dispatch_s", 0.0)
 

@@ -308,6 +308,8 @@ class DecodeSteps(Report):
     """Sequences whose prompts were read in them (count)."""
     read_tokens: int = 0
     """Tokens of these prompts."""
+    sent: int = 0
+    """Requests that were sent to the engines meanwhile (count)."""
     seconds: float = 0.0
     """Duration (s)."""
     engine_worked_s: float = 0.0

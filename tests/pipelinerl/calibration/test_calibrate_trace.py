@@ -9,6 +9,7 @@ import pytest
 from calibrated import CONVENTIONAL, NAMED, RUN, decode_s, numbers_of, run_of, traced, undetermined
 
 from pipelinerl.calibration.calibrate import calibrate_trace, fit_decode
+from pipelinerl.calibration.engine_log import EngineLog, Life
 from pipelinerl.calibration.hardware_fit import HardwareFit, fixed_coefficients
 from pipelinerl.calibration.trace_times import DecodeTimes, read_times
 from pipelinerl.config.resolve import resolved_hardware
@@ -163,16 +164,42 @@ def test_decode_steps_that_a_real_run_measured_tell_what_a_sequence_costs(tmp_pa
 
 
 @pytest.mark.parametrize(("front_end_worked_s", "noted"), [(0.0, None), (0.09, None), (0.45, "45%")])
-def test_steps_that_hold_the_work_of_the_front_end_are_noted(
+def test_what_the_front_end_works_for_is_what_is_sent_meanwhile(
     tmp_path: Path, front_end_worked_s: float, noted: str | None
 ) -> None:
+    """10 ms, 1 ms a sequence and 2 ms a request that is sent meanwhile, on one core; full steps begin few.
+
+    Where it works less than a tenth of the time the engine's part is fitted, prompts to the steps that begin them.
+    """
     folder = traced(tmp_path / "run", run_of(RUN))
     summary = folder / "summary.json"
-    sums = {"steps": 50, "sequences": 100, "context": 1000, "started": 0, "read_tokens": 0, "seconds": 1.0}
-    steps = [{**sums, "engine_worked_s": 0.5, "front_end_worked_s": front_end_worked_s}]
+    steps = []
+    for num, size, sent, started in ((10, 1, 9, 0), (20, 2, 5, 1), (30, 5, 8, 2), (40, 9, 1, 4), (900, 16, 3, 3)):
+        each = {"steps": 1, "sequences": size, "context": 40 * size, "started": started, "read_tokens": 20 * started}
+        seconds = 0.010 + 0.001 * size + 0.002 * (sent if noted else 0) + 0.0001 * (0 if noted else 20 * started)
+        measured = {**each, "sent": sent, "seconds": seconds, "front_end_worked_s": front_end_worked_s * seconds}
+        steps.append({name: num * value for name, value in measured.items()})
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
-    notes = [note for note in calibrate_trace(folder, run_of(RUN, BLANK)).notes if "front end" in note]
-    assert [noted in note for note in notes] == ([] if noted is None else [True])
+    result = calibrate_trace(folder, run_of(RUN, BLANK))
+    assert [noted in note for note in result.notes if "front end" in note] == ([] if noted is None else [True])
+    expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
+    assert numbers_of(result.table["decode"]) == pytest.approx(expected, abs=1e-7)
+    fills = {"token_s": 0.0, "sequence_s": 0.002} if noted else {"token_s": 0.0001, "sequence_s": 0.0}
+    assert result.table["prefill"] == pytest.approx({**fills, "token_squared_s": 0.0}, abs=1e-7)
+
+
+def test_rollouts_that_come_in_a_pause_share_the_first_step_after_it() -> None:
+    """One is in progress, two come in the pause from 1 s to 2 s: each waits for the prompts of both."""
+    lived = [
+        Life(start_s, end_s, read=5, kept=0, cached=0, pieces=[(0, 0, tokens)], number=number)
+        for number, (start_s, end_s, tokens) in enumerate([(0.0, 3.0, 6), (1.2, 3.0, 3), (1.8, 3.0, 3)])
+    ]
+    log = EngineLog(sent_s=[0.0, 1.2, 1.8], lived=lived, loads=[(2.0, 1.0, 1)])
+    rows_LC = log.lives(0.0, None, np.zeros(3))
+    prefills, tokens, squares = rows_LC[:, 3:6].T
+    assert list(prefills) == [3, 2, 2]
+    assert list(tokens) == [15, 10, 10]
+    assert list(squares) == [75, 50, 50]
 
 
 def test_the_way_back_comes_back(tmp_path: Path) -> None:
