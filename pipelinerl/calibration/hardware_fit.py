@@ -148,9 +148,9 @@ class HardwareFit:
         base = prefill.sequence_s * times.prefills + prefill.token_squared_s * times.prefill_squares + times.front_end
         if times.prefill_tokens.any():
             columns.append(Column("prefill.token_s", times.prefill_tokens, prefill.token_s))
-        elif times.prefills.any():
-            columns.append(Column("prefill.sequence_s", times.prefills, prefill.sequence_s))
-            base = base - prefill.sequence_s * times.prefills
+        elif times.prefills.any():  # requests whose tokens are not known: all that each costs
+            prefill, base = PrefillConfig(), times.front_end
+            columns.append(Column("prefill.sequence_s", times.prefills, 0.0))
         found = fit(columns, times.seconds, base)
         if with_dispatch:
             known = base + sum(column.kept * column.factors for column in columns[2:])

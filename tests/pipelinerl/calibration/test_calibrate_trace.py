@@ -169,7 +169,8 @@ def test_what_the_front_end_works_for_is_what_is_sent_meanwhile(
 ) -> None:
     """10 ms, 1 ms a sequence and 2 ms a request that is sent meanwhile, on one core; full steps begin few.
 
-    Where it works less than a tenth of the time the engine's part is fitted, prompts to the steps that begin them.
+    It holds the prompts, so nothing that was given for them stays. Where the front end works less than a tenth of the
+    time, prompts are fitted to the steps that begin them.
     """
     folder = traced(tmp_path / "run", run_of(RUN))
     summary = folder / "summary.json"
@@ -180,7 +181,7 @@ def test_what_the_front_end_works_for_is_what_is_sent_meanwhile(
         measured = {**each, "sent": sent, "seconds": seconds, "front_end_worked_s": front_end_worked_s * seconds}
         steps.append({name: num * value for name, value in measured.items()})
     summary.write_text(json.dumps({**json.loads(summary.read_text()), "decode_steps": steps}))
-    result = calibrate_trace(folder, run_of(RUN, BLANK))
+    result = calibrate_trace(folder, run_of(RUN, BLANK, "hardware.prefill={ token_s = 0.5 }"))
     assert [noted in note for note in result.notes if "front end" in note] == ([] if noted is None else [True])
     expected = {"step_s": 0.010, "sequence_s": 0.001, "context_token_s": 0.0}
     assert numbers_of(result.table["decode"]) == pytest.approx(expected, abs=1e-7)
