@@ -30,7 +30,7 @@ def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in ("al2023.tar", "fonts.tar"):
         # Not tarfile: what it does with a hostile archive depends on the Python, and Debian 12's knows no filter.
-        unpack = ["tar", "--extract", "--no-same-owner", "--directory", FOLDER]
+        unpack = ["tar", "--extract", "--file", "-", "--no-same-owner", "--directory", FOLDER]
         subprocess.run(unpack, input=parts[name], check=True, timeout=60)
     (FOLDER / "fonts.conf").write_text(FONTS)
     program = FOLDER / "chromium.new"

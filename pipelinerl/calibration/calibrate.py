@@ -83,7 +83,10 @@ def _measured(sums: list[DecodeSteps], *, with_front_end: bool) -> DecodeTimes:
 
 
 def _front_end_share(sums: list[DecodeSteps]) -> float:
-    """Return the share of the steps' seconds in which the front ends worked on the cores of their engines."""
+    """Return the share of the steps' seconds in which the front ends worked on the cores of their engines.
+
+    0 of a run that did not count what was sent.
+    """
     total = sum(sums, DecodeSteps())
     return total.front_end_worked_s / total.seconds if total.sent and total.seconds else 0.0
 

@@ -188,8 +188,8 @@ def _cumulated(time_T: FloatArray, pauses: list[tuple[float, float]]) -> FloatAr
 def _after_pauses(time_L: FloatArray, pauses: list[tuple[float, float]]) -> FloatArray:
     """Return the times, each that is in a pause moved to its end: who comes in a pause joins when it is over."""
     begin_P, end_P = np.array([(-math.inf, -math.inf), *sorted(pauses)]).T
-    last_L = np.searchsorted(begin_P, time_L, side="right") - 1
-    return np.array(np.maximum(time_L, end_P[last_L]))
+    over_L: FloatArray = end_P[np.searchsorted(begin_P, time_L, side="right") - 1]
+    return np.maximum(time_L, over_L)
 
 
 def _overlaps(num_times: int, from_P: NDArray[np.intp], to_P: NDArray[np.intp]) -> FloatArray:

@@ -169,8 +169,8 @@ def test_what_the_front_end_works_for_is_what_is_sent_meanwhile(
 ) -> None:
     """10 ms, 1 ms a sequence and 2 ms a request that is sent meanwhile, on one core; full steps begin few.
 
-    It holds the prompts, so nothing that was given for them stays. Where the front end works less than a tenth of the
-    time, prompts are fitted to the steps that begin them.
+    The cost of a request holds its prompt, so nothing that was given for prompts stays. Where the front end works less
+    than a tenth of the time, prompts are fitted to the steps that begin them.
     """
     folder = traced(tmp_path / "run", run_of(RUN))
     summary = folder / "summary.json"
